@@ -1,0 +1,91 @@
+"""The protocol between the door of an episode and whatever samples tokens.
+
+An engine is shared by all episodes and knows nothing of tapes. It owns the renderer, since the tokenizer is the
+model's. A request carries messages always, and prompt token ids where the engine has a renderer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ..tapes.records import Message, Sampling, Usage
+
+Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one request gave. Ids and log-probs are absent (None) for an engine of texts, never empty stand-ins."""
+
+    text: str | None
+    """The text without the turn-ending token."""
+    ids: array[int] | None = None
+    """Sampled ids, the turn-ending one included (int32)."""
+    logprobs: array[float] | None = None
+    """log softmax(logits / temperature) of each id (float32), same length as `ids`."""
+    spans: tuple[tuple[str, int, int], ...] = ()
+    """(policy version, start, end) over `ids`, half-open, contiguous, covering all of it."""
+    finish: Finish = "stop"
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing to complete."""
+
+    messages: Sequence[Message]
+    prompt: array[int] | None
+    """All prompt ids (int32), or None for an engine without a renderer."""
+    sampling: Sampling
+    seed: int
+    """64-bit. The same seed, prompt and weights give the same tokens, whatever else runs beside it."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end the completion, beside the model's own; the id is part of the completion."""
+    cache_key: str = ""
+    """Requests with one key continue one conversation: an engine may keep its KV between them."""
+    on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
+    """Called once with what was sampled so far, before CancelledError is raised to the canceller."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples completions. Implementations: `ScriptedEngine`, `ReplayEngine`, `EmbeddedEngine`, ..."""
+
+    name: str
+    """Written on each call."""
+
+    @property
+    def renderer(self) -> Any | None:
+        """The `Renderer` of this engine's model, or None for an engine of texts."""
+        ...
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens that prompt and completion may have together; None when there is no limit known."""
+        ...
+
+    async def complete(self, request: Request) -> Completion:
+        """Sample. Raises `EngineError` for what is the model's or the server's fault, `PromptTooLong` when the prompt
+        leaves no room. When cancelled, calls `request.on_partial` and raises CancelledError."""
+        ...
+
+    def forget(self, cache_key: str) -> None:
+        """The conversation is over: whatever is kept under this key may go."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the engine holds; requests in flight end as `abort`."""
+        ...
+
+
+class EngineError(RuntimeError):
+    """The model or its server failed; the episode ends with the cause `model`."""
+
+
+class PromptTooLong(EngineError, ValueError):
+    """The prompt leaves no room for a completion; the episode ends with the limit `context`."""

@@ -1,0 +1,70 @@
+"""Numeric columns as raw little-endian arrays, base64 in JSON. 4 bytes a value; stdlib only."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+
+def ints(values: Iterable[int] = ()) -> array[int]:
+    """An int32 array; a value outside int32 is an OverflowError."""
+    return array("i", values)
+
+
+def floats(values: Iterable[float] = ()) -> array[float]:
+    """A float32 array. Unknown is NaN, never 0.0."""
+    return array("f", values)
+
+
+def encode(values: array[Any]) -> str:
+    """Base64 of the little-endian bytes."""
+    if sys.byteorder == "big":
+        values = array(values.typecode, values)
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def decode(typecode: str, text: str) -> array[Any]:
+    """The array that `encode` wrote; ValueError if `text` isn't one."""
+    values = array(typecode)
+    try:
+        values.frombytes(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"not a base64 column of 4-byte values: {error}") from None
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _column(typecode: str) -> Any:
+    def validate(value: Any) -> array[Any]:
+        if isinstance(value, array) and value.typecode == typecode:
+            return value
+        if isinstance(value, str):
+            return decode(typecode, value)
+        try:
+            return array(typecode, value)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"not a column of numbers: {error}") from None
+
+    return validate
+
+
+Ints = Annotated[
+    array,
+    PlainValidator(_column("i")),
+    PlainSerializer(encode, return_type=str),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64", "description": "little-endian int32 array"}),
+]
+Floats = Annotated[
+    array,
+    PlainValidator(_column("f")),
+    PlainSerializer(encode, return_type=str),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64", "description": "little-endian float32 array"}),
+]

@@ -1,0 +1,51 @@
+"""Everything that can go wrong with a tape, as one tree.
+
+TapereelError
+├── DuplicateKind (TypeError)       two step classes under one kind
+├── NotATape (ValueError)           records that don't make a tape
+│   └── Corrupt                     bytes that were durable are not what was written
+├── HiddenFromAgent (AttributeError)  the agent's view was asked for what only the trainer may know
+├── StillOpen (ValueError)          asked of a running tape what only a closed one has
+├── StoreFailed (OSError)           a write or sync failed: nothing more is written by this process
+└── MissingExtra (ImportError)      an optional package is not installed
+"""
+
+from __future__ import annotations
+
+
+class TapereelError(Exception):
+    """Base of every error that Tapereel raises on purpose."""
+
+
+class DuplicateKind(TapereelError, TypeError):
+    """Two step classes claim one kind."""
+
+
+class NotATape(TapereelError, ValueError):
+    """Bytes or records that don't make a tape; says where and why."""
+
+
+class Corrupt(NotATape):
+    """Bytes below the durable frontier, a seal or a pin differ from what was written."""
+
+
+class HiddenFromAgent(TapereelError, AttributeError):
+    """Asked of the agent's view of a tape: rewards, labels and the private part of the task are not there."""
+
+
+class StillOpen(TapereelError, ValueError):
+    """Asked of a tape that has no end yet."""
+
+
+class StoreFailed(TapereelError, OSError):
+    """A write or a sync failed. The writer is poisoned: what was acknowledged is safe, nothing more is accepted."""
+
+
+class MissingExtra(TapereelError, ImportError):
+    """An optional package is not installed; names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: "
+                         f'pip install "tapereel[{extra}]"')
+        self.package = package
+        self.extra = extra

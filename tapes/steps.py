@@ -1,0 +1,199 @@
+"""Steps: what was seen, thought and done, as typed and frozen pydantic values.
+
+A step holds content only. Who produced it, when and from which model calls is written on the record around it, so
+bookkeeping can't leak into a prompt. Equality is equality of content. What a model reads of a step is its `str()`.
+This module knows nothing of tapes, prompts or files.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from .errors import DuplicateKind
+
+Role = Literal["observation", "thought", "action"]
+StepT = TypeVar("StepT", bound="type[Step]")
+
+_registry: dict[str, type[Step]] = {}
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+class Step(BaseModel):
+    """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
+
+    `class Guess(Action): number: int` has the kind `guess`; `class Guess(Action, kind="g")` has the kind `g`. Two
+    classes with one kind are an error, unless module and qualified name agree (a notebook cell that ran again).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", ser_json_bytes="base64")
+
+    kind: ClassVar[str] = "step"
+    """The name under which this class is written on tapes: the class name in snake case unless given."""
+
+    def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.__pydantic_generic_metadata__["origin"] is not None:
+            return
+        if "kind" in cls.model_fields:
+            raise TypeError(f"{cls.__qualname__} has a field named 'kind', which names the class of a step on the tape; "
+                            "rename the field")
+        cls.kind = kind or _snake(cls.__name__)
+        known = _registry.get(cls.kind)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise DuplicateKind(
+                f"the kind {cls.kind!r} of {cls.__module__}.{cls.__qualname__} already belongs to "
+                f"{known.__module__}.{known.__qualname__}; give one of them another: "
+                f'class {cls.__name__}(..., kind="...")'
+            )
+        _registry[cls.kind] = cls
+
+    def __str__(self) -> str:
+        """What a model reads: the one text field if the step has just that, else the content as JSON."""
+        values = self.__dict__
+        if len(values) == 1:
+            (only,) = values.values()
+            if isinstance(only, str | int | float | bool):
+                return str(only)
+        return self.model_dump_json()
+
+
+class Observation(Step):
+    """What the environment showed."""
+
+
+class Thought(Step):
+    """What an agent wrote for itself; the environment never sees it."""
+
+    said_back: ClassVar[bool] = False
+    """True when the agent's next prompt shows this thought as a message *to* the agent (a correction, say)."""
+
+
+class Action(Step):
+    """What an agent did; one ends each turn and goes to the environment."""
+
+
+class Text(Observation):
+    """Plain text from the environment."""
+
+    text: str
+
+
+class Answer(Action):
+    """Plain text to the environment."""
+
+    text: str
+
+
+class Reasoning(Thought):
+    """Plain text that an agent wrote for itself."""
+
+    text: str
+
+
+class Misread(Thought):
+    """An answer of the model that could not be read as an action. The model is told, and may correct itself."""
+
+    said_back: ClassVar[bool] = True
+    problem: str
+    """What was wrong, as a sentence for the model."""
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class ToolCall(BaseModel):
+    """One function call inside `ToolCalls`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    id: str
+    name: str
+    arguments: dict[str, JsonValue]
+
+
+class ToolResult(BaseModel):
+    """The answer to one `ToolCall`, named by its id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    id: str
+    name: str
+    content: str
+    error: bool = False
+
+
+class ToolCalls(Action):
+    """Function calls made at once; their results come back as one `ToolResults`."""
+
+    calls: tuple[ToolCall, ...]
+
+
+class ToolResults(Observation):
+    """The results of one `ToolCalls`, in its order."""
+
+    results: tuple[ToolResult, ...]
+
+
+class _Unknown(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    original: str
+    """The kind written on the tape."""
+    content: dict[str, JsonValue]
+
+
+class UnknownObservation(_Unknown, Observation):
+    """An observation whose class this process has not imported; its content as it was written."""
+
+
+class UnknownThought(_Unknown, Thought):
+    """A thought whose class this process has not imported; its content as it was written."""
+
+
+class UnknownAction(_Unknown, Action):
+    """An action whose class this process has not imported; its content as it was written."""
+
+
+_unknown: dict[Role, type[Step]] = {
+    "observation": UnknownObservation,
+    "thought": UnknownThought,
+    "action": UnknownAction,
+}
+
+
+def role_of(step: Step) -> Role:
+    """`observation`, `thought` or `action`. A `Step` that is none of them is a TypeError."""
+    if isinstance(step, Action):
+        return "action"
+    if isinstance(step, Observation):
+        return "observation"
+    if isinstance(step, Thought):
+        return "thought"
+    raise TypeError(f"{type(step).__qualname__} must subclass Observation, Thought or Action")
+
+
+def step_class(kind: str) -> type[Step] | None:
+    """The class registered under `kind` in this process, or None."""
+    return _registry.get(kind)
+
+
+def read_step(role: Role, kind: str, content: Any) -> Step:
+    """The step that was written as `content`.
+
+    A kind that nothing imported defines gives an `UnknownObservation` (or thought, or action), which keeps the content;
+    content that the registered class refuses is a pydantic ValidationError, which is a ValueError.
+    """
+    cls = _registry.get(kind)
+    if cls is None:
+        return _unknown[role].model_validate({"original": kind, "content": content})
+    step = cls.model_validate(content)
+    if role_of(step) != role:
+        raise ValueError(f"the tape says that {kind!r} is a {role}, but {cls.__qualname__} is a {role_of(step)}")
+    return step
