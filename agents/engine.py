@@ -44,6 +44,8 @@ class Request:
     seed: int
     """64-bit. The same seed, prompt and weights give the same tokens, whatever else runs beside it."""
     tools: tuple[dict[str, Any], ...] | None = None
+    path: str = ""
+    """Who asks; for replay and logs. It must not change what is sampled."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end the completion, beside the model's own; the id is part of the completion."""
     cache_key: str = ""
@@ -84,7 +86,12 @@ class Engine(Protocol):
 
 
 class EngineError(RuntimeError):
-    """The model or its server failed; the episode ends with the cause `model`."""
+    """The model or its server failed; the episode ends with the cause `model`, unless the agent deals with it."""
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.retry = retry
+        """True where the same request may well succeed a moment later."""
 
 
 class PromptTooLong(EngineError, ValueError):

@@ -7,6 +7,9 @@ TapereelError
 ├── HiddenFromAgent (AttributeError)  the agent's view was asked for what only the trainer may know
 ├── StillOpen (ValueError)          asked of a running tape what only a closed one has
 ├── StoreFailed (OSError)           a write or sync failed: nothing more is written by this process
+├── NoRun (FileNotFoundError)       there is no run at that path
+├── RunExists (FileExistsError)     a new run was asked for where one is
+├── NoSuchTape (LookupError)        no tape, or more than one, answers to that id
 └── MissingExtra (ImportError)      an optional package is not installed
 """
 
@@ -39,6 +42,18 @@ class StillOpen(TapereelError, ValueError):
 
 class StoreFailed(TapereelError, OSError):
     """A write or a sync failed. The writer is poisoned: what was acknowledged is safe, nothing more is accepted."""
+
+
+class NoRun(TapereelError, FileNotFoundError):
+    """There is no run at that path."""
+
+
+class RunExists(TapereelError, FileExistsError):
+    """A new run was asked for where one already is."""
+
+
+class NoSuchTape(TapereelError, LookupError):
+    """No tape answers to that id, or more than one does."""
 
 
 class MissingExtra(TapereelError, ImportError):

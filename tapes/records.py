@@ -58,6 +58,19 @@ class CauseType(StrEnum):
 TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT})
 
 
+def trains(status: Status | None, cause: CauseType | None) -> bool:
+    """The table that decides whether an episode may be trained on (if it is scored), and may be scored at its end.
+
+    finished, truncated, a limit of turns, tokens or context, and an error of the agent's own: yes. A limit of seconds,
+    an error of the environment, the model or ours, cancelled, crashed, still running: no.
+    """
+    if status in (Status.FINISHED, Status.TRUNCATED):
+        return True
+    if status is Status.LIMIT:
+        return cause in TRAINABLE_LIMITS
+    return status is Status.ERROR and cause is CauseType.AGENT
+
+
 class Record(BaseModel):
     """Base of all records: frozen, and closed (an unknown field is refused)."""
 
@@ -405,13 +418,19 @@ class Commit(Record):
     """Says, on an idle writer, up to where the segment is durable (the line's own `c`)."""
 
     t: Literal["commit"] = "commit"
+    segment: str = ""
+    """The segment that it stands in: ties the lines around it to their file where others are damaged."""
 
 
 class Seal(Record):
     """Last line of a segment: everything before it is durable and nothing follows."""
 
     t: Literal["seal"] = "seal"
+    segment: str = ""
+    """The segment that it seals."""
     reason: str = "closed"
+    next: str | None = None
+    """The segment in which the same writer goes on; None when it stopped."""
 
 
 AnyRecord = Annotated[

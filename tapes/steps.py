@@ -38,15 +38,15 @@ class Step(BaseModel):
 
     def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__.get("__annotations__", {}) and cls.__qualname__ != "Step":
+            raise TypeError(f"{cls.__qualname__} has a field named 'kind', which names the class of a step on the tape; "
+                            "rename the field")
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if cls.__pydantic_generic_metadata__["origin"] is not None:
             return
-        if "kind" in cls.model_fields:
-            raise TypeError(f"{cls.__qualname__} has a field named 'kind', which names the class of a step on the tape; "
-                            "rename the field")
         cls.kind = kind or _snake(cls.__name__)
         known = _registry.get(cls.kind)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

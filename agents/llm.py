@@ -1,0 +1,380 @@
+"""The door: the one way from an agent to a model, for one episode.
+
+It reads who speaks from the tape it is given, renders the conversation into the tokens that follow what was sampled
+before, derives the seed, counts tokens, latches limits and records every call and attempt. It knows nothing of
+environments, rewards or files, and never shows an agent more than its own conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..tapes import Call, CauseType, Message, Sampling, Step, Tape
+from ..tapes.messages import said, shared_prefix
+from ..tapes.records import Attempt, Tools, Usage
+from .engine import Completion, Engine, EngineError, PromptTooLong, Request
+from .limits import LimitReached, Limits
+from .recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model answered."""
+
+    text: str
+    """Without the turn-ending token; empty when the model ended at once."""
+    finish: str
+    """`stop`, `length`, `tool_calls` or `abort`; a `length` answer was cut off."""
+    call: str
+    """Id of the call on the tape."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """Function calls that the engine parsed, in the chat format."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(slots=True)
+class TextTrack:
+    """The leaf of a conversation with an engine of texts."""
+
+    call: str
+    messages: Sequence[Message]
+    """The request's messages; the reply follows them."""
+    reply: Message
+
+    def shared(self, messages: Sequence[Message]) -> int:
+        """How many leading messages of `messages` this conversation has, its reply included."""
+        n = shared_prefix(messages, self.messages)
+        if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
+            return n + 1
+        return n
+
+
+class ModelFailed(Exception):
+    """The engine failed and so did its retries: the model's fault. Carries the engine's error as its cause."""
+
+
+class RenderFailed(Exception):
+    """The conversation can't be made into tokens: what the environment or agent put in it, not the model."""
+
+
+class LLM:
+    """`reply = await llm(tape, system="...")`. Built by `rollout`, one for each episode."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        engine: Engine | None,
+        *,
+        seed: int,
+        limits: Limits,
+        sampling: Sampling,
+        retries: int = 2,
+        backoff: float = 0.5,
+    ) -> None:
+        self._recorder = recorder
+        self._engine = engine
+        self._seed = seed
+        self._limits = limits
+        self._sampling = sampling
+        self._retries = retries
+        self._backoff = backoff
+        self._calls: dict[str, int] = {}
+        self._tracks: dict[tuple[str, str], list[Any]] = {}
+        self._pending: dict[str, list[str]] = {}
+        self._newest: dict[str, str] = {}
+        self._spoken: list[tuple[Step, str]] = []
+        self._tools: set[str] = set()
+        self._keys: set[str] = set()
+        self.sampled = 0
+        """Tokens sampled in this episode, as far as the engine says."""
+        self.latched: LimitReached | None = None
+        """The limit that was reached; every later call raises it again."""
+
+    async def __call__(
+        self,
+        tape: Tape,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[type[BaseModel] | dict[str, Any]] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        conversation: str = "",
+    ) -> Reply:
+        """Ask the model, as the agent whose view `tape` is.
+
+        The prompt is `system` and the tape's conversation, or `messages` as given. `tools` are step classes or
+        function schemas. `conversation` names a second conversation of the same agent, with a history of its own.
+        Raises LimitReached (let it pass), ModelFailed, RenderFailed.
+        """
+        path = tape.scope
+        if self._engine is None:
+            raise ValueError(f"the agent {path!r} asked a model, but rollout was given no engine; pass engine=...")
+        await self._check_latch()
+        asked = messages if messages is not None else tape.messages(system)
+        schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
+        rendered = self._render(path, conversation, asked, schemas)
+        sampling = self._fit(temperature, max_tokens, rendered)
+        call = self._recorder.new_call_id()
+        number = self._calls[path] = self._calls.get(path, -1) + 1
+        key = f"{self._recorder.tape}/{path}/{conversation}"
+        self._keys.add(key)
+        partial: list[Completion] = []
+        request = Request(
+            messages=asked,
+            prompt=rendered.ids if rendered is not None else None,
+            sampling=sampling,
+            seed=derive_seed(self._seed, path, number),
+            tools=schemas,
+            path=path,
+            cache_key=key,
+            on_partial=partial.append,
+        )
+        write = _CallWriter(self, call, path, conversation, request, rendered, self._offered(schemas))
+        try:
+            completion, attempts = await self._ask(request)
+        except asyncio.CancelledError:
+            if partial:
+                write(partial[0], (), finish="cancelled")
+            raise
+        except _Failed as failure:
+            write(Completion(text=None), failure.attempts, finish="error")
+            if isinstance(failure.error, PromptTooLong):
+                raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
+            raise ModelFailed(f"{type(failure.error).__name__}: {failure.error}") from failure.error
+        write(completion, attempts, finish=completion.finish)
+        if self._limits.tokens is not None and self.sampled >= self._limits.tokens:
+            self.latched = LimitReached(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
+        return Reply(completion.text or "", completion.finish, call, completion.tool_calls or ())
+
+    # Who spoke: rollout asks, for each yielded step, which path it came from and which calls it was read from
+
+    def spoke(self, step: Step, path: str) -> None:
+        """Called by `delegate`: this step, about to be yielded, is the sub-agent's."""
+        if not any(seen is step for seen, _ in self._spoken):
+            self._spoken.append((step, path))
+
+    def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
+        """(path, calls) of a step that was just yielded. A step of a turn without new calls shares the newest one."""
+        path = next((p for seen, p in self._spoken if seen is step), outermost)
+        self._spoken.clear()
+        pending = self._pending.pop(path, None)
+        if pending is None and path in self._newest:
+            pending = [self._newest[path]]
+        calls = []
+        for call in pending or ():
+            record = self._recorder.log.call(call)
+            calls.append((call, 0, len(record.completion or ())))
+        return path, tuple(calls)
+
+    def end_turn(self) -> None:
+        """The turn's Action went to the environment: what is yielded from here on comes from new calls."""
+        self._newest.clear()
+        self._pending.clear()
+
+    def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
+        """Record words that no model was asked for (a scripted agent's) as a call, with tokens where there is a
+        renderer: the same tape serves whoever wrote it."""
+        reply = said(step)
+        messages = tape.messages(path=path)
+        call = self._recorder.new_call_id()
+        renderer = self._engine.renderer if self._engine is not None else None
+        if renderer is None:
+            self._write_text(call, path, "", messages, Completion(text=reply["content"]), engine="authored")
+            return ((call, 0, 0),)
+        rendered = self._render(path, "", messages, None)
+        completion = renderer.author(reply["content"])
+        request = Request(messages=messages, prompt=rendered.ids, sampling=Sampling(), seed=0)
+        write = _CallWriter(self, call, path, "", request, rendered, None)
+        write(Completion(text=reply["content"], ids=completion), (), finish="stop", engine="authored")
+        self._pending.pop(path, None)
+        return ((call, 0, len(completion)),)
+
+    def inherit(self, prefix: Tape) -> None:
+        """Take over the conversations of a fork's prefix, so that its tokens stay the context of what follows."""
+        renderer = self._engine.renderer if self._engine is not None else None
+        calls: list[Call] = []
+        tape: Tape | None = prefix
+        while tape is not None:
+            calls[:0] = tape.calls
+            tape = tape.parent
+        for call in calls:
+            self._calls[call.by] = self._calls.get(call.by, -1) + 1
+            tracks = self._tracks.setdefault((call.by, ""), [])
+            messages = prefix.call_messages(call)
+            if renderer is None:
+                tracks.append(TextTrack(call.call, messages, call.reply))
+            elif call.prompt is not None and call.completion is not None:
+                tracks.append(renderer.track(call.call, messages, call.reply, prefix.call_prompt(call),
+                                             call.completion, call.finish))
+
+    def close(self) -> None:
+        """The episode is over: the engine may forget its conversations."""
+        if self._engine is not None:
+            for key in self._keys:
+                self._engine.forget(key)
+
+    # Inside
+
+    async def _check_latch(self) -> None:
+        if self.latched is not None:
+            await asyncio.sleep(0)  # an agent that swallows the limit and asks again must not block the event loop
+            raise self.latched
+
+    def _latch(self, limit: CauseType, message: str) -> LimitReached:
+        self.latched = LimitReached(limit, message)
+        return self.latched
+
+    def _render(self, path: str, conversation: str, messages: Sequence[Message], tools: Any) -> Any:
+        renderer = self._engine.renderer if self._engine is not None else None
+        if renderer is None:
+            return None
+        try:
+            return renderer.prompt(messages, tools, self._tracks.get((path, conversation), ()))
+        except ValueError as error:
+            raise RenderFailed(str(error)) from error
+
+    def _fit(self, temperature: float | None, max_tokens: int | None, rendered: Any) -> Sampling:
+        wanted = self._sampling.max_tokens if max_tokens is None else max_tokens
+        if self._limits.tokens is not None:
+            wanted = min(wanted, self._limits.tokens - self.sampled)
+        context = min((c for c in (self._limits.context, self._engine.context if self._engine else None) if c), default=None)
+        if context is not None and rendered is not None:
+            room = context - len(rendered.ids)
+            if room < 1:
+                raise self._latch(CauseType.CONTEXT, f"the prompt has {len(rendered.ids)} tokens, the context {context}")
+            wanted = min(wanted, room)
+        if temperature is None and wanted == self._sampling.max_tokens:
+            return self._sampling
+        update = {"max_tokens": wanted, "temperature": self._sampling.temperature if temperature is None else temperature}
+        return self._sampling.model_copy(update=update)
+
+    def _offered(self, schemas: tuple[dict[str, Any], ...] | None) -> Tools | None:
+        if schemas is None:
+            return None
+        digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:16]
+        first = digest not in self._tools
+        self._tools.add(digest)
+        return Tools(hash=digest, schemas=schemas if first else None)
+
+    async def _ask(self, request: Request) -> tuple[Completion, tuple[Attempt, ...]]:
+        assert self._engine is not None
+        attempts: list[Attempt] = []
+        while True:
+            started = time.perf_counter()
+            try:
+                completion = await self._engine.complete(request)
+            except EngineError as error:
+                seconds = time.perf_counter() - started
+                attempts.append(Attempt(seconds=seconds, error=f"{type(error).__name__}: {error}"))
+                if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
+                    raise _Failed(error, tuple(attempts)) from error
+                await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
+            else:
+                attempts.append(Attempt(seconds=time.perf_counter() - started))
+                return completion, tuple(attempts)
+
+    def _write_text(self, call: str, path: str, conversation: str, messages: Sequence[Message], completion: Completion,
+                    engine: str, **more: Any) -> None:  # fmt: skip
+        tracks = self._tracks.setdefault((path, conversation), [])
+        base, keep = None, 0
+        for track in reversed(tracks):
+            shared = track.shared(messages)
+            if shared > keep:
+                base, keep = track, shared
+                if keep == len(track.messages) + 1:
+                    break
+        record = Call(
+            tape=self._recorder.tape, call=call, by=path, base=base.call if base is not None else None,
+            keep_messages=keep, messages=tuple(messages[keep:]), text=completion.text, tool_calls=completion.tool_calls,
+            usage=completion.usage, engine=engine, at=time.time(), **more,
+        )  # fmt: skip
+        self._recorder.write(record)
+        track = TextTrack(call, messages, record.reply)
+        if base is not None and keep == len(base.messages) + 1:
+            tracks[tracks.index(base)] = track
+        else:
+            tracks.append(track)
+
+
+class _Failed(Exception):
+    def __init__(self, error: EngineError, attempts: tuple[Attempt, ...]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.attempts = attempts
+
+
+@dataclass(slots=True)
+class _CallWriter:
+    """Writes the record of one call, however it ended."""
+
+    llm: LLM
+    call: str
+    path: str
+    conversation: str
+    request: Request
+    rendered: Any
+    tools: Tools | None
+
+    def __call__(self, completion: Completion, attempts: tuple[Attempt, ...], *, finish: Any, engine: str = "") -> None:
+        llm, request, rendered = self.llm, self.request, self.rendered
+        engine = engine or (llm._engine.name if llm._engine is not None else "")
+        common: dict[str, Any] = {
+            "sampling": request.sampling, "seed": request.seed, "tools": self.tools, "attempts": attempts, "finish": finish,
+        }  # fmt: skip
+        if engine != "authored":
+            llm.sampled += len(completion.ids) if completion.ids is not None else completion.usage.completion_tokens or 0
+        else:
+            common.update(seed=None)
+        if rendered is None:
+            llm._write_text(self.call, self.path, self.conversation, request.messages, completion, engine, **common)
+        else:
+            ids = completion.ids if completion.ids is not None else array("i")
+            base = rendered.base
+            record = Call(
+                tape=llm._recorder.tape, call=self.call, by=self.path, base=base.call if base is not None else None,
+                keep=rendered.keep, keep_messages=rendered.keep_messages,
+                messages=tuple(request.messages[rendered.keep_messages :]), prompt=rendered.new, completion=ids,
+                logprobs=completion.logprobs, text=completion.text, tool_calls=completion.tool_calls,
+                spans=completion.spans, split=rendered.split, engine=engine, at=time.time(),
+                usage=completion.usage if completion.usage != Usage() else Usage(
+                    prompt_tokens=len(rendered.ids), completion_tokens=len(ids)),
+                **common,
+            )  # fmt: skip
+            llm._recorder.write(record)
+            tracks = llm._tracks.setdefault((self.path, self.conversation), [])
+            track = rendered.track(self.call, record.reply, ids, finish)
+            if base is not None and rendered.split is None and base in tracks:
+                tracks[tracks.index(base)] = track
+            else:
+                tracks.append(track)
+        llm._pending.setdefault(self.path, []).append(self.call)
+        llm._newest[self.path] = self.call
+
+
+def derive_seed(seed: int, *parts: str | int) -> int:
+    """The first 8 bytes of SHA-256(seed, parts), below 2**63: one stream of randomness for each purpose."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def tool_schema(tool: type[BaseModel] | dict[str, Any]) -> dict[str, Any]:
+    """A function schema in the chat format: as given, or of a step class (name: its kind; text: its docstring)."""
+    if isinstance(tool, dict):
+        return tool
+    schema = tool.model_json_schema()
+    schema.pop("title", None)
+    description = schema.pop("description", None) or ""
+    function = {"name": getattr(tool, "kind", tool.__name__), "description": description, "parameters": schema}
+    return {"type": "function", "function": function}

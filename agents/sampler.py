@@ -1,0 +1,79 @@
+"""Drawing one token per row with numbers that depend on nothing but (seed, position).
+
+A counter-based generator has no state to carry, so a row samples the same tokens whoever runs beside it, in whichever
+slot, after any number of evictions. The draw is an inverse CDF over float64 probabilities. What can't be promised:
+logits of one row differ in their last bits with the shape of the batch, so a number that falls within about 1e-7 of a
+boundary of the CDF may choose a neighbour there; log-probs stay exact for the token that was drawn.
+
+This module knows nothing of models, caches and requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def as_seed(seed: int) -> int:
+    """`seed` as an unsigned 64-bit value; wider or negative integers wrap."""
+    return seed & _MASK
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, its start scrambled by the seed.
+
+    Without the scrambling, streams whose seeds differ by a multiple of the golden ratio would be shifts of each other.
+    """
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(_mix(seeds) + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def draw(
+    logits: Tensor,
+    temperature: NDArray[np.float64],
+    uniform: NDArray[np.float64],
+    top_p: NDArray[np.float64] | None = None,
+    top_k: NDArray[np.int64] | None = None,
+) -> tuple[list[int], list[float]]:
+    """Token ids and their log-probs for `logits` (rows, vocabulary), float32.
+
+    A log-prob is log softmax(logits / temperature) of the drawn id over the whole vocabulary, also under `top_p` and
+    `top_k` (1.0 and 0 switch a row's filter off), which only narrow what is drawn from. Temperature 0 takes the first
+    of the largest logits, and its log-prob is the one at temperature 1. A row without finite probabilities gets NaN.
+    """
+    greedy = temperature == 0.0
+    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
+    p = torch.softmax(logits.double() / scale[:, None], dim=-1)
+    kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
+    cdf = kept.cumsum(-1)
+    target = torch.from_numpy(uniform).to(logits.device)[:, None] * cdf[:, -1:]
+    ids = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[-1] - 1)
+    if greedy.any():
+        first = torch.from_numpy(greedy).to(logits.device)[:, None]
+        ids = torch.where(first, logits.argmax(-1, keepdim=True), ids)
+    logprobs = p.gather(1, ids).log_()
+    return ids[:, 0].tolist(), logprobs[:, 0].float().tolist()
+
+
+def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
+    """`p` with zeros off each row's `top_k` likeliest and, of those, off the smallest set that reaches `top_p`."""
+    sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
+    rank = torch.arange(p.shape[-1], device=p.device)
+    most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]
+    sorted_p = sorted_p * (rank < most)
+    before = (sorted_p / sorted_p.sum(-1, keepdim=True)).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    limit = torch.from_numpy(top_p).to(p.device)[:, None]
+    sorted_p = sorted_p * ((before < limit) | (limit >= 1.0) | (rank == 0))
+    return torch.zeros_like(p).scatter_(1, order, sorted_p)

@@ -1,0 +1,168 @@
+"""A chat template and what can be found out by asking it: how it ends an answer, how it frames turns, what it rewrites.
+
+Nothing here is guessed from a model's name: small conversations are rendered and read. This module knows nothing of
+token ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..tapes.records import Message
+from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, digest
+
+_THINKING = "<think>\nWhy.\n</think>\n\nSo."
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "lookup", "description": "Look it up.",
+                 "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}},
+}
+_CALL: dict[str, Any] = {"id": "abcdefghi", "type": "function",
+                         "function": {"name": "lookup", "arguments": {"key": "pear"}}}
+
+
+def template_text(tokenizer: ChatTokenizer) -> str:
+    """The template, or all of them; raises NoChatTemplate when there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise NoChatTemplate(f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
+                             "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
+                             "template (tapereel.agents.tiny has a short one)")
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+
+
+class Template:
+    """One chat template with fixed keyword arguments."""
+
+    def __init__(self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._codec = codec
+        self._kwargs = dict(kwargs)
+        self._source = template_text(tokenizer)
+        self.hash: str = digest(self._source, self._kwargs, {k: str(v) for k, v in tokenizer.special_tokens_map.items()})
+        """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
+        self.end_text, self.closing = self._find_closing()
+        """The control token that ends an answer ("" when the template writes none), and the text from the answer's last
+        character through it."""
+        self.end_ids: tuple[int, ...] = self._find_end_ids()
+        """Ids that end an answer: the template's, then the tokenizer's end of sequence."""
+        self.framing: frozenset[str] = self._find_framing()
+        """Control tokens that frame turns. Inside an answer they can only be text."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str:
+        """Text of a conversation; `prompt` adds what asks for the next answer."""
+        from jinja2.exceptions import TemplateError
+
+        if not messages:
+            raise RenderError("a prompt needs at least one message; got none")
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt,
+                **self._kwargs)
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            roles = "/".join(str(message.get("role")) for message in messages[-6:])
+            raise RenderError(f"the chat template refused {len(messages)} messages (roles end in {roles}): {error}; "
+                              "Renderer.probe() lists what this template can't take") from error
+
+    def findings(self) -> list[str]:
+        """What this template would change of history or can't take, a sentence each."""
+        found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
+        if "strftime_now" in self._source:
+            found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
+        if not self.closing:
+            found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")
+        return found
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str | None:
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except RenderError:
+            return None
+
+    def _find_closing(self) -> tuple[str, str]:
+        user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
+        opening = self.render([user], prompt=False).partition("Qx")[0]
+        last = self.render([user, answer], prompt=False).partition("Ax")[2]
+        between = self.render([user, answer, next_user], prompt=False).partition("Ax")[2].partition("Rx")[0]
+        for token in self._codec.controls(between)[:1]:
+            if token in last or token not in opening:
+                return token, between[: between.index(token) + len(token)]
+        return "", ""
+
+    def _find_end_ids(self) -> tuple[int, ...]:
+        eos = self._tokenizer.special_tokens_map.get("eos_token")
+        names = [self.end_text, str(eos) if eos is not None else ""]
+        ids = tuple(dict.fromkeys(self._codec.control[name] for name in names if name in self._codec.control))
+        if not ids:
+            raise RenderError("nothing ends an answer: the chat template writes no control token after one and the "
+                              "tokenizer has no eos_token; set tokenizer.eos_token")
+        return ids
+
+    def _find_framing(self) -> frozenset[str]:
+        q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
+        tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        calling = {**a, "tool_calls": [_CALL]}
+        texts = [self._try([q, a, r]), self._try([_say("system", "Sx"), q, a, r])]
+        for asked in (a, calling):
+            with_tool = self._try([q, asked, tool])
+            texts.append((with_tool or "").rpartition("Ax" if asked is a else "pear")[2])
+        special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
+        found = {token for text in texts if text for token in self._codec.controls(text)}
+        return frozenset(found | {name for name in special if name in self._codec.control})
+
+    def _answer_findings(self) -> list[str]:
+        q, r = _say("user", "Qx"), _say("user", "Rx")
+        found: list[str] = []
+        for answer, what in ((_THINKING, "drops or rewrites the thinking of earlier answers"),
+                             (" Ax \n", "drops white space around earlier answers")):
+            text = self._try([q, _say("assistant", answer), r])
+            if text is not None and answer not in text:
+                found.append(what)
+        asking, history = self.render([q]), self.render([q, _say("assistant", "Ax"), r])
+        if not history.startswith(asking):
+            shared = len(_common(asking, history))
+            found.append(f"asks for an answer with {asking[shared:]!r}, which history doesn't have")
+        return found
+
+    def _role_findings(self) -> list[str]:
+        q, a = _say("user", "Qx"), _say("assistant", "Ax")
+        found: list[str] = []
+        system = self._try([_say("system", "Sx"), q])
+        if system is None:
+            found.append("refuses system messages")
+        elif "Sx" not in system:
+            found.append("drops system messages")
+        for messages, what in (([q, a, a, q], "two answers in a row"), ([q, q], "two user messages in a row"),
+                               ([q, a, _say("tool", "Tx")], "tool results after an answer without tool calls")):
+            if self._try(messages) is None:
+                found.append(f"refuses {what}")
+        return found
+
+    def _tool_findings(self) -> list[str]:
+        q = _say("user", "Qx")
+        offered = self._try([q], [_TOOL])
+        if offered is None or "lookup" not in offered:
+            return ["doesn't show the tools to the model"]
+        calling = {**_say("assistant", "Ax"), "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        later = self._try([q, calling, result, _say("assistant", "Bx"), _say("user", "Rx")], [_TOOL])
+        if later is None:
+            return ["refuses a tool call and its result"]
+        found = [what for text, what in (("pear", "drops earlier tool calls"), ("Tx", "drops earlier tool results"),
+                                         ("Ax", "drops the text beside a tool call")) if text not in later]
+        first = self._try([q], [_TOOL], prompt=False) or ""
+        if not later.startswith(first):
+            found.append("moves the tools as the conversation grows, which starts a new row each time")
+        return found
+
+
+def _say(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _common(a: str, b: str) -> str:
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]

@@ -1,0 +1,127 @@
+"""The `tapereel` command: finds a verb, gives it its arguments, and turns errors into sentences and exit codes.
+
+A verb's module is imported only when that verb runs, so that `tapereel show` never waits for torch. What verbs do is
+not known here; the contract they keep is in `tapes/console.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, cast
+
+from .tapes.console import Exit, UsageError, Verb, say
+from .tapes.errors import TapereelError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "show": ("tapes.show", "read a tape, or list the tapes of a run"),
+}
+"""verb -> (module inside tapereel, what it does)."""
+
+_EPILOG = """\
+exit codes: 0 holds, 1 diverged or broken, 2 can't be verified, 64 usage
+`tapereel VERB --help` shows a verb's arguments and an example"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """As argparse, but a wrong command line is `Exit.USAGE` (argparse's own 2 means "can't be verified" here)."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
+
+
+def load(name: str) -> Verb:
+    """The module of a verb."""
+    return cast(Verb, importlib.import_module(f".{VERBS[name][0]}", __package__))
+
+
+def verb_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one verb, with the arguments that all verbs share."""
+    verb = load(name)
+    parser = _Parser(
+        prog=f"tapereel {name}",
+        description=VERBS[name][1].capitalize() + ".",
+        epilog="example:\n" + "\n".join(f"  {line}" for line in verb.EXAMPLE.strip().splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.configure(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    return parser
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    parser = _Parser(
+        prog="tapereel",
+        description=f"Record agents on tapes; replay, audit and train on the same tapes.\n\nverbs:\n{verbs}",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.add_argument("verb", nargs="?", choices=list(VERBS), metavar="VERB", help="one of the above")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` when None) and give its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
+    try:
+        return _dispatch(words)
+    except SystemExit as stop:  # argparse has already said why
+        return int(stop.code or 0)
+
+
+def _dispatch(words: list[str]) -> int:
+    top = _top_parser()
+    chosen = top.parse_args(words[:1])
+    if chosen.version:
+        from importlib.metadata import version
+
+        print(version("tapereel"))
+        return Exit.HOLDS
+    if chosen.verb is None:
+        top.print_help()
+        return Exit.USAGE
+    return _run(chosen.verb, words[1:])
+
+
+def _run(name: str, words: list[str]) -> int:
+    traceback = "--traceback" in words
+    try:
+        args = verb_parser(name).parse_args(words)
+        args.out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            return int(load(name).run(args))
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`| head`); the interpreter's last flush must not fail over it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return Exit.BROKEN
+    except KeyboardInterrupt:
+        say(f"tapereel {name}: interrupted")
+        return 130
+    except (TapereelError, OSError) as error:
+        if traceback:
+            raise
+        say(f"tapereel {name}: {_sentence(error)}")
+        return Exit.USAGE if isinstance(error, UsageError) else Exit.BROKEN
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, TapereelError) else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""Tasksets: problem instances from any source, each once, in an order that a seed decides and a cursor remembers.
+
+A `Taskset` is finite and read whole when it is made; a `TaskStream` never ends and is drawn as it goes. Duplicates (by
+`Task.hash`) are dropped and counted. Which side of a split a task falls on depends on its hash and the fractions
+alone, so it stays there when the set grows, is reordered or is generated from another seed. This module knows nothing
+of environments; of what a task means it knows the hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, overload
+
+from pydantic import ValidationError
+
+from ..tapes.errors import MissingExtra, TapereelError
+from ..tapes.records import Task
+
+Row = Callable[[Any], Any]
+"""What one item of a source becomes: a `Task`, or a bare value, which is the private part of one."""
+
+
+class BadTasks(TapereelError, ValueError):
+    """A source that gives no tasks, or a cursor of other tasks; says which item and why."""
+
+
+class Taskset(Sequence[Task]):
+    """Distinct tasks, in the order of their source.
+
+    `Taskset([3, 7])`, `Taskset(generator_function, size=100)`, `Taskset(make_task, size=100)` for a function of the
+    index, `Taskset(rows, row=to_task)`, `Taskset.load("tasks.jsonl", row=to_task)`.
+    """
+
+    def __init__(self, source: Iterable[Any] | Callable[..., Any], *, size: int | None = None, row: Row | None = None,
+                 name: str = "") -> None:  # fmt: skip
+        """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
+
+        source: any iterable; a function without parameters that gives one; or a function of the index, which needs
+        `size` and is called for 0 to size - 1.
+        """
+        self.name = name
+        """For people; empty when nobody gave one."""
+        self.dropped = 0
+        """Duplicates that the source gave and this set left out."""
+        self._hashes: dict[str, int] = {}
+        self._tasks: list[Task] = []
+        if size is not None and size < 1:
+            raise BadTasks(f"size is {size}; a taskset has at least one task, or None for all of its source")
+        by_index = callable(source) and _takes_index(source)
+        if by_index and size is None:
+            raise BadTasks(f"{_named(source)} is a function of the index, which has no end; give `size`, or make a "
+                           "TaskStream of it")
+        for k, item in enumerate(islice(_items(source), size if by_index else None)):
+            self._add(_task(item, k, row))
+            if len(self._tasks) == size:
+                break
+        if size is not None and not by_index and len(self._tasks) < size:
+            raise BadTasks(f"{size} tasks were asked for and the source has {len(self._tasks)} distinct ones "
+                           f"({self.dropped} duplicates); ask for fewer, or give it more")
+
+    @classmethod
+    def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
+        """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` makes a task of each row (a dict).
+
+        Without `row`, the whole row is the private part of its task. A `Dataset` object needs no loading: it is an
+        iterable of rows.
+        """
+        path = Path(path)
+        kinds = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
+        if path.suffix not in kinds:
+            raise BadTasks(f"{path} ends in {path.suffix!r}; tasks are read from {', '.join(kinds)}")
+        if not path.is_file():
+            raise BadTasks(f"there is no file {path}")
+        try:
+            from datasets import Dataset
+        except ImportError as error:
+            raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
+        with TemporaryDirectory() as scratch:
+            # A cache that outlives this call would serve rows of a file that has changed since.
+            rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
+            return cls(rows, row=row, size=size, name=name or path.stem)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Taskset: ...
+    def __getitem__(self, index: int | slice) -> Task | Taskset:
+        if isinstance(index, slice):
+            return self._picked(range(len(self._tasks))[index])
+        return self._tasks[index]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+    def __contains__(self, task: object) -> bool:
+        return (task if isinstance(task, Task) else Task.of(task)).hash in self._hashes
+
+    @property
+    def hashes(self) -> Set[str]:
+        """`Task.hash` of every task."""
+        return self._hashes.keys()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the hashes in order (hex): two tasksets with one digest give the same cursors."""
+        return hashlib.sha256("".join(self._hashes).encode()).hexdigest()
+
+    def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
+        """Disjoint parts, about `fractions` of the whole each: `train, held_out = tasks.split(0.9, 0.1)`.
+
+        The fractions add up to 1. A task's hash and `salt` decide its part; another salt gives an independent split.
+        """
+        sides = Sides(fractions, salt)
+        parts: list[list[int]] = [[] for _ in fractions]
+        for task_hash, k in self._hashes.items():
+            parts[sides.of(task_hash)].append(k)
+        return tuple(self._picked(part) for part in parts)
+
+    def cursor(self, seed: int = 0, *, shuffle: bool = True) -> Cursor:
+        """Tasks without end: every task once per epoch, each epoch in an order of its own."""
+        return Cursor(self, seed, shuffle=shuffle)
+
+    def resume(self, state: Mapping[str, Any]) -> Cursor:
+        """The cursor that gave `state`. BadTasks when these are other tasks than it went over."""
+        wrong = set(state) ^ {"seed", "shuffle", "epoch", "position", "digest"}
+        if wrong:
+            raise BadTasks(f"not the state of a cursor over a taskset: {sorted(wrong)} is missing or unknown")
+        if state["digest"] != self.digest:
+            raise BadTasks(f"the cursor went over a taskset with digest {state['digest'][:12]}, this one has "
+                           f"{self.digest[:12]} ({len(self)} tasks): resume with the tasks it was made with")
+        cursor = Cursor(self, int(state["seed"]), shuffle=bool(state["shuffle"]))
+        cursor._seek(int(state["epoch"]), int(state["position"]))
+        return cursor
+
+    def _add(self, task: Task) -> None:
+        task_hash = task.hash
+        if task_hash in self._hashes:
+            self.dropped += 1
+        else:
+            self._hashes[task_hash] = len(self._tasks)
+            self._tasks.append(task)
+
+    def _picked(self, indexes: Iterable[int]) -> Taskset:
+        part = Taskset((), name=self.name)
+        hashes = list(self._hashes)
+        for k in indexes:
+            part._hashes[hashes[k]] = len(part._tasks)
+            part._tasks.append(self._tasks[k])
+        return part
+
+    def __repr__(self) -> str:
+        return f"<Taskset {self.name or 'without a name'}: {len(self)} tasks, {self.dropped} duplicates dropped>"
+
+
+class TaskStream(Iterable[Task]):
+    """Tasks without end and without a length: a recipe that is called anew for each pass, so it must be deterministic.
+
+    `TaskStream(make_task)` for a function of the index, `TaskStream(generator_function)`. `take(n)` gives a `Taskset`.
+    """
+
+    def __init__(self, source: Callable[..., Any], *, row: Row | None = None, name: str = "") -> None:
+        if not callable(source):
+            raise BadTasks(f"a TaskStream needs a function to call anew for each pass, not {_named(source)}; "
+                           "make a Taskset of it")
+        self.name = name
+        self._source = source
+        self._row = row
+        self._keep: Callable[[str], bool] = _every
+
+    def __iter__(self) -> Iterator[Task]:
+        seen: set[str] = set()
+        for k, item in enumerate(_items(self._source)):
+            task = _task(item, k, self._row)
+            task_hash = task.hash
+            if task_hash not in seen and self._keep(task_hash):
+                seen.add(task_hash)
+                yield task
+
+    def take(self, size: int) -> Taskset:
+        """The first `size` distinct tasks."""
+        return Taskset(self, size=size, name=self.name)
+
+    def split(self, *fractions: float, salt: str = "") -> tuple[TaskStream, ...]:
+        """As `Taskset.split`: a task falls on the same side here and there."""
+        sides = Sides(fractions, salt)
+        return tuple(self._where(sides, k) for k in range(len(fractions)))
+
+    def _where(self, sides: Sides, part: int) -> TaskStream:
+        stream, before = TaskStream(self._source, row=self._row, name=self.name), self._keep
+        stream._keep = lambda task_hash: before(task_hash) and sides.of(task_hash) == part
+        return stream
+
+    def cursor(self, position: int = 0) -> StreamCursor:
+        """The tasks from `position` on (those before it are drawn again and passed over)."""
+        return StreamCursor(self, position)
+
+    def resume(self, state: Mapping[str, Any]) -> StreamCursor:
+        """The cursor that gave `state`."""
+        if set(state) != {"position"}:
+            raise BadTasks(f"not the state of a cursor over a stream of tasks: {sorted(state)}")
+        return self.cursor(int(state["position"]))
+
+
+class Cursor(Iterator[Task]):
+    """A place in the endless shuffled epochs of a taskset. Made by `Taskset.cursor`; single use, one reader."""
+
+    def __init__(self, tasks: Taskset, seed: int, *, shuffle: bool) -> None:
+        if not len(tasks):
+            raise BadTasks(f"{tasks!r} has nothing to draw from")
+        self.tasks = tasks
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        """Whole passes before this one."""
+        self.position = 0
+        """Tasks already given in this epoch."""
+        self._digest = tasks.digest
+        self._order = self._permuted()
+
+    def _permuted(self) -> Sequence[int]:
+        n = len(self.tasks)
+        if not self.shuffle:
+            return range(n)
+        # `random()` of a seeded generator is promised to be the same in every Python; `shuffle()` is not.
+        rng = random.Random(f"{self.seed}/{self.epoch}")
+        keys = [rng.random() for _ in range(n)]
+        return sorted(range(n), key=keys.__getitem__)
+
+    def _seek(self, epoch: int, position: int) -> None:
+        if epoch < 0 or not 0 <= position <= len(self.tasks):
+            raise BadTasks(f"epoch {epoch}, position {position} is no place in {self.tasks!r}")
+        self.epoch, self.position = epoch, position
+        self._order = self._permuted()
+
+    def __next__(self) -> Task:
+        if self.position == len(self._order):
+            self._seek(self.epoch + 1, 0)
+        self.position += 1
+        return self.tasks[self._order[self.position - 1]]
+
+    def state(self) -> dict[str, Any]:
+        """What `Taskset.resume` needs to go on with the next task, as JSON."""
+        return {"seed": self.seed, "shuffle": self.shuffle, "epoch": self.epoch, "position": self.position,
+                "digest": self._digest}  # fmt: skip
+
+
+class StreamCursor(Iterator[Task]):
+    """A place in a stream of tasks. Made by `TaskStream.cursor`."""
+
+    def __init__(self, stream: TaskStream, position: int) -> None:
+        self.position = position
+        """Tasks already given."""
+        self._rest = islice(iter(stream), position, None)
+
+    def __next__(self) -> Task:
+        task = next(self._rest)
+        self.position += 1
+        return task
+
+    def state(self) -> dict[str, Any]:
+        """What `TaskStream.resume` needs to go on with the next task, as JSON."""
+        return {"position": self.position}
+
+
+class Sides:
+    """Which part of a split a task hash belongs to."""
+
+    def __init__(self, fractions: Sequence[float], salt: str = "") -> None:
+        if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
+            raise BadTasks(f"the fractions of a split are positive and add up to 1, not {list(fractions)}: "
+                           "split(0.9, 0.1)")
+        self._bounds = [sum(fractions[: k + 1]) for k in range(len(fractions))]
+        self._salt = salt.encode()
+
+    def of(self, task_hash: str) -> int:
+        """Index of the part."""
+        # Hashed again, so that a split depends on all of the task's hash and on the salt.
+        point = int.from_bytes(hashlib.sha256(self._salt + task_hash.encode()).digest()[:8], "big") / 2**64
+        return next((k for k, bound in enumerate(self._bounds) if point < bound), len(self._bounds) - 1)
+
+
+def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
+    """How many tasks the two have in common, by hash. Assert that it is 0 for training and held-out tasks."""
+    first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
+    return len(first & second)
+
+
+def _every(task_hash: str) -> bool:
+    return True
+
+
+def _named(source: Any) -> str:
+    return getattr(source, "__qualname__", None) or repr(source)
+
+
+def _takes_index(source: Callable[..., Any]) -> bool:
+    free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(source).parameters.values()
+    needed = [p for p in parameters if p.kind in free and p.default is p.empty]
+    if len(needed) > 1:
+        raise BadTasks(f"{_named(source)} takes {len(needed)} arguments; a source of tasks takes none (and gives an "
+                       "iterable), or the index (and gives a task)")
+    return len(needed) == 1
+
+
+def _items(source: Any) -> Iterator[Any]:
+    if isinstance(source, str | bytes | Mapping):
+        raise BadTasks(f"the {type(source).__name__} {source!r:.60} is no list of tasks; to read a file: Taskset.load")
+    if not callable(source) or isinstance(source, Iterable):
+        if not isinstance(source, Iterable):
+            raise BadTasks(f"{source!r:.60} is no source of tasks; give an iterable, a function that gives one or a "
+                           "function of the index")
+        return iter(source)
+    if _takes_index(source):
+        return map(source, count())
+    return _items(source())
+
+
+def _task(item: Any, k: int, row: Row | None) -> Task:
+    try:
+        return Task.of(item if row is None else row(item))
+    except ValidationError as error:
+        raise BadTasks(f"item {k} is no task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task are JSON "
+                       "values (None, bool, int, float, str, list, dict)") from error

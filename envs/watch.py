@@ -1,0 +1,98 @@
+"""LoopWatch: notices an event loop that stands still, and names the line that holds it.
+
+A blocking call inside an `async` method stops every episode of the process, and nothing inside the loop can say so. A
+daemon thread asks the loop for a sign of life; where none comes in time it reads the stack of the loop's thread. This
+module knows nothing of environments or rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """One time that the loop stood still."""
+
+    seconds: float
+    """How long it had been silent when it was looked at; it may have lasted longer."""
+    stack: tuple[traceback.FrameSummary, ...]
+    """The loop's thread at that moment, outermost frame first."""
+
+    def where(self, filename: str | None = None) -> str:
+        """`file:line in function` of the innermost frame, or of the innermost one in `filename` where there is one."""
+        own = [frame for frame in self.stack if frame.filename == filename]
+        frame = (own or self.stack)[-1]
+        return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+class LoopWatch:
+    """`with LoopWatch(on_stall):` inside a coroutine watches the running loop until the block ends. Single use.
+
+    `on_stall` is called in the watching thread, once for each stall of at least `seconds`.
+    """
+
+    def __init__(self, on_stall: Callable[[Stall], None], *, seconds: float = 0.25,
+                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+        if seconds <= 0:
+            raise ValueError(f"seconds is {seconds}; a stall lasts some time")
+        self._on_stall = on_stall
+        self._seconds = seconds
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched = 0
+        self._alive = True
+        self._asked = 0.0
+        self._told = False
+
+    def attach(self) -> None:
+        """Watch the running loop, with `sample` called by the caller instead of by a thread."""
+        self._loop = asyncio.get_running_loop()
+        self._watched = threading.get_ident()
+        self._asked = self._clock()
+
+    def __enter__(self) -> LoopWatch:
+        self.attach()
+        self._thread = threading.Thread(target=self._watch, name="tapereel-loop-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._seconds / 4):
+            if not self.sample():
+                return
+
+    def sample(self) -> bool:
+        """Look once. False when the loop has closed and there is nothing left to watch."""
+        assert self._loop is not None
+        if self._alive:
+            self._alive, self._told, self._asked = False, False, self._clock()
+            try:
+                self._loop.call_soon_threadsafe(self._beat)
+            except RuntimeError:
+                return False
+            return True
+        silent = self._clock() - self._asked
+        if silent >= self._seconds and not self._told:
+            self._told = True
+            frame = sys._current_frames().get(self._watched)
+            # Between reading the sign of life and reading the stack the loop may have gone on.
+            if frame is not None and not self._alive:
+                self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
+        return True
+
+    def _beat(self) -> None:
+        self._alive = True

@@ -1,0 +1,157 @@
+"""A recipe: the eleven words of an objective, each with its constants, as one frozen value that prints itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from ...tapes.errors import TapereelError
+from ..words import (
+    KL,
+    PPO,
+    Adjust,
+    Anchor,
+    Baseline,
+    Credit,
+    EpisodeKL,
+    Regulariser,
+    Reward,
+    Score,
+    Select,
+    Shape,
+    Surrogate,
+    TokenKL,
+    Weigh,
+    Word,
+)
+from ..words.surrogate import MinorNLL
+
+
+class BadRecipe(TapereelError, ValueError):
+    """An unknown recipe, an unknown key, or words that contradict each other."""
+
+
+class Recipe(Word):
+    """How rewards become gradients. Words apply in the order of the fields."""
+
+    name: str
+    score: Score = Score()
+    reward: Reward = Reward()
+    shape: tuple[Shape, ...] = ()
+    baseline: Baseline = Baseline()
+    credit: Credit = Credit()
+    adjust: tuple[Adjust, ...] = ()
+    anchor: Anchor = Anchor()
+    surrogate: Surrogate = PPO()
+    regulariser: tuple[Regulariser, ...] = ()
+    select: Select = Select()
+    weigh: Weigh = Weigh()
+    both_kls: bool = False
+    """True allows a KL price in the reward and a KL loss at once; they are different words, and both is rarely meant."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Recipe:
+        priced = [word.kind for word in self.shape if isinstance(word, TokenKL | EpisodeKL) and word.beta > 0]
+        if priced and any(isinstance(r, KL) and r.active and r.to == "reference" for r in self.regulariser):
+            if not self.both_kls:
+                raise ValueError(f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take one "
+                                 "out, or set both_kls=True to mean both")
+        if self.token_price is not None and self.credit.kind == "broadcast":
+            raise ValueError(f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to carry it "
+                             "along: use credit 'returns' or 'gae', or shape 'episode_kl'")
+        if len([word for word in self.shape if isinstance(word, TokenKL)]) > 1:
+            raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
+        return self
+
+    @property
+    def token_price(self) -> TokenKL | None:
+        """The KL price per token, if there is one."""
+        return next((word for word in self.shape if isinstance(word, TokenKL) and word.beta > 0), None)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when a reference model's log-probs are used."""
+        return (any(isinstance(word, TokenKL | EpisodeKL) and word.beta > 0 for word in self.shape)
+                or any(word.needs_reference for word in self.regulariser)
+                or isinstance(self.surrogate, MinorNLL))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True when the entropy is computed along with the log-probs that are trained."""
+        return self.score.entropy or any(word.kind == "entropy" and word.active for word in self.regulariser)
+
+    @property
+    def needs_value(self) -> bool:
+        """True when a critic's values are used."""
+        return self.credit.kind == "gae"
+
+    @property
+    def local(self) -> bool:
+        """True when a token's loss needs nothing of other tokens, so that micro-batches are independent."""
+        return self.surrogate.local and self.anchor.local
+
+    @property
+    def idle_at_zero(self) -> bool:
+        """True when a token with advantage 0 has loss and gradient exactly 0."""
+        return self.surrogate.advantages and not any(word.active for word in self.regulariser)
+
+    def __str__(self) -> str:
+        lines = [f"recipe {self.name}"]
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            if field in ("name", "both_kls"):
+                continue
+            shown = "; ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+            lines.append(f"  {field:<12}{shown}")
+        return "\n".join(lines)
+
+    def but(self, changes: Mapping[str, Any] | None = None, /, **words: Any) -> Recipe:
+        """A copy with some words changed: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
+
+        A mapping changes the named constants of a word, unless it names another `kind`; anything else replaces the word.
+        """
+        whole = self.model_dump()
+        for name, value in {**(changes or {}), **words}.items():
+            old = whole.get(name)
+            same = isinstance(value, Mapping) and isinstance(old, dict)
+            if same and value.get("kind", old.get("kind")) == old.get("kind"):
+                value = {**old, **value}
+            elif same and name not in _UNIONS:
+                value = {**old, **value}
+            whole[name] = value.model_dump() if isinstance(value, Word) else value
+        return read(whole)
+
+
+_UNIONS = frozenset({"surrogate"})
+"""Words whose kinds have constants of their own: another kind starts from its own defaults."""
+
+
+def read(data: Mapping[str, Any]) -> Recipe:
+    """The recipe that `data` spells out; a BadRecipe names the wrong key and its nearest neighbours."""
+    try:
+        return Recipe.model_validate(_plain(data))
+    except ValidationError as error:
+        raise BadRecipe("; ".join(_sentence(e) for e in error.errors())) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Word):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _sentence(error: Any) -> str:
+    where = ".".join(map(str, error["loc"])) or "recipe"
+    if error["type"] == "extra_forbidden":
+        valid = list(Recipe.model_fields)
+        near = difflib.get_close_matches(str(error["loc"][-1]), valid)
+        hint = f"; did you mean {' or '.join(near)}?" if near and len(error["loc"]) == 1 else ""
+        return f"unknown key {where!r}{hint}"
+    return f"{where}: {error['msg']} (got {error['input']!r})"

@@ -1,0 +1,190 @@
+"""From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
+
+A call that extends an earlier one goes on in its row, so an episode of n turns costs O(tokens). A call that doesn't
+starts a new row, and what it kept is context there: each completion is a label in exactly one row. Knows nothing of
+models, losses or groups beyond their ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..tapes import Call, NotATape, Tape
+from ..tapes.records import Label, Tokens
+
+IGNORED = -100
+"""The label of a token that is no target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One token sequence, and columns over its *own* tokens only (n of them, in order of position)."""
+
+    tape: str
+    group: str
+    input_ids: NDArray[np.int32]
+    """(L,) all tokens, prompt, observations and completions."""
+    own: NDArray[np.int32]
+    """(n,) positions in `input_ids` of the tokens that an agent of this run produced; never 0."""
+    old: NDArray[np.float32]
+    """(n,) log-prob at sampling, log softmax(logits / temperature); NaN where unknown (authored text)."""
+    temperature: NDArray[np.float32]
+    """(n,) at which it was sampled; 1 for authored text."""
+    version: NDArray[np.int32]
+    """(n,) index into `versions`; -1 for authored text."""
+    call: NDArray[np.int32]
+    """(n,) index into `calls`."""
+    turn: NDArray[np.int32]
+    """(n,) turn of the tape, counted from 0."""
+    calls: tuple[str, ...]
+    """Call ids."""
+    agents: tuple[str, ...]
+    """Path of each call, aligned to `calls`."""
+    versions: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def labels(self) -> NDArray[np.int64]:
+        """(L,) the token id where it is the agent's own, -100 elsewhere."""
+        labels = np.full(len(self.input_ids), IGNORED, dtype=np.int64)
+        labels[self.own] = self.input_ids[self.own]
+        return labels
+
+    def aligned(self, column: NDArray[Any], fill: float = float("nan")) -> NDArray[Any]:
+        """(L,) a column over own tokens, laid out along `input_ids`; `fill` (NaN: unknown) elsewhere."""
+        values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
+        values[self.own] = column
+        return values
+
+
+def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | None = None) -> list[Row]:
+    """The rows of a closed tape.
+
+    `agents`: only tokens of calls by these paths are own; the others' are context (None: all are own). `renderer`
+    tokenizes the text of calls that recorded none (a scripted agent, an API); without one such a call is a NotATape
+    error that says so. Tokens inherited by a fork are context here: they belong to the parent.
+    """
+    tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
+    labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
+    turn_of: dict[str, int] = {}
+    for entry in tape.entries:
+        for call, _, _ in entry.calls:
+            turn_of.setdefault(call, entry.turn)
+    building: list[_Building] = []
+    leaves: dict[str, _Building] = {}
+    for call in tape.calls:
+        if call.finish == "error" and not call.completion:
+            continue
+        prompt, completion = _tokens_of(tape, call, tokens, renderer)
+        row = leaves.get(call.base) if call.base is not None else None
+        new = _continuation(tape, call, prompt, row)
+        if row is None or new is None:
+            row = _Building()
+            building.append(row)
+            new = prompt if prompt is not None else tape.call_prompt(call)
+        elif call.base is not None:
+            del leaves[call.base]
+        row.context(new)
+        row.complete(call, completion, turn_of.get(call.call, tape.turns), labels.get(call.call),
+                     agents is None or call.by in agents)
+        leaves[call.call] = row
+    group = tape.begin.group or tape.id
+    return [row.done(tape.id, group) for row in building if row.own]
+
+
+def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Building | None) -> array[int] | None:
+    """The prompt ids that `call` adds to the row of its base; None when it doesn't go on from there."""
+    if row is None:
+        return None
+    if prompt is None:
+        return call.prompt if row.length == call.keep else None
+    goes_on = len(prompt) >= row.length and np.array_equal(row.ids(), np.frombuffer(prompt, np.int32)[: row.length])
+    return prompt[row.length :] if goes_on else None
+
+
+def _tokens_of(
+    tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Any | None
+) -> tuple[array[int] | None, array[int]]:
+    """(full prompt ids, or None where the call recorded them as a delta; completion ids)."""
+    if call.completion is not None and call.prompt is not None:
+        return None, call.completion
+    layer = layers.get(call.call)
+    if layer is not None:
+        return layer.prompt, layer.completion
+    if renderer is None:
+        raise NotATape(f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
+                       "give rows() the renderer of the model that will be trained")
+    return renderer.authored(tape.call_messages(call), call.reply)
+
+
+@dataclass(slots=True)
+class _Building:
+    length: int = 0
+    chunks: list[NDArray[np.int32]] = field(default_factory=list)
+    own: list[NDArray[np.int32]] = field(default_factory=list)
+    old: list[NDArray[np.float32]] = field(default_factory=list)
+    columns: list[tuple[int, float, int, int]] = field(default_factory=list)
+    """(tokens, temperature, index of call, turn) of each completion."""
+    version: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens, index of version) of each span."""
+    calls: list[str] = field(default_factory=list)
+    agents: list[str] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def ids(self) -> NDArray[np.int32]:
+        return np.concatenate(self.chunks) if self.chunks else np.empty(0, np.int32)
+
+    def context(self, ids: array[int]) -> None:
+        self.chunks.append(np.frombuffer(ids, dtype=np.int32) if len(ids) else np.empty(0, np.int32))
+        self.length += len(ids)
+
+    def complete(self, call: Call, ids: array[int], turn: int, label: Label | None, own: bool) -> None:
+        start, n = self.length, len(ids)
+        self.context(ids)
+        if not n or not own or (label is not None and label.use != "agent"):
+            return
+        if start == 0:
+            raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
+        old = np.frombuffer(call.logprobs, dtype=np.float32) if call.logprobs is not None else np.full(n, np.nan, np.float32)
+        spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
+        positions = np.arange(start, start + n, dtype=np.int32)
+        if label is not None and label.ranges is not None:
+            chosen = np.concatenate([np.arange(a, b) for a, b in label.ranges] or [np.empty(0, np.int64)])
+            stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[chosen]
+            positions, old, n = positions[chosen], old[chosen], len(chosen)
+            spans = [(1, int(v)) for v in stamps]
+        self.own.append(positions)
+        self.old.append(old)
+        self.version.extend(spans)
+        self.columns.append((n, call.sampling.temperature if call.logprobs is not None else 1.0, len(self.calls), turn))
+        self.calls.append(call.call)
+        self.agents.append(call.by)
+
+    def done(self, tape: str, group: str) -> Row:
+        counts = [c[0] for c in self.columns]
+        return Row(
+            tape=tape,
+            group=group,
+            input_ids=np.concatenate(self.chunks),
+            own=np.concatenate(self.own),
+            old=np.concatenate(self.old),
+            temperature=np.repeat(np.array([c[1] for c in self.columns], np.float32), counts),
+            version=np.repeat(np.array([v for _, v in self.version], np.int32), [k for k, _ in self.version]),
+            call=np.repeat(np.array([c[2] for c in self.columns], np.int32), counts),
+            turn=np.repeat(np.array([c[3] for c in self.columns], np.int32), counts),
+            calls=tuple(self.calls),
+            agents=tuple(self.agents),
+            versions=tuple(self.versions),
+        )
+
+
+def all_rows(tapes: Iterable[Tape], **options: Any) -> list[Row]:
+    """The rows of many tapes, in order; options as in `rows`."""
+    return [row for tape in tapes for row in rows(tape, **options)]

@@ -1,0 +1,42 @@
+"""Tapes: typed steps, the records around them, the tape that they make, and the store that keeps it.
+
+Needs pydantic and the standard library, nothing else; knows nothing of environments, agents, models or training.
+"""
+
+if __name__ == "tapes":
+    raise ImportError("import tapereel.tapes, not tapes: the repository root is the package `tapereel` "
+                      "(pip install -e .)")
+
+from .errors import (
+    Corrupt,
+    DuplicateKind,
+    HiddenFromAgent,
+    MissingExtra,
+    NotATape,
+    StillOpen,
+    StoreFailed,
+    TapereelError,
+)
+from .records import Call, Cause, CauseType, Message, Sampling, Status, Task
+from .steps import (
+    Action,
+    Answer,
+    Misread,
+    Observation,
+    Reasoning,
+    Step,
+    Text,
+    Thought,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+)
+from .tape import Tape
+
+__all__ = [
+    "Action", "Answer", "Call", "Cause", "CauseType", "Corrupt", "DuplicateKind", "HiddenFromAgent", "Message",
+    "MissingExtra", "Misread", "NotATape", "Observation", "Reasoning", "Sampling", "Status", "Step", "StillOpen",
+    "StoreFailed", "Tape", "TapereelError", "Task", "Text", "Thought", "ToolCall", "ToolCalls", "ToolResult",
+    "ToolResults",
+]  # fmt: skip

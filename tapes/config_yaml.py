@@ -1,0 +1,87 @@
+"""YAML for settings: line numbers kept, a key given twice refused, and no surprises among plain values.
+
+Plain `yes`, `no`, `on` and `off` are text and `1e-3` is a number, as in YAML 1.2; dates are text. Only plain data can
+be written: a tag that would build a Python object is an error. This module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+Keys = tuple[str, ...]
+
+
+class YamlProblem(ValueError):
+    """Text that isn't the YAML of settings; says where."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data by the rules above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either loader, ours or a stock one, would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_OURS = {
+    "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    "tag:yaml.org,2002:float": (
+        re.compile(r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+                   r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+        "-+.0123456789",
+    ),
+}  # fmt: skip
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag not in _OURS and not tag.endswith(":timestamp")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, (_rule, _first) in _OURS.items():
+    _Loader.add_implicit_resolver(_tag, _rule, list(_first))
+    _Dumper.add_implicit_resolver(_tag, _rule, list(_first))
+
+
+def read_yaml(text: str) -> Iterator[tuple[Keys, Any, int]]:
+    """(keys, value, line) of each setting of a document, in order; lists are values."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise YamlProblem("settings are `key: value` lines")
+        yield from _settings(loader, root, ())
+    except yaml.YAMLError as error:
+        raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_value(text: str) -> Any:
+    """One value as it would stand after `key: ` in a file; an empty text is an empty string."""
+    try:
+        return yaml.load(text, _Loader) if text.strip() else text
+    except yaml.YAMLError:
+        return text
+
+
+def write_yaml(data: Any) -> str:
+    """`data` as YAML, in its order."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _settings(loader: _Loader, node: yaml.MappingNode, above: Keys) -> Iterator[tuple[Keys, Any, int]]:
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        if key in seen:
+            raise YamlProblem(f"line {line}: the key {'.'.join((*above, key))} stands on line {seen[key]} already")
+        seen[key] = line
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _settings(loader, value_node, (*above, key))
+        else:
+            yield (*above, key), loader.construct_object(value_node, deep=True), line

@@ -1,0 +1,104 @@
+"""What every verb of the command line keeps: one answer on stdout, progress on stderr, four exit codes.
+
+A verb is a module with `EXAMPLE: str`, `configure(parser)` and `run(args) -> int`; `cli.py` lists it by name. While
+`run` works, stdout is stderr, so that whatever a library prints is progress; only `answer` writes to the real stdout,
+once.
+This module knows no verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from .errors import TapereelError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Exit(IntEnum):
+    """How a command ended, for scripts."""
+
+    HOLDS = 0
+    """It worked; what was asked is so."""
+    BROKEN = 1
+    """It failed, or what was asked is not so: bytes differ, a replay diverged."""
+    UNVERIFIABLE = 2
+    """It can't be told from what is there; the answer says what is missing."""
+    USAGE = 64
+    """The command line or the configuration makes no sense."""
+
+
+class UsageError(TapereelError, ValueError):
+    """The caller asked for something that can't be meant; ends the command with `Exit.USAGE`."""
+
+
+class Verb(Protocol):
+    """The shape of a module that implements a verb."""
+
+    EXAMPLE: str
+    """One or more command lines that work, for `--help`."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the verb's own arguments."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; give an `Exit`. `args.json` says that a program is reading."""
+        ...
+
+
+def say(text: str) -> None:
+    """One line of progress, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown: RenderableType) -> None:
+    """The verb's answer: `data` as one JSON object under `--json`, else what is `shown`, for people."""
+    out = getattr(args, "out", None) or sys.stdout
+    if getattr(args, "json", False):
+        out.write(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        console = console_for(out)
+        for item in shown:
+            console.print(item)
+    out.flush()
+
+
+def console_for(out: Any) -> Console:
+    """A rich console on `out` that never takes text for markup: what a model wrote must not style the terminal."""
+    from rich.console import Console
+
+    # Into a file or a pipe there is no width to fit; 140 keeps tables readable.
+    return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
+
+
+def safe(text: str) -> str:
+    """`text` without control characters that a terminal would obey; newlines and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def _plain(value: Any) -> Any:
+    value = to_jsonable_python(value, inf_nan_mode="constants")
+    return _finite(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: unknown is null, infinities are words."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and value != value:
+        return None
+    if value in (float("inf"), float("-inf")):
+        return str(value)
+    return value

@@ -1,0 +1,170 @@
+"""The few things that the store asks of a file system, behind one seam, so that tests can put a simulated one there.
+
+What it promises is what POSIX promises, no more: a write may be short; nothing survives a power cut before `sync`; a new
+or renamed name doesn't survive one before `sync_dir` of its folder. It knows nothing of segments or records.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+
+class Disk(Protocol):
+    """Every method raises OSError when the file system does."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create the folder and its parents where they are missing, durably."""
+        ...
+
+    def names(self, folder: Path) -> list[str]:
+        """Names in the folder; FileNotFoundError when there is none."""
+        ...
+
+    def create(self, path: Path) -> int:
+        """A handle on a new file, to append to; FileExistsError when the name is taken."""
+        ...
+
+    def edit(self, path: Path) -> int:
+        """A handle on a file, to lock, sync, truncate or overwrite it; the file is created when it is missing."""
+        ...
+
+    def lock(self, handle: int, *, wait: bool = False) -> bool:
+        """Take the file's exclusive lock, held until `close`. False when another handle has it."""
+        ...
+
+    def write(self, handle: int, data: bytes) -> int:
+        """Append; gives how many bytes were taken, which may be fewer."""
+        ...
+
+    def sync(self, handle: int) -> None:
+        """Return when the file's bytes and length would survive a power cut."""
+        ...
+
+    def sync_dir(self, folder: Path) -> None:
+        """Return when the folder's names would survive a power cut."""
+        ...
+
+    def truncate(self, handle: int, size: int) -> None: ...
+
+    def close(self, handle: int) -> None:
+        """Give up the handle and its lock."""
+        ...
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Atomically give the file a new name, over what has it."""
+        ...
+
+    def remove(self, path: Path) -> None: ...
+
+    def open(self, path: Path) -> BinaryIO:
+        """A reader of the file as it is; FileNotFoundError when there is none."""
+        ...
+
+    def size(self, path: Path) -> int: ...
+
+
+class RealDisk:
+    """The operating system's files. POSIX only, as the locks are `flock`."""
+
+    def make_folder(self, path: Path) -> None:
+        missing: list[Path] = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            self.sync_dir(folder.parent)
+
+    def names(self, folder: Path) -> list[str]:
+        return os.listdir(folder)
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def edit(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def lock(self, handle: int, *, wait: bool = False) -> bool:
+        import fcntl  # here, so that reading a run works where there is no flock
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+    def write(self, handle: int, data: bytes) -> int:
+        return os.write(handle, data)
+
+    if sys.platform == "darwin":
+
+        def sync(self, handle: int) -> None:
+            import fcntl  # fsync leaves the bytes in the drive's cache there
+
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+
+    else:
+
+        def sync(self, handle: int) -> None:
+            os.fdatasync(handle)
+
+    def sync_dir(self, folder: Path) -> None:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def truncate(self, handle: int, size: int) -> None:
+        os.ftruncate(handle, size)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def open(self, path: Path) -> BinaryIO:
+        return open(path, "rb")  # noqa: SIM115
+
+    def size(self, path: Path) -> int:
+        return os.stat(path).st_size
+
+
+REAL = RealDisk()
+_parts = itertools.count()
+
+
+def write_all(disk: Disk, handle: int, data: bytes) -> None:
+    """Write all of `data`, however short the single writes are."""
+    view = memoryview(data)
+    while view:
+        taken = disk.write(handle, view)  # type: ignore[arg-type]
+        if taken <= 0:
+            raise OSError(f"the file system took {taken} of {len(view)} bytes and gave no reason")
+        view = view[taken:]
+
+
+def put_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Create or replace a file so that after a crash it holds either all of `data` or what it held before.
+
+    Of two that do this at once to one path, one wins whole.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
+    if part.name in disk.names(path.parent):
+        disk.remove(part)
+    handle = disk.create(part)
+    try:
+        write_all(disk, handle, data)
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+    disk.rename(part, path)
+    disk.sync_dir(path.parent)

@@ -1,0 +1,136 @@
+"""From steps to chat messages, incrementally: what a model is shown of a tape.
+
+One rule serves agents, sub-agents and the environment: an agent's own answers are `assistant`, everything else is
+`user` (results of tool calls are `tool`). An answer that a model gave is shown as the model gave it, not as it was
+parsed, so that the tokens which were sampled can stay in the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+from .records import Call, Message
+from .steps import Step, Thought, ToolCalls, ToolResults
+
+ENV = "env"
+
+
+class Messages(Sequence[Message]):
+    """An immutable prefix of an append-only conversation, after a fixed head: O(1) to make and to compare.
+
+    A conversation of n messages is never copied while it grows; `list(messages)` gives a plain list.
+    """
+
+    __slots__ = ("_items", "_n", "head")
+
+    def __init__(self, head: tuple[Message, ...], items: list[Message], n: int) -> None:
+        self.head = head
+        self._items = items
+        self._n = n
+
+    def __len__(self) -> int:
+        return len(self.head) + self._n
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1 and start >= len(self.head):
+                return self._items[start - len(self.head) : stop - len(self.head)]
+            return [self[i] for i in range(start, stop, step)]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"message {index} of {len(self)}")
+        return self.head[index] if index < len(self.head) else self._items[index - len(self.head)]
+
+    def __iter__(self) -> Iterator[Message]:
+        yield from self.head
+        for i in range(self._n):
+            yield self._items[i]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Messages) and self.grew_from(other):
+            return len(self) == len(other)
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def grew_from(self, other: Sequence[Message]) -> bool:
+        """True when `other` is known, without comparing, to be a prefix of this one."""
+        return (
+            isinstance(other, Messages)
+            and other._items is self._items
+            and other._n <= self._n
+            and (other.head is self.head or other.head == self.head)
+        )
+
+
+def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
+    """How many leading messages two conversations share."""
+    if isinstance(a, Messages) and a.grew_from(b):
+        return len(b)
+    if isinstance(b, Messages) and b.grew_from(a):
+        return len(a)
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x is not y and x != y:
+            break
+        n += 1
+    return n
+
+
+class Conversation:
+    """What one path is shown, grown step by step. `counts[n]` messages stand for the first n steps."""
+
+    __slots__ = ("_said", "counts", "items", "path")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.items: list[Message] = []
+        self.counts: list[int] = [0]
+        self._said: str | None = None
+
+    def add(self, step: Step, by: str, calls: Sequence[tuple[str, int, int]], call: Callable[[str], Call]) -> None:
+        """Append what `step` adds."""
+        if by != self.path:
+            self.items.extend(heard(step))
+        else:
+            newest = calls[-1][0] if calls else None
+            if newest is None:
+                self.items.append(said(step))
+            elif newest != self._said:  # two steps read from one answer are one message
+                self.items.append(call(newest).reply)
+                self._said = newest
+            if isinstance(step, Thought) and step.said_back:
+                self.items.append({"role": "user", "content": str(step)})
+        self.counts.append(len(self.items))
+
+
+def heard(step: Step) -> list[Message]:
+    """A step of somebody else, as messages to the model."""
+    if isinstance(step, ToolResults):
+        return [
+            {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
+            for result in step.results
+        ]
+    return [{"role": "user", "content": str(step)}]
+
+
+def said(step: Step) -> Message:
+    """A step of the agent's own that no model call produced, as the message it would have been."""
+    if isinstance(step, ToolCalls):
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+                for c in step.calls
+            ],
+        }
+    return {"role": "assistant", "content": str(step)}

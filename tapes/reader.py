@@ -1,0 +1,175 @@
+"""Reading one segment: its lines in order, up to its end or to the first place where they break.
+
+A reader never skips a line. Where the lines break it asks one question: was what stood here durable? If a line that can
+be shown to be of this segment says so (its `c` is higher than the place of the break), or a pin does, the bytes were
+changed: *corrupt*. Otherwise the tail is *torn*: a crash leaves that, and nobody can know the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from .disk import REAL, Disk
+from .errors import Corrupt
+from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where and why a segment's lines end before its file does."""
+
+    segment: str
+    offset: int
+    """Bytes before the break: the intact part."""
+    n: int
+    """Lines before the break."""
+    size: int
+    """Bytes from the break to the end of the file."""
+    verdict: Literal["torn", "corrupt"]
+    why: str
+
+    def __str__(self) -> str:
+        return (f"segment {self.segment} is {self.verdict} at line {self.n} (byte {self.offset}, {self.size} bytes follow): "
+                f"{self.why}")
+
+    def error(self) -> Corrupt:
+        """The error for a corrupt segment."""
+        return Corrupt(f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring the "
+                       "file back from a copy, or go on in a new run")
+
+
+class SegmentReader:
+    """Iterates (offset, line, length) over a segment, from its start or from a place that was verified before.
+
+    After the iteration `broken` tells whether the file goes on after the last line, `chain` what the lines said.
+    """
+
+    def __init__(self, folder: Path, segment: str, *, disk: Disk = REAL) -> None:
+        self.path = folder / f"{segment}.jsonl"
+        self.segment, self.disk = segment, disk
+        self.chain = Chain(segment)
+        self.offset = 0
+        """Where the next line starts."""
+        self.why: str | None = None
+        """Why the iteration stopped before the end of the file; None when it did not."""
+
+    def __iter__(self) -> Iterator[tuple[int, Line, int]]:
+        chain = self.chain
+        with self.disk.open(self.path) as file:
+            file.seek(self.offset)
+            while raw := file.readline(MAX_LINE):
+                try:
+                    if raw[-1:] != b"\n":
+                        raise BadLine("the line has no end" if len(raw) < MAX_LINE else "the line is too long")
+                    line = parse_line(raw[:-1])
+                    chain.take(line)
+                except BadLine as error:
+                    self.why = str(error)
+                    return
+                at, self.offset = self.offset, self.offset + len(raw)
+                yield at, line, len(raw)
+            self.why = None
+
+    def broken(self) -> Break | None:
+        """After the iteration: the break, judged by what the file itself says; None when there is none."""
+        if self.why is None:
+            return None
+        with self.disk.open(self.path) as file:
+            evidence = None if self.chain.sealed is None else "nothing can follow a seal"
+            evidence = evidence or _evidence(file, self.chain, self.offset)
+            size = file.seek(0, 2) - self.offset
+        return Break(self.segment, self.offset, self.chain.n, size, "corrupt" if evidence else "torn",
+                     f"{self.why}; {evidence}" if evidence else self.why)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Lines after a break that agree with their own hashes and with each other."""
+
+    first: Line
+    at_break: bool
+    head: bytes
+    frontier: int
+    own: bool
+    """Shown to be of this segment, whatever its hashes link to."""
+
+
+def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
+    """Why the place of the break must have been durable, if a line after it proves that.
+
+    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it links to
+    the intact part or to the damaged line by hash, or starts exactly at the break, or names a tape of the intact part, or
+    is a `commit` or `seal` of this segment; or it is chained to such a line.
+    """
+    runs, known = _runs_after(file, chain, offset)
+    if not any(run.frontier > chain.n for run in runs):
+        return None
+    own = {chain.head, *known} - {ZERO}
+    while True:
+        linked = [run for run in runs if run.own or run.first.p in own]
+        runs = [run for run in runs if run not in linked]
+        if not linked:
+            return None
+        for run in linked:
+            if run.frontier > chain.n:
+                return f"a line after it was written when {run.frontier} lines were durable"
+            own.add(run.head)
+
+
+def _runs_after(file: BinaryIO, chain: Chain, offset: int) -> tuple[list[_Run], set[bytes]]:
+    """The runs of sound lines from `offset` on, and the hashes that the line at the break states or has."""
+    tapes = _tapes_before(file, offset)
+    runs: list[_Run] = []
+    file.seek(offset)
+    piece = file.readline(MAX_LINE)
+    known = _hashes_of(piece)
+    at_break = True
+    while piece:
+        try:
+            line = parse_line(piece.rstrip(b"\n"))
+            own = _names_segment(line, chain.segment, tapes) or (at_break and _may_follow(line, chain))
+        except BadLine:
+            pass  # not evidence; the break that it is part of is reported
+        else:
+            if runs and line.p == runs[-1].head:
+                run = runs[-1]
+                run.head, run.frontier, run.own = line.h, max(run.frontier, line.c), run.own or own
+            else:
+                runs.append(_Run(line, at_break, line.h, line.c, own))
+        at_break = False
+        piece = file.readline(MAX_LINE)
+    return runs, known
+
+
+def _may_follow(line: Line, chain: Chain) -> bool:
+    return line.n >= chain.n and not line.body.startswith(b'{"t":"open"')
+
+
+def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
+    file.seek(0)
+    tapes: set[str] = set()
+    while file.tell() < offset:
+        tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
+        if tape is not None:
+            tapes.add(tape)
+    return tapes
+
+
+def _names_segment(line: Line, segment: str, tapes: set[str]) -> bool:
+    t, tape = peek(line.body)
+    if t in ("commit", "seal"):
+        return read_body(line.body).get("segment") == segment
+    return tape is not None and tape in tapes
+
+
+def _hashes_of(piece: bytes) -> set[bytes]:
+    """What the line at the break hashes to, and what it states: one of them survives most damage to a line."""
+    line = piece.rstrip(b"\n")
+    cut = line.rfind(b',"h":')
+    if cut < 0:
+        return set()
+    return {sha256(line[:cut]).hexdigest().encode(), line[cut + 6 : cut + 70]}

@@ -1,0 +1,521 @@
+"""Tape: the record of one episode. A log that only grows, and immutable views of it that cost O(1).
+
+A tape is a fold over its records. It knows nothing of files, engines or environments. An agent gets a view that holds
+the steps and the public part of the task; rewards, labels and private parts are not reachable through it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue, TypeAdapter
+from pydantic_core import CoreSchema, core_schema, from_json, to_json
+
+from .errors import HiddenFromAgent, NotATape, StillOpen
+from .messages import ENV, Conversation, Messages
+from .records import (
+    DIGEST_START,
+    SCHEMA,
+    AnyRecord,
+    Begin,
+    Call,
+    Cause,
+    End,
+    Message,
+    Record,
+    Reward,
+    Status,
+    StepRecord,
+    fold,
+    parse_record,
+    trains,
+)
+from .steps import Action, Observation, Step, Thought, role_of
+
+
+class Entry(NamedTuple):
+    """A step with its bookkeeping."""
+
+    step: Step
+    by: str
+    calls: tuple[tuple[str, int, int], ...]
+    at: float
+    turn: int
+
+
+class Cut(NamedTuple):
+    """A place between turns."""
+
+    steps: int
+    records: int
+
+
+def new_tape_id() -> str:
+    """22 hex digits: 12 of milliseconds since 1970, so that names sort by time, and 10 random ones."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(5).hex()}"
+
+
+class TapeLog:
+    """The growing record of one episode. `append` is the only way in; the order of records is checked."""
+
+    __slots__ = (
+        "_calls", "_conversations", "_in_turn", "begin", "bodies", "call_order", "cuts", "digests", "end", "entries",
+        "inherited", "layers", "parent", "rewards", "turn",
+    )  # fmt: skip
+
+    def __init__(self, begin: Begin, *, parent: Tape | None = None, body: bytes | None = None) -> None:
+        self.begin = begin
+        self.parent = parent = _checked_parent(begin, parent)
+        self.entries: list[Entry] = list(parent._log.entries[: parent._n]) if parent is not None else []
+        self.inherited = len(self.entries)
+        """Steps at the front that belong to the parent."""
+        self.bodies: list[bytes] = []
+        self.digests: list[bytes] = []
+        self.rewards: list[tuple[int, Reward]] = []
+        """Each with the number of records before it."""
+        self.layers: list[Record] = []
+        self.end: End | None = None
+        self.call_order: list[tuple[int, Call]] = []
+        self._calls: dict[str, Call] = {}
+        self._conversations: dict[str, Conversation] = {}
+        self.turn = begin.parent.turn if begin.parent is not None else 0
+        self.cuts: list[Cut] = list(parent._log.cuts[: self.turn]) if parent is not None else []
+        """Where each turn starts; of inherited turns, in the parent's records."""
+        self._in_turn = False
+        self._fold(body if body is not None else begin.body())
+
+    def append(self, record: Record, body: bytes | None = None) -> bytes:
+        """Add one record; gives its body. NotATape where the record can't stand here."""
+        if self.end is not None:
+            raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
+        if record.tape != self.begin.tape:  # type: ignore[attr-defined]
+            raise NotATape(f"a record of tape {record.tape!r} can't stand on tape {self.begin.tape!r}")  # type: ignore[attr-defined]
+        body = record.body() if body is None else body
+        if isinstance(record, StepRecord):
+            self._add_step(record)
+        elif isinstance(record, Call):
+            self._add_call(record)
+        elif isinstance(record, Reward):
+            if record.step is not None and not 0 <= record.step < len(self.entries):
+                raise NotATape(f"a reward on step {record.step} of tape {self.begin.tape}, which has {len(self.entries)}")
+            self.rewards.append((len(self.bodies), record))
+        elif isinstance(record, End):
+            self.end = record
+        else:
+            raise NotATape(f"a {type(record).__name__} is no part of a tape")
+        self._fold(body)
+        return body
+
+    def _fold(self, body: bytes) -> None:
+        self.bodies.append(body)
+        self.digests.append(fold(self.digests[-1] if self.digests else DIGEST_START, body))
+
+    def _speak(self) -> None:
+        if not self._in_turn:
+            self._in_turn = True
+            self.cuts.append(Cut(len(self.entries), len(self.bodies)))
+
+    def _add_step(self, record: StepRecord) -> None:
+        for call, start, end in record.calls:
+            n = len(self.call(call).completion or ())
+            if not 0 <= start <= end <= max(n, 0):
+                raise NotATape(f"a step of tape {self.begin.tape} names tokens [{start}, {end}) of call {call}, "
+                               f"which has {n}")
+        if record.by != ENV:
+            self._speak()
+        self.entries.append(Entry(record.content, record.by, record.calls, record.at, self.turn))
+        if record.by != ENV and record.role == "action":
+            self._in_turn = False
+            self.turn += 1
+
+    def _add_call(self, call: Call) -> None:
+        if call.call in self._calls:
+            raise NotATape(f"call {call.call} stands twice on tape {self.begin.tape}")
+        if call.base is not None:
+            base = self.call(call.base)
+            have = len(base.completion or ()) + self.prompt_length(base)
+            if call.keep > have:
+                raise NotATape(f"call {call.call} keeps {call.keep} tokens of {call.base}, which has {have}")
+        elif call.keep or call.keep_messages:
+            raise NotATape(f"call {call.call} keeps {call.keep} tokens and {call.keep_messages} messages of no call")
+        self._speak()
+        self._calls[call.call] = call
+        self.call_order.append((len(self.bodies), call))
+
+    def call(self, call: str) -> Call:
+        """The call of this tape or, in the prefix of a fork, of its ancestors."""
+        log: TapeLog | None = self
+        while log is not None:
+            found = log._calls.get(call)
+            if found is not None:
+                return found
+            log = log.parent._log if log.parent is not None else None
+        raise NotATape(f"tape {self.begin.tape} has no call {call!r}")
+
+    def prompt_length(self, call: Call) -> int:
+        """Prompt tokens of `call`, kept ones included."""
+        return call.keep + len(call.prompt or ())
+
+    def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
+        """The append-only messages that `path` is shown, and how many of them stand for the first `n` steps."""
+        conversation = self._conversations.get(path)
+        if conversation is None:
+            conversation = self._conversations[path] = Conversation(path)
+        for k in range(len(conversation.counts) - 1, n):
+            entry = self.entries[k]
+            conversation.add(entry.step, entry.by, entry.calls, self.call)
+        return conversation.items, conversation.counts[n]
+
+
+def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
+    if begin.parent is None:
+        if parent is not None:
+            raise NotATape(f"tape {begin.tape} is no fork, but a parent was given")
+        return None
+    if parent is None:
+        raise NotATape(f"tape {begin.tape} is a fork of {begin.parent.tape}; give that tape as its parent")
+    cut = parent if parent._k == begin.parent.records else parent.at_turn(begin.parent.turn)
+    if (cut.id, cut.digest, cut._k) != (begin.parent.tape, begin.parent.digest, begin.parent.records):
+        raise NotATape(f"tape {begin.tape} was forked from tape {begin.parent.tape} with digest {begin.parent.digest} "
+                       f"after {begin.parent.records} records; the given parent is tape {cut.id} with {cut.digest} "
+                       f"after {cut._k}")
+    return cut
+
+
+class Tape(Sequence[Step]):
+    """An immutable view: the first steps of an episode, as far as it had come when the view was taken.
+
+    `tape[-1]`, `len(tape)` and iteration go over steps. A view handed to an agent has no rewards, labels or private
+    task parts (HiddenFromAgent). A closed tape round-trips as one document: `model_dump_json`, `model_validate_json`.
+    """
+
+    __slots__ = ("_k", "_log", "_n", "_open", "scope")
+
+    def __init__(self, log: TapeLog, n: int | None = None, *, records: int | None = None, scope: str = "",
+                 agent_view: bool = False) -> None:  # fmt: skip
+        self._log = log
+        self._n = len(log.entries) if n is None else n
+        self._k = len(log.bodies) if records is None else records
+        self.scope = scope
+        """Path of the agent that this view was made for; empty outside an agent."""
+        self._open = not agent_view
+
+    @classmethod
+    def of(cls, bodies: Iterable[bytes], *, layers: Iterable[Record] = (), parent: Tape | None = None) -> Tape:
+        """The tape whose records have these bodies, in order. NotATape (a ValueError) where they don't make one."""
+        log: TapeLog | None = None
+        for k, body in enumerate(bodies):
+            try:
+                record = parse_record(body)
+            except ValueError as error:
+                raise NotATape(f"record {k} can't be read: {error}") from error
+            if log is None:
+                if not isinstance(record, Begin):
+                    raise NotATape(f"a tape starts with `begin`, not with {record.t!r}")
+                log = TapeLog(record, parent=parent, body=body)
+            else:
+                log.append(record, body)
+        if log is None:
+            raise NotATape("no records: a tape has at least its `begin`")
+        log.layers.extend(layers)
+        return cls(log)
+
+    # What an agent may see
+
+    @property
+    def id(self) -> str:
+        return self._log.begin.tape
+
+    @property
+    def task(self) -> JsonValue:
+        """The public part of the task."""
+        return self._log.begin.task.public
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [entry.step for entry in self._log.entries[: self._n][index]]
+        if index < 0:
+            index += self._n
+        if not 0 <= index < self._n:
+            raise IndexError(f"step {index} of a tape with {self._n} steps")
+        return self._log.entries[index].step
+
+    def __iter__(self) -> Iterator[Step]:
+        for i in range(self._n):
+            yield self._log.entries[i].step
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Steps with who spoke, when, in which turn and from which calls."""
+        return self._log.entries[: self._n]
+
+    @property
+    def last(self) -> Step:
+        """The newest step; IndexError on an empty tape."""
+        return self[-1]
+
+    @property
+    def observations(self) -> list[Observation]:
+        return [step for step in self if isinstance(step, Observation)]
+
+    @property
+    def thoughts(self) -> list[Thought]:
+        return [step for step in self if isinstance(step, Thought)]
+
+    @property
+    def actions(self) -> list[Action]:
+        return [step for step in self if isinstance(step, Action)]
+
+    @property
+    def turns(self) -> int:
+        """Actions taken so far."""
+        return self._log.entries[self._n - 1].turn + isinstance(self[-1], Action) if self._n else 0
+
+    def now(self) -> Tape:
+        """The tape as it is at this moment, for the same agent: inside `act`, with the steps yielded since."""
+        return Tape(self._log, scope=self.scope, agent_view=not self._open)
+
+    def within(self, path: str) -> Tape:
+        """This view, for the agent at `path`."""
+        return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
+
+    def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
+        """The conversation as the agent at `path` (default: this view's scope) is shown it, after a system prompt."""
+        items, n = self._log.conversation(self.scope if path is None else path, self._n)
+        head = ({"role": "system", "content": system},) if system is not None else ()
+        return Messages(head, items, n)
+
+    # What only the trainer, the auditor and the user may see
+
+    def _visible(self, what: str) -> TapeLog:
+        if not self._open:
+            raise HiddenFromAgent(f"`{what}` is hidden from agents: their view of a tape has its steps and the public "
+                                  "part of the task")
+        return self._log
+
+    def _end(self, what: str) -> End | None:
+        log = self._visible(what)
+        return log.end if self._k == len(log.bodies) else None
+
+    @property
+    def begin(self) -> Begin:
+        return self._visible("begin").begin
+
+    @property
+    def end(self) -> End | None:
+        return self._end("end")
+
+    @property
+    def closed(self) -> bool:
+        return self._end("closed") is not None
+
+    @property
+    def status(self) -> Status | None:
+        """How the episode ended; None while it runs."""
+        end = self._end("status")
+        return end.status if end is not None else None
+
+    @property
+    def cause(self) -> Cause | None:
+        end = self._end("cause")
+        return end.cause if end is not None else None
+
+    @property
+    def trains(self) -> bool:
+        """True when the episode ended in a way that may be trained on, if it is scored."""
+        return trains(self.status, self.cause.type if self.cause is not None else None)
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of weight * value over the recorded components; None when nothing was scored, which is not zero."""
+        log = self._visible("reward")
+        rewards = [r for k, r in log.rewards if r.weight != 0 and k < self._k]
+        return sum(r.weight * r.value for r in rewards) if rewards else None
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """Every component that the view's records hold, metrics (weight 0) included, in order."""
+        return [reward for k, reward in self._visible("rewards").rewards if k < self._k]
+
+    @property
+    def layers(self) -> list[Record]:
+        """What was added after the end, as far as it was loaded."""
+        return list(self._visible("layers").layers)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The view's own model calls, in order; a fork's inherited ones belong to its parent."""
+        return [call for k, call in self._visible("calls").call_order if k < self._k]
+
+    @property
+    def parent(self) -> Tape | None:
+        """The prefix that a fork started from."""
+        return self._visible("parent").parent
+
+    @property
+    def inherited(self) -> int:
+        """How many of the steps belong to the parent."""
+        return self._visible("inherited").inherited
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 fold over this view's records (hex); layers never count."""
+        return self._visible("digest").digests[self._k - 1].hex()
+
+    @property
+    def bodies(self) -> list[bytes]:
+        """The bytes of the records, as written."""
+        return self._visible("bodies").bodies[: self._k]
+
+    def call(self, call: str) -> Call:
+        """The call of that id, on this tape or in its prefix."""
+        return self._visible("call").call(call)
+
+    def call_messages(self, call: Call | str) -> list[Message]:
+        """Every message of a call's request."""
+        log = self._visible("call_messages")
+        chain = _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep_messages)
+        messages: list[Message] = []
+        for one in chain:
+            if one.base is not None:
+                messages.append(log.call(one.base).reply)
+            del messages[one.keep_messages :]
+            messages.extend(one.messages)
+        return messages
+
+    def call_prompt(self, call: Call | str) -> array[int]:
+        """Every prompt token id of a call; NotATape where an engine of texts recorded none."""
+        log = self._visible("call_prompt")
+        ids = array("i")
+        for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
+            if one.prompt is None:
+                raise NotATape(f"call {one.call} of tape {self.id} has no token ids: its engine gave text only")
+            if one.base is not None:
+                ids.extend(log.call(one.base).completion or ())
+            del ids[one.keep :]
+            ids.extend(one.prompt)
+        return ids
+
+    def at_turn(self, turn: int) -> Tape:
+        """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError past the end."""
+        log = self._visible("at_turn")
+        cuts = log.cuts
+        if 0 <= turn < len(cuts):
+            cut = cuts[turn]
+            if log.parent is not None and turn < (log.begin.parent.turn if log.begin.parent else 0):
+                return log.parent.at_turn(turn)
+            return Tape(log, cut.steps, records=cut.records)
+        if turn == len(cuts) and not log._in_turn:
+            return Tape(log, records=len(log.bodies) - (log.end is not None))
+        raise ValueError(f"tape {self.id} has {log.turn} whole turns; it can't be cut after turn {turn}")
+
+    # One document
+
+    def model_dump(self) -> dict[str, Any]:
+        """The whole tape as plain values: what `model_dump_json` writes."""
+        log = self._visible("model_dump")
+        return {
+            "schema": SCHEMA,
+            "digest": self.digest,
+            "parent": log.parent.model_dump() if log.parent is not None else None,
+            "records": [from_json(body) for body in self.bodies],
+            "layers": [from_json(layer.body()) for layer in log.layers],
+        }
+
+    def model_dump_json(self, *, indent: int | None = None) -> str:
+        """The whole tape as one JSON document. StillOpen while it runs."""
+        if not self.closed:
+            raise StillOpen(f"tape {self.id} is still running; only a closed tape is a document")
+        return to_json(self.model_dump(), indent=indent).decode()
+
+    @classmethod
+    def model_validate(cls, document: Any) -> Tape:
+        """The tape in a document, its digest checked. NotATape (a ValueError) where it is none."""
+        if isinstance(document, Tape):
+            return document
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+            raise NotATape(f"a tape document has the schema {SCHEMA!r}, not {found!r}")
+        unknown = set(document) - {"schema", "digest", "parent", "records", "layers"}
+        if unknown or not isinstance(document.get("records"), list):
+            raise NotATape(f"a tape document has a list of records and no field {sorted(unknown)}")
+        parent = cls.model_validate(document["parent"]) if document.get("parent") is not None else None
+        layers = [parse_record(to_json(layer)) for layer in document.get("layers") or ()]
+        tape = cls.of((to_json(record) for record in document["records"]), layers=layers, parent=parent)
+        if tape.digest != document.get("digest"):
+            raise NotATape(f"tape {tape.id}: the document says digest {document.get('digest')!r}, its records fold to "
+                           f"{tape.digest!r}: it was edited")
+        return tape
+
+    @classmethod
+    def model_validate_json(cls, text: str | bytes) -> Tape:
+        """As `model_validate`, from JSON."""
+        try:
+            document = from_json(text)
+        except ValueError as error:
+            raise NotATape(f"not JSON: {error}") from None
+        return cls.model_validate(document)
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of the document."""
+        return TypeAdapter(cls).json_schema()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.model_validate, serialization=core_schema.plain_serializer_function_ser_schema(cls.model_dump)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {
+            "title": "Tape",
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["schema", "digest", "records"],
+            "properties": {
+                "schema": {"const": SCHEMA},
+                "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+                "parent": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                "records": handler(TypeAdapter(list[AnyRecord]).core_schema),
+                "layers": {"type": "array", "items": {"type": "object"}},
+            },
+        }
+
+    def __eq__(self, other: object) -> bool:
+        """Views are equal when they show the same records of the same episode."""
+        if not isinstance(other, Tape):
+            return NotImplemented
+        mine, theirs = self._log.digests[self._k - 1], other._log.digests[other._k - 1]
+        return mine == theirs and self._n == other._n
+
+    def __hash__(self) -> int:
+        return hash((self._log.digests[self._k - 1], self._n))
+
+    def __repr__(self) -> str:
+        state = "" if not self._open else f", {self.status.value if self.status else 'running'}, reward {self.reward}"
+        return f"<Tape {self.id}: {self._n} steps{state}>"
+
+
+def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
+    """The calls that `call` is built on, oldest first, as far back as anything is kept."""
+    chain = [call]
+    while chain[-1].base is not None and keep(chain[-1]) > 0:
+        chain.append(log.call(chain[-1].base))
+    if chain[-1].base is not None:
+        chain[-1] = chain[-1].model_copy(update={"base": None})
+    chain.reverse()
+    return chain
+
+
+def begin_step(tape: str, step: Step, *, by: str, calls: tuple[tuple[str, int, int], ...] = ()) -> StepRecord:
+    """The record around a step, stamped now."""
+    return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, calls=calls, content=step, at=time.time())

@@ -1,0 +1,175 @@
+"""A tape as people read it: a summary, and one line per step with what it earned and which tokens it was read from.
+
+For the user's eyes: rewards and private bookkeeping are shown. Pure functions from a `Tape` to frozen values; knows
+nothing of terminals or HTML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from .records import Call
+from .steps import Role, Step, role_of
+from .tape import Tape
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TapeSummary(_Value):
+    """What a list of tapes says of each."""
+
+    id: str
+    status: str
+    """A `Status`, or `running`."""
+    cause: str | None
+    """Whose fault or which limit, and the message; None for an end that needs no cause."""
+    reward: float | None
+    """None: not scored."""
+    split: str
+    agent: str
+    env: str
+    group: str | None
+    attempt: int
+    parent: str | None
+    """`tape@turn` that this one was forked from."""
+    steps: int
+    turns: int
+    calls: int
+    sampled: int
+    """Completion tokens with a log-prob."""
+    authored: int
+    """Completion tokens that nobody sampled."""
+    versions: tuple[str, ...]
+    """Policy versions that sampled, in order of first use."""
+    seconds: float | None
+    began: float
+    """Seconds since 1970."""
+
+
+class StepLine(_Value):
+    """One step."""
+
+    index: int
+    turn: int
+    """Counted from 0."""
+    by: str
+    role: Role
+    kind: str
+    text: str
+    """What a model reads of the step."""
+    rewards: dict[str, float]
+    """weight * value of each component that this step earned."""
+    metrics: dict[str, float]
+    """Components with weight 0."""
+    tokens: int
+    """Completion tokens that the step was read from."""
+    inherited: bool
+    """True in the prefix of a fork: the step belongs to the parent."""
+
+
+class CallLine(_Value):
+    """One model call."""
+
+    call: str
+    by: str
+    engine: str
+    prompt: int | None
+    """Prompt tokens, kept ones included; None where the engine gave text only."""
+    kept: int
+    """Of these, the tokens shared with the call it is built on."""
+    completion: int | None
+    finish: str | None
+    temperature: float
+    mean_logprob: float | None
+    """None where no log-prob is known."""
+    spans: tuple[tuple[str, int, int], ...]
+    split: str | None
+    """Why the call starts a new row."""
+    seconds: float
+    retries: int
+
+
+def summarise(tape: Tape) -> TapeSummary:
+    """The summary of an open or closed tape."""
+    begin, end, calls = tape.begin, tape.end, tape.calls
+    versions = dict.fromkeys(version for call in calls for version, _, _ in call.spans)
+    return TapeSummary(
+        id=tape.id, status=tape.status.value if tape.status else "running", cause=_cause(tape), reward=tape.reward,
+        split=begin.split, agent=begin.agent.name, env=begin.env.name, group=begin.group, attempt=begin.attempt,
+        parent=f"{begin.parent.tape}@{begin.parent.turn}" if begin.parent else None, steps=len(tape), turns=tape.turns,
+        calls=len(calls), sampled=sum(len(c.completion or ()) for c in calls if c.logprobs is not None),
+        authored=sum(len(c.completion or ()) for c in calls if c.logprobs is None), versions=tuple(versions),
+        seconds=end.seconds if end is not None else None, began=begin.at,
+    )  # fmt: skip
+
+
+def step_lines(tape: Tape) -> list[StepLine]:
+    """Every step, in order."""
+    rewards: dict[int, dict[str, float]] = {}
+    metrics: dict[int, dict[str, float]] = {}
+    for reward in tape.rewards:
+        if reward.step is not None:
+            earned = (rewards if reward.weight else metrics).setdefault(reward.step, {})
+            earned[reward.name] = earned.get(reward.name, 0.0) + (reward.weight or 1.0) * reward.value
+    return [
+        StepLine(
+            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=_kind(entry.step), text=_reads(entry.step),
+            rewards=rewards.get(i, {}), metrics=metrics.get(i, {}), tokens=sum(b - a for _, a, b in entry.calls),
+            inherited=i < tape.inherited,
+        )
+        for i, entry in enumerate(tape.entries)
+    ]  # fmt: skip
+
+
+def episode_rewards(tape: Tape) -> dict[str, float]:
+    """weight * value of the components that the episode earned as a whole; metrics (weight 0) at their value."""
+    return {r.name: (r.weight or 1.0) * r.value for r in tape.rewards if r.step is None}
+
+
+def call_lines(tape: Tape) -> list[CallLine]:
+    """Every model call of this tape's own, in order."""
+    return [_call_line(call) for call in tape.calls]
+
+
+def status_counts(summaries: Iterable[TapeSummary]) -> dict[str, int]:
+    """How many tapes ended in which way, most frequent first."""
+    return dict(Counter(summary.status for summary in summaries).most_common())
+
+
+def _call_line(call: Call) -> CallLine:
+    known = [x for x in call.logprobs or () if x == x]
+    return CallLine(
+        call=call.call, by=call.by, engine=call.engine,
+        prompt=call.keep + len(call.prompt) if call.prompt is not None else None, kept=call.keep,
+        completion=len(call.completion) if call.completion is not None else None, finish=call.finish,
+        temperature=call.sampling.temperature, mean_logprob=sum(known) / len(known) if known else None,
+        spans=call.spans, split=call.split, seconds=sum(a.seconds for a in call.attempts),
+        retries=max(0, len(call.attempts) - 1),
+    )  # fmt: skip
+
+
+def _cause(tape: Tape) -> str | None:
+    cause = tape.cause
+    if cause is None:
+        return None
+    return ": ".join(part for part in (cause.type.value, cause.error, cause.message) if part)
+
+
+def _kind(step: Step) -> str:
+    return getattr(step, "original", None) or step.kind
+
+
+def _reads(step: Step) -> str:
+    """`str(step)`; for a step whose class isn't imported here, what `Step.__str__` would make of its content."""
+    if getattr(step, "original", None) is None:
+        return str(step)
+    content: dict[str, Any] = step.content  # type: ignore[attr-defined]
+    values = list(content.values())
+    return str(values[0]) if len(values) == 1 and isinstance(values[0], str | int | float) else json.dumps(content)

@@ -1,0 +1,229 @@
+"""The house rules that a reader can't see in any one file: packages, directions of imports, sizes, and what is lazy."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tapereel
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ["tapes", "envs", "agents", "finetune"]
+"""Each may import from those before it, never from those after."""
+HEAVY = {"torch", "transformers", "litellm", "vllm", "accelerate", "datasets", "pandas"}
+LONGEST = 500
+
+
+def _sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def _modules() -> list[Path]:
+    return [ROOT / "__init__.py", ROOT / "cli.py", *_sources(*ORDER)]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, wherever in the file it stands."""
+    package = ["tapereel", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+
+
+def test_the_packages_in_pyproject_are_the_packages_in_the_tree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = project["tool"]["setuptools"]["packages"]
+    inside = [p.parent.relative_to(ROOT) for folder in ORDER for p in (ROOT / folder).rglob("__init__.py")]
+    assert sorted(declared) == sorted(["tapereel", *(".".join(["tapereel", *p.parts]) for p in inside)])
+    loose = {_name(p) for p in _sources(*ORDER) if not (p.parent / "__init__.py").is_file()}
+    assert loose == set(), "modules in folders without __init__.py would be missing from a wheel"
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for path in _modules():
+        home = path.relative_to(ROOT).parts[0]
+        allowed = ORDER[: ORDER.index(home) + 1] if home in ORDER else [*ORDER, "cli"]
+        for line, name in _imports(path):
+            top, _, rest = name.partition(".")
+            if top in ORDER or (top == "tapereel" and rest.split(".")[0] not in allowed and home in ORDER):
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+    assert wrong == []
+
+
+def test_inside_the_package_imports_are_relative():
+    wrong = []
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "tapereel":
+                wrong.append(f"{_name(path)}:{node.lineno}")
+            if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "tapereel" for alias in node.names):
+                wrong.append(f"{_name(path)}:{node.lineno}")
+    assert wrong == [], "write `from ..tapes import Tape`"
+
+
+def test_tapes_and_environments_know_no_models():
+    models = {"torch", "transformers", "litellm", "vllm"}
+    wrong = [f"{_name(path)}:{line} imports {name}" for path in _sources("tapes", "envs")
+             for line, name in _imports(path) if name.split(".")[0] in models]  # fmt: skip
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("module", "more"), [
+    ("tapereel", {"pydantic", "numpy", "rich", "yaml"}),
+    ("tapereel.tapes", {"numpy", "rich", "yaml"}),
+    ("tapereel.envs", {"gymnasium", "reasoning_gym"}),
+    ("tapereel.agents", set()),
+    ("tapereel.cli", {"numpy", "rich", "yaml"}),
+])  # fmt: skip
+def test_importing_stays_light(module: str, more: set[str], tmp_path: Path):
+    done = _python(f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) & (HEAVY | more) == set()
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_a_folder_imported_as_a_top_level_package_is_refused_with_a_sentence(folder: str):
+    done = _python(f"import {folder}", ROOT)
+    assert done.returncode != 0
+    assert f"ImportError: import tapereel.{folder}" in done.stderr
+
+
+def _all_files() -> list[Path]:
+    return [*_modules(), *_sources("tests", "examples", "benchmarks")]
+
+
+def test_a_file_is_one_idea():
+    lengths = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in _all_files()}
+    assert {name: n for name, n in lengths.items() if n > LONGEST} == {}, "a file this long is two ideas"
+
+
+def test_every_module_says_what_it_is():
+    said = {_name(path): ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in _all_files()}
+    assert [name for name, text in said.items() if not (text or "").strip()] == []
+
+
+def test_every_public_function_is_typed():
+    bare = [f"{_name(path)}:{line} {name}({', '.join(args)})" for path in _modules()
+            for name, line, args in _untyped(ast.parse(path.read_text(encoding="utf-8")).body)]  # fmt: skip
+    assert bare == []
+
+
+def _untyped(body: list[ast.stmt]) -> Iterator[tuple[str, int, list[str]]]:
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _untyped(node.body)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            signature = node.args
+            given = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]
+            bare = [a.arg for a in given if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+            if bare or node.returns is None:
+                yield node.name, node.lineno, bare
+
+
+@pytest.mark.parametrize("module", ["tapereel", *(f"tapereel.{folder}" for folder in ORDER)])
+def test_each_public_name_exists_and_there_are_few(module: str):
+    package = importlib.import_module(module)
+    names = package.__all__
+    assert len(names) == len(set(names)) <= 30
+    assert [name for name in names if not hasattr(package, name)] == []
+    assert set(names) <= set(dir(package))
+
+
+def test_the_front_door_tells_type_checkers_what_it_tells_python():
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    static = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert static == tapereel._HOME
+    assert sorted(tapereel.__all__) == sorted(tapereel._HOME)
+    with pytest.raises(AttributeError, match="no attribute 'Taep'"):
+        _ = tapereel.Taep  # type: ignore[attr-defined]
+
+
+def _requirements() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {"": project["dependencies"], **project["optional-dependencies"]}
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line.strip() and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", pin) for pin in pins), "NAME==VERSION, no local tag"
+    return {_canonical(name): version for name, version in (pin.split("==") for pin in pins)}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_extras_are_those_that_the_readme_and_the_errors_name():
+    assert set(_requirements()) == {"", "train", "demo", "gym", "vllm", "litellm", "mcp", "http", "dev"}
+
+
+def test_constraints_pin_all_that_the_dev_extra_installs():
+    packaging = pytest.importorskip("packaging.requirements")
+    from importlib.metadata import distribution
+
+    pins = _pins()
+    assert "vllm" not in pins
+    assert "tapereel" not in pins
+    seen: set[tuple[str, frozenset[str]]] = set()
+
+    def walk(name: str, extras: frozenset[str]) -> None:
+        if (name, extras) in seen:
+            return
+        seen.add((name, extras))
+        if name != "tapereel":
+            assert name in pins, f"{name} is installed by the dev extra and has no version in constraints.txt"
+        if name == "torch":  # what a GPU build brings along belongs to that build
+            return
+        for text in distribution(name).requires or ():
+            need = packaging.Requirement(text)
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                walk(_canonical(need.name), frozenset(need.extras))
+
+    walk("tapereel", frozenset({"dev"}))
+    for text in sum(_requirements().values(), []):
+        need = packaging.Requirement(text)
+        if _canonical(need.name) in pins:
+            assert need.specifier.contains(pins[_canonical(need.name)]), f"{text} excludes the pinned version"
+
+
+def test_no_test_can_reach_another_machine():
+    with socket.socket() as server, pytest.raises(RuntimeError, match="this machine only"):
+        server.connect(("192.0.2.1", 9))
+    with pytest.raises(RuntimeError, match="this machine only"):
+        socket.getaddrinfo("example.org", 80)
+
+
+def test_a_test_can_reach_this_machine():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lambda: server.accept()[0].close())
+        thread.start()
+        with socket.create_connection(server.getsockname()) as client:
+            assert client.recv(1) == b""
+        thread.join()

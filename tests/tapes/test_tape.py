@@ -1,0 +1,227 @@
+"""Tapes: the fold, views, forks at turns, documents, and records that don't make a tape."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, StillOpen, Tape, Task
+from tapereel.tapes.records import (
+    Begin,
+    Call,
+    Cause,
+    CauseType,
+    End,
+    Identity,
+    Parent,
+    Reward,
+    Status,
+    parse_record,
+    record_schema,
+    trains,
+)
+from tapereel.tapes.tape import TapeLog, begin_step
+
+
+class See(Observation, kind="tape_see"):
+    text: str
+
+
+class Do(Action, kind="tape_do"):
+    text: str
+
+
+def begin(tape: str = "t", parent: Parent | None = None) -> Begin:
+    task = Task(public="q", private="secret")
+    return Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"), env_seed=1,
+                 seed=2, parent=parent, at=0.0)  # fmt: skip
+
+
+def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
+    log = TapeLog(begin(tape))
+    log.append(begin_step(tape, See(text="start"), by="env"))
+    for k in range(turns):
+        base = f"{tape}.{k - 1}" if k else None
+        new = ({"role": "user", "content": "start" if k == 0 else f"saw {k - 1}"},)
+        log.append(Call(tape=tape, call=f"{tape}.{k}", by="a", base=base, keep=5 * k, keep_messages=2 * k, messages=new,
+                        prompt=[10, 11, 12], completion=[20 + k, 2], logprobs=[-0.5, -0.25], text=f"do {k}",
+                        spans=(("v:0", 0, 2),), at=1.0))  # fmt: skip
+        log.append(begin_step(tape, Do(text=f"do {k}"), by="a", calls=((f"{tape}.{k}", 0, 2),)))
+        log.append(Reward(tape=tape, step=len(log.entries) - 1, value=0.5))
+        log.append(begin_step(tape, See(text=f"saw {k}"), by="env"))
+    if end:
+        log.append(End(tape=tape, status=Status.FINISHED, at=2.0))
+    return log
+
+
+def test_a_closed_tape_round_trips_as_one_document_also_inside_another_model():
+    class Holder(BaseModel):
+        tape: Tape
+
+    tape = Tape(build(3))
+    again = Tape.model_validate_json(tape.model_dump_json())
+    assert again == tape
+    assert list(again) == list(tape)
+    assert again.digest == tape.digest
+    held = Holder(tape=tape)
+    assert Holder.model_validate_json(held.model_dump_json()).tape == tape
+    assert "records" in json.dumps(Holder.model_json_schema())
+
+
+def test_an_edited_document_is_refused():
+    document = Tape(build(2)).model_dump()
+    document["records"][3]["content"]["text"] = "did something else"
+    with pytest.raises(NotATape, match="it was edited"):
+        Tape.model_validate(document)
+
+
+def test_an_open_tape_is_no_document():
+    with pytest.raises(StillOpen, match="still running"):
+        Tape(build(1, end=False)).model_dump_json()
+
+
+def test_deltas_concatenate_to_the_prompts():
+    tape = Tape(build(3))
+    assert tape.call_prompt("t.2").tolist() == [10, 11, 12, 20, 2, 10, 11, 12, 21, 2, 10, 11, 12]
+    assert [m["content"] for m in tape.call_messages("t.2")] == ["start", "do 0", "saw 0", "do 1", "saw 1"]
+    assert list(tape.messages(path="a")) == [*tape.call_messages("t.2"), {"role": "assistant", "content": "do 2"},
+                                             {"role": "user", "content": "saw 2"}]  # fmt: skip
+
+
+def test_a_call_that_keeps_less_drops_the_rest():
+    log = build(2, end=False)
+    log.append(Call(tape="t", call="c", by="a", base="t.1", keep=4, keep_messages=1, messages=({"role": "user", "content": "x"},),
+                    prompt=[9], completion=[1], at=1.0))  # fmt: skip
+    tape = Tape(log)
+    assert tape.call_prompt("c").tolist() == [10, 11, 12, 20, 9]
+    assert [m["content"] for m in tape.call_messages("c")] == ["start", "x"]
+
+
+def test_none_is_not_zero():
+    log = TapeLog(begin())
+    assert Tape(log).reward is None
+    log.append(begin_step("t", See(text=""), by="env"))
+    log.append(Reward(tape="t", step=0, name="metric", value=3.0, weight=0.0))
+    assert Tape(log).reward is None
+    log.append(Reward(tape="t", step=0, value=0.0))
+    assert Tape(log).reward == 0.0
+
+
+def test_the_agents_view_shows_steps_and_the_public_task_only():
+    view = Tape(build(1, end=False), scope="a", agent_view=True)
+    assert view.task == "q"
+    assert len(view.now()) == 3
+    for hidden in ("begin", "reward", "rewards", "layers", "digest", "bodies", "status", "calls"):
+        with pytest.raises(HiddenFromAgent, match=hidden):
+            getattr(view, hidden)
+
+
+def test_a_view_stays_as_it_was_while_the_tape_grows():
+    log = build(1, end=False)
+    view = Tape(log)
+    digest, text = view.digest, [str(s) for s in view]
+    log.append(begin_step("t", Do(text="more"), by="a"))
+    assert (view.digest, [str(s) for s in view], len(view)) == (digest, text, 3)
+    assert len(view.now()) == 4
+
+
+@given(st.integers(0, 4), st.integers(0, 4))
+def test_a_fork_continues_its_parent(turns, at):
+    parent = Tape(build(turns))
+    if at > turns:
+        with pytest.raises(ValueError, match="can't be cut"):
+            parent.at_turn(at)
+        return
+    cut = parent.at_turn(at)
+    assert len(cut) == 1 + 2 * at
+    assert cut.turns == at
+    pin = Parent(tape=cut.id, digest=cut.digest, records=len(cut.bodies), turn=at)
+    log = TapeLog(begin("child", pin), parent=cut)
+    log.append(begin_step("child", Do(text="other"), by="a"))
+    log.append(End(tape="child", status=Status.FINISHED, at=3.0))
+    child = Tape(log)
+    assert child[: len(cut)] == list(cut)
+    assert child.inherited == len(cut)
+    assert child.calls == []
+    assert child.turns == at + 1
+    assert child.at_turn(at) == (cut if at < 0 else child.at_turn(at))
+    again = Tape.of(child.bodies, parent=parent)
+    assert again == child
+    assert Tape.model_validate_json(child.model_dump_json()) == child
+    if at:
+        assert child.call("t.0").text == "do 0"
+
+
+def test_a_fork_of_another_parent_is_refused():
+    cut = Tape(build(2)).at_turn(1)
+    pin = Parent(tape="t", digest="0" * 64, records=len(cut.bodies), turn=1)
+    with pytest.raises(NotATape, match="digest"):
+        TapeLog(begin("child", pin), parent=cut)
+    with pytest.raises(NotATape, match="give that tape as its parent"):
+        TapeLog(begin("child", pin))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r[1:], "starts with `begin`"),
+        (lambda r: [], "no records"),
+        (lambda r: [*r, r[1]], "has ended"),
+        (lambda r: [r[0], r[1], r[2], r[2]], "stands twice"),
+        (lambda r: [r[0], r[3]], "has no call"),
+        (lambda r: [r[0], r[1], r[4]], "reward on step"),
+        (lambda r: [r[0], r[1].replace(b'"tape":"t"', b'"tape":"u"')], "of tape 'u'"),
+        (lambda r: [r[0], r[1][:-3]], "can't be read"),
+        (lambda r: [r[0], b'{"t":"nonsense"}'], "can't be read"),
+        (lambda r: [r[0], b'{"t":"commit"}'], "of tape|no part of a tape|has no"),
+    ],
+)
+def test_records_that_make_no_tape_are_refused(change, message):
+    bodies = list(Tape(build(1)).bodies)
+    with pytest.raises((NotATape, AttributeError), match=message):
+        Tape.of(change(bodies))
+
+
+def test_a_tape_cut_anywhere_reads_as_an_open_tape():
+    bodies = Tape(build(2)).bodies
+    for k in range(1, len(bodies)):
+        tape = Tape.of(bodies[:k])
+        assert not tape.closed
+        assert tape.status is None
+
+
+def test_log_probs_and_spans_must_fit_the_completion():
+    with pytest.raises(ValueError, match="1 log-probs for 2"):
+        Call(tape="t", call="c", by="a", completion=[1, 2], logprobs=[-1.0], at=0.0)
+    for spans in ((("v", 0, 1),), (("v", 0, 3),), (("v", 1, 2),), (("v", 0, 1), ("w", 0, 2))):
+        with pytest.raises(ValueError, match="spans"):
+            Call(tape="t", call="c", by="a", completion=[1, 2], spans=spans, at=0.0)
+
+
+def test_every_record_parses_back_to_the_same_bytes():
+    for body in Tape(build(2)).bodies:
+        assert parse_record(body).body() == body
+    assert {"begin", "step", "call", "reward", "end", "use", "void"} <= set(record_schema()["discriminator"]["mapping"])
+
+
+def test_a_tape_with_kinds_nobody_imported_keeps_its_bytes():
+    bodies = [b.replace(b"tape_do", b"kind_of_elsewhere") for b in Tape(build(1)).bodies]
+    tape = Tape.of(bodies)
+    assert [parse_record(b).body() for b in bodies] == bodies
+    assert Tape.model_validate_json(tape.model_dump_json()) == tape
+
+
+@pytest.mark.parametrize("status", list(Status))
+@pytest.mark.parametrize("cause", [None, *CauseType])
+def test_the_table_of_statuses(status, cause):
+    expected = (
+        status in (Status.FINISHED, Status.TRUNCATED)
+        or (status is Status.LIMIT and cause in ("turns", "tokens", "context"))
+        or (status is Status.ERROR and cause == "agent")
+    )
+    assert trains(status, cause) == expected
+    log = build(1, end=False)
+    log.append(End(tape="t", status=status, cause=Cause(type=cause) if cause else None, at=0.0))
+    assert Tape(log).trains == expected
