@@ -104,7 +104,7 @@ class ParkingLot:
             self.forget(next(iter(self._by_key)))
 
     def find(self, key: str, ids: NDArray[np.int32]) -> tuple[Parked | None, int]:
-        """What is parked under `key`, and how many tokens it shares with `ids`, whose last is always left to compute."""
+        """What is parked under `key`, and how much of it `ids` begins with; the last of `ids` is never counted."""
         entry = self._by_key.get(key)
         if entry is None:
             return None, 0

@@ -55,8 +55,8 @@ class Codec:
         """`literals` is the text that the chat template itself writes."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise RenderError(f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast "
-                              "tokenizer (transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))")
+            raise RenderError(f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
+                              "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))")
         # A copy: padding, truncation and special-splitting are state of the backend that other callers switch.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
@@ -71,7 +71,9 @@ class Codec:
             if not token.content.isspace() and (token.special or token.content in literals)
         }
         """Text of each control token -> its id."""
-        self._ids = frozenset(self.control.values())
+        unknown = str(tokenizer.special_tokens_map.get("unk_token"))
+        self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
+        """Ids that plain text never gives; the unknown token is what some plain text gives."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
 
@@ -108,10 +110,10 @@ class Codec:
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
-            raise SpecialText("the tokenizer reads control tokens into text that holds none: "
-                              f"{[self.token(id) for id in ids if id in self._ids]} from {text[-200:]!r}; it normalises "
-                              "text before it looks for added tokens (AddedToken(normalized=True)): make them "
-                              "normalized=False")
+            read = [self.token(id) for id in ids if id in self._ids]
+            raise SpecialText(f"the tokenizer reads control tokens into text that holds none: {read} from "
+                              f"{text[-200:]!r}; it normalises text before it looks for added tokens: make them "
+                              "AddedToken(normalized=False)")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

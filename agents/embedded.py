@@ -104,8 +104,9 @@ class EmbeddedEngine:
         end_ids: Iterable[int] | None = None,
         copy: bool = True,
     ) -> None:
-        longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_CAPACITY
-        capacity = min(longest, DEFAULT_CAPACITY) if capacity is None else capacity
+        if capacity is None:
+            longest: int = getattr(model.config, "max_position_embeddings", None) or DEFAULT_CAPACITY
+            capacity = min(longest, DEFAULT_CAPACITY)
         self.version = version
         self.stats = Stats()
         self.end_ids = frozenset((*renderer.end_ids, *_eos_ids(model)) if end_ids is None else end_ids)

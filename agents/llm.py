@@ -194,12 +194,13 @@ class LLM:
             self._write_text(call, path, "", messages, Completion(text=reply["content"]), engine="authored")
             return ((call, 0, 0),)
         rendered = self._render(path, "", messages, None)
-        completion = renderer.author(reply["content"])
         request = Request(messages=messages, prompt=rendered.ids, sampling=Sampling(), seed=0)
         write = _CallWriter(self, call, path, "", request, rendered, None)
-        write(Completion(text=reply["content"], ids=completion), (), finish="stop", engine="authored")
+        tool_calls = reply.get("tool_calls")
+        said_ = Completion(text=reply["content"], tool_calls=tuple(tool_calls) if tool_calls else None)
+        write(said_, (), finish="stop", engine="authored")
         self._pending.pop(path, None)
-        return ((call, 0, len(completion)),)
+        return ((call, 0, len(self._recorder.log.call(call).completion or ())),)
 
     def inherit(self, prefix: Tape) -> None:
         """Take over the conversations of a fork's prefix, so that its tokens stay the context of what follows."""
@@ -216,8 +217,10 @@ class LLM:
             if renderer is None:
                 tracks.append(TextTrack(call.call, messages, call.reply))
             elif call.prompt is not None and call.completion is not None:
-                tracks.append(renderer.track(call.call, messages, call.reply, prefix.call_prompt(call),
-                                             call.completion, call.finish))
+                tracks.append(renderer.retrack(
+                    call=call.call, messages=[*messages, call.reply], tools=None,
+                    ids=prefix.call_prompt(call) + call.completion, completion=call.completion,
+                ))  # fmt: skip
 
     def close(self) -> None:
         """The episode is over: the engine may forget its conversations."""
@@ -340,8 +343,7 @@ class _CallWriter:
         if rendered is None:
             llm._write_text(self.call, self.path, self.conversation, request.messages, completion, engine, **common)
         else:
-            ids = completion.ids if completion.ids is not None else array("i")
-            base = rendered.base
+            ids, base = self._ids(completion), rendered.base
             record = Call(
                 tape=llm._recorder.tape, call=self.call, by=self.path, base=base.call if base is not None else None,
                 keep=rendered.keep, keep_messages=rendered.keep_messages,
@@ -354,13 +356,26 @@ class _CallWriter:
             )  # fmt: skip
             llm._recorder.write(record)
             tracks = llm._tracks.setdefault((self.path, self.conversation), [])
-            track = rendered.track(self.call, record.reply, ids, finish)
+            assert llm._engine is not None and llm._engine.renderer is not None
+            track = llm._engine.renderer.track(rendered, call=self.call, reply=record.reply, completion=ids)
             if base is not None and rendered.split is None and base in tracks:
                 tracks[tracks.index(base)] = track
             else:
                 tracks.append(track)
         llm._pending.setdefault(self.path, []).append(self.call)
         llm._newest[self.path] = self.call
+
+    def _ids(self, completion: Completion) -> array[int]:
+        """What was sampled or, of text that nobody sampled, the ids an engine would have given."""
+        if completion.ids is not None:
+            return completion.ids
+        if completion.text is None:
+            return array("i")
+        reply: Message = {"role": "assistant", "content": completion.text}
+        if completion.tool_calls:
+            reply["tool_calls"] = list(completion.tool_calls)
+        assert self.llm._engine is not None and self.llm._engine.renderer is not None
+        return self.llm._engine.renderer.completion(self.rendered, reply)
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..tapes import Tape
 from ..tapes.journal import Journal
 from ..tapes.records import Begin, Record
-from ..tapes.tape import TapeLog
+from ..tapes.log import TapeLog
 
 
 class Recorder:

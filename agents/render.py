@@ -136,7 +136,7 @@ class Renderer:
                         tools=tools, text=text, marked=marked, marked_tools=marked_tools)
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
-        """The conversation after `completion` was sampled for `rendered`; `reply` is how later prompts will quote it."""
+        """The conversation after `completion` was sampled for `rendered`; later prompts quote it as `reply`."""
         completion = ints(completion)
         return Track(call=call, messages=(*rendered.messages, reply), ids=rendered.ids + completion,
                      completion=completion, tools=rendered.tools, text=rendered.text,
@@ -166,9 +166,9 @@ class Renderer:
         elif not reply.get("tool_calls") and isinstance(said.get("content"), str):
             body = said["content"]
         else:
-            raise RenderError("the chat template shows the last answer's tool calls in another place than where it asks "
-                              f"for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the answer as "
-                              "plain content, in the form in which the model writes tool calls")
+            raise RenderError("the chat template shows the last answer's tool calls in another place than where it "
+                              f"asks for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the "
+                              "answer as plain content, in the form in which the model writes tool calls")
         ids = self._codec.encode(body + closing, after=rendered.ids[-1] if rendered.ids else None)
         return ints(ids if ids[-1:] and ids[-1] in self.end_ids else [*ids, self.end_ids[0]])
 
@@ -208,8 +208,8 @@ class Renderer:
         if isinstance(content, list):
             for part in content:
                 if not isinstance(part, str) and part.get("type") != "text":
-                    raise RenderError(f"message {index} ({role}) has a part of type {part.get('type')!r}; this renderer "
-                                      "takes text only")
+                    raise RenderError(f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
+                                      "renderer takes text only")
         if len(message) == 2 and isinstance(content, str):
             text = self._codec.mark(content, f"message {index} ({role})", pattern)
             return message if text is content else {"role": role, "content": text}

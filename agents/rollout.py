@@ -22,7 +22,7 @@ from ..tapes import Action, Cause, CauseType, Observation, Sampling, Status, Ste
 from ..tapes.journal import Journal
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, End, Identity, Parent, Reward, trains
-from ..tapes.tape import begin_step, new_tape_id
+from ..tapes.log import new_tape_id, step_record
 from .agent import Agent, configuration, qualified
 from .engine import Engine
 from .limits import LimitReached, Limits
@@ -133,8 +133,9 @@ class _Episode:
         return Tape(self.log)
 
     async def _bounded(self) -> tuple[Status, Cause | None]:
+        timer = asyncio.timeout(self.limits.seconds)
         try:
-            async with asyncio.timeout(self.limits.seconds) as timer:
+            async with timer:
                 return await self._episode()
         except TimeoutError:
             if not timer.expired():
@@ -266,7 +267,7 @@ class _Episode:
     def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
         if by != ENV and not calls:
             calls = self.llm.authored(Tape(self.log), step, by)
-        self.recorder.write(begin_step(self.recorder.tape, step, by=by, calls=calls))
+        self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))
 
     def _score(self, outcome: Outcome, step: int | None) -> None:
         metrics = len(outcome.metrics)

@@ -43,9 +43,7 @@ class ScriptedEngine:
             except StopIteration:
                 raise EngineError(f"the script has {self._given} answers, and one more was asked for") from None
         self._given += 1
-        if self._renderer is None:
-            return Completion(text=text)
-        return Completion(text=text, ids=self._renderer.author(text))
+        return Completion(text=text)
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept."""

@@ -115,11 +115,17 @@ class SlotDecoder:
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self.device: torch.device = model.device
         self._lowest = torch.finfo(model.dtype).min
-        layers, heads, size = self._geometry()
-        # zeros, not empty: a masked key still meets its value as 0 * value, which must not be 0 * NaN
-        kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=model.dtype, device=self.device)
-        self._cache = _SlotCache(kv)
-        self._prove()
+        try:
+            layers, heads, size = self._geometry()
+            # zeros, not empty: a masked key still meets its value as 0 * value, which must not be 0 * NaN
+            kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=model.dtype, device=self.device)
+            self._cache = _SlotCache(kv)
+            self._prove()
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UnsupportedModel):
+                raise
+            raise UnsupportedModel(f"{type(model).__name__}: a forward with a 4-D mask and a slot cache raises "
+                                   f"{type(error).__name__}: {error}; serve this model with vLLM instead") from error
 
     def extend(
         self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]
@@ -181,7 +187,7 @@ class SlotDecoder:
                                    f"{tuple(own[name].shape)}")
             twin = given.setdefault(own[name].data_ptr(), name)
             if twin != name and not torch.equal(state[twin], value):
-                raise WrongWeights(f"{twin} and {name} are tied in this model, but were published with different values")
+                raise WrongWeights(f"{twin} and {name} are tied in this model, but were published with two values")
         missing = [name for name, value in own.items() if value.data_ptr() not in given]
         if missing:
             raise WrongWeights(f"published weights lack {_some(missing)}; publish the whole state dict")
@@ -227,8 +233,8 @@ class SlotDecoder:
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
         self._cache.kv.zero_()
-        scale = max(1.0, float(plain.abs().max()))
-        tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * scale
+        # of the logits' range: an untrained model's are so small that a wrong mask would hide in an absolute bound
+        tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
         if not off <= tolerance:
             raise UnsupportedModel(f"{type(self.model).__name__}: logits through the slot cache differ from the plain "
                                    f"forward by {off:.3g} (tolerance {tolerance:.3g}); serve this model with vLLM")

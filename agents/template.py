@@ -42,7 +42,8 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
-        self.hash: str = digest(self._source, self._kwargs, {k: str(v) for k, v in tokenizer.special_tokens_map.items()})
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
         self.end_text, self.closing = self._find_closing()
         """The control token that ends an answer ("" when the template writes none), and the text from the answer's last
@@ -76,7 +77,8 @@ class Template:
             found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")
         return found
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str | None:
+    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *,
+             prompt: bool = True) -> str | None:
         try:
             return self.render(messages, tools, prompt=prompt)
         except RenderError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Coroutine
@@ -27,8 +28,9 @@ class Caller:
         coroutine = getattr(self._env, method)(*args)
         if self._thread is not None:
             coroutine = self._thread.run(coroutine)
+        timer = asyncio.timeout(self._seconds)
         try:
-            async with asyncio.timeout(self._seconds) as timer:
+            async with timer:
                 return await coroutine
         except TimeoutError as error:
             if not timer.expired():
@@ -67,10 +69,9 @@ class _Thread:
                     result, error = runner.run(coroutine), None
                 except BaseException as raised:  # handed to the waiting episode, which types it
                     result, error = None, raised
-                try:
-                    loop.call_soon_threadsafe(_settle, done, result, error)
-                except RuntimeError:  # that loop has closed: nobody waits any more
-                    return
+                if not loop.is_closed():  # else nobody waits any more; what is left to do, `close` above all, is done
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_settle, done, result, error)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -91,7 +90,6 @@ class _Run:
     """Lines after a break that agree with their own hashes and with each other."""
 
     first: Line
-    at_break: bool
     head: bytes
     frontier: int
     own: bool
@@ -101,48 +99,46 @@ class _Run:
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     """Why the place of the break must have been durable, if a line after it proves that.
 
-    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it links to
-    the intact part or to the damaged line by hash, or starts exactly at the break, or names a tape of the intact part, or
-    is a `commit` or `seal` of this segment; or it is chained to such a line.
+    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it starts
+    exactly at the break, or names a tape of the intact part, or is a `commit` or `seal` of this segment, or is chained by
+    hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that counts.
     """
-    runs, known = _runs_after(file, chain, offset)
-    if not any(run.frontier > chain.n for run in runs):
-        return None
-    own = {chain.head, *known} - {ZERO}
+    mended = _mend(file, chain, offset)
+    heads = {chain.head} - {ZERO}
+    if mended is not None:
+        heads.add(mended[0].h)
+        offset += mended[1]
+    runs = _runs_after(file, chain, offset)
     while True:
-        linked = [run for run in runs if run.own or run.first.p in own]
-        runs = [run for run in runs if run not in linked]
+        linked = [run for run in runs if run.own or run.first.p in heads]
         if not linked:
             return None
         for run in linked:
             if run.frontier > chain.n:
-                return f"a line after it was written when {run.frontier} lines were durable"
-            own.add(run.head)
+                return f"a later line was written when {run.frontier} lines were durable"
+            heads.add(run.head)
+        runs = [run for run in runs if run not in linked]
 
 
-def _runs_after(file: BinaryIO, chain: Chain, offset: int) -> tuple[list[_Run], set[bytes]]:
-    """The runs of sound lines from `offset` on, and the hashes that the line at the break states or has."""
+def _runs_after(file: BinaryIO, chain: Chain, offset: int) -> list[_Run]:
     tapes = _tapes_before(file, offset)
     runs: list[_Run] = []
     file.seek(offset)
-    piece = file.readline(MAX_LINE)
-    known = _hashes_of(piece)
     at_break = True
-    while piece:
+    while piece := file.readline(MAX_LINE):
         try:
             line = parse_line(piece.rstrip(b"\n"))
             own = _names_segment(line, chain.segment, tapes) or (at_break and _may_follow(line, chain))
         except BadLine:
-            pass  # not evidence; the break that it is part of is reported
+            pass  # no evidence; the break that it is part of is reported
         else:
             if runs and line.p == runs[-1].head:
                 run = runs[-1]
                 run.head, run.frontier, run.own = line.h, max(run.frontier, line.c), run.own or own
             else:
-                runs.append(_Run(line, at_break, line.h, line.c, own))
+                runs.append(_Run(line, line.h, line.c, own))
         at_break = False
-        piece = file.readline(MAX_LINE)
-    return runs, known
+    return runs
 
 
 def _may_follow(line: Line, chain: Chain) -> bool:
@@ -153,7 +149,10 @@ def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
     file.seek(0)
     tapes: set[str] = set()
     while file.tell() < offset:
-        tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
+        try:
+            tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
+        except BadLine:
+            break  # the mended line itself
         if tape is not None:
             tapes.add(tape)
     return tapes
@@ -166,10 +165,34 @@ def _names_segment(line: Line, segment: str, tapes: set[str]) -> bool:
     return tape is not None and tape in tapes
 
 
-def _hashes_of(piece: bytes) -> set[bytes]:
-    """What the line at the break hashes to, and what it states: one of them survives most damage to a line."""
-    line = piece.rstrip(b"\n")
-    cut = line.rfind(b',"h":')
-    if cut < 0:
-        return set()
-    return {sha256(line[:cut]).hexdigest().encode(), line[cut + 6 : cut + 70]}
+_MENDABLE = 16 * 1024
+"""Bytes of a line. Each bit is tried, so this bounds the time to about a second."""
+
+
+def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:
+    """The line at the break and its length, if flipping one bit makes it the line that belongs there."""
+    file.seek(offset)
+    region = bytearray(file.read(_MENDABLE))
+    last = region.find(b"\n", region.find(b"\n") + 1)
+    for i in range(last if last > 0 else len(region)):
+        for bit in range(8):
+            region[i] ^= 1 << bit
+            line = _line_here(region, chain)
+            region[i] ^= 1 << bit
+            if line is not None:
+                return line
+    return None
+
+
+def _line_here(region: bytearray, chain: Chain) -> tuple[Line, int] | None:
+    end = region.find(b"\n")
+    if end < 0 or region[:5] != b'{"n":':
+        return None
+    try:
+        line = parse_line(bytes(region[:end]))
+    except BadLine:
+        return None
+    fits = line.p == chain.head and line.n == chain.n
+    if chain.n == 0:
+        fits = line.n == 0 and read_body(line.body).get("segment") == chain.segment
+    return (line, end + 1) if fits else None

@@ -71,7 +71,8 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     episode = episode_rewards(tape)
     if episode:
         shown.append("for the episode: " + _numbers(episode))
-    answer(args, {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}, *shown)
+    data = {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}
+    answer(args, data, *shown)
 
 
 def _show_list(args: argparse.Namespace, tapes: Iterator[Tape]) -> None:
@@ -150,12 +151,12 @@ def _step_table(steps: list[StepLine]) -> Table:
 
 
 def _call_table(tape: str, calls: list[CallLine]) -> Table:
-    table = _table("call", "by", "engine", "#prompt", "#kept", "#completion", "finish", "#T", "#mean log-prob", "versions")
+    table = _table("call", "by", "engine", "#prompt", "#kept", "#completion", "finish", "#T", "#log-prob", "versions")
     for c in calls:
         versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
         table.add_row(
-            _text(c.call.removeprefix(tape)), _text(c.by), _text(c.engine), _count(c.prompt), str(c.kept), _count(c.completion),
-            _text(c.finish or ""), f"{c.temperature:g}", _number(c.mean_logprob),
+            _text(c.call.removeprefix(tape)), _text(c.by), _text(c.engine), _count(c.prompt), str(c.kept),
+            _count(c.completion), _text(c.finish or ""), f"{c.temperature:g}", _number(c.mean_logprob),
             _text(versions + (f"; new row: {c.split}" if c.split else "")),
         )  # fmt: skip
     return table

@@ -120,9 +120,9 @@ def step_lines(tape: Tape) -> list[StepLine]:
             earned[reward.name] = earned.get(reward.name, 0.0) + (reward.weight or 1.0) * reward.value
     return [
         StepLine(
-            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=_kind(entry.step), text=_reads(entry.step),
-            rewards=rewards.get(i, {}), metrics=metrics.get(i, {}), tokens=sum(b - a for _, a, b in entry.calls),
-            inherited=i < tape.inherited,
+            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=_kind(entry.step),
+            text=_reads(entry.step), rewards=rewards.get(i, {}), metrics=metrics.get(i, {}),
+            tokens=sum(b - a for _, a, b in entry.calls), inherited=i < tape.inherited,
         )
         for i, entry in enumerate(tape.entries)
     ]  # fmt: skip

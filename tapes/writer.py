@@ -26,6 +26,10 @@ from .segment import MAX_LINE, ZERO, encode_line
 
 Done = Callable[[StoreFailed | None], None]
 
+NAMED_EVERY = 256
+"""Lines. A busy writer, too, states the frontier this often, as a `commit` names the segment: that ties the lines around
+it to their file when a stretch of it is damaged."""
+
 
 class Durability(StrEnum):
     """What has to be on the disk, and when."""
@@ -98,6 +102,7 @@ class SegmentWriter:
         self._waiting: list[tuple[int, Done]] = []
         # Counted over all segments of this writer, in lines: appended >= written >= durable.
         self._appended = self._written = self._durable = 0
+        self._unnamed = 0
         self._size = 0
         pinned = dict(pins or {})
         self._start(name, pinned, next(reversed(pinned.values())).encode() if pinned else ZERO)
@@ -130,6 +135,7 @@ class SegmentWriter:
         self._pending.append(line)
         self._appended += 1
         self._stated = False
+        self._unnamed += 1
 
     def _start(self, name: str, pins: dict[str, str], head: bytes) -> None:
         """Begin the lines of segment `name`; they are written after those that are queued."""
@@ -258,6 +264,8 @@ class SegmentWriter:
             self._written = upto
             if sync:
                 self._durable = upto
+                if self._unnamed >= NAMED_EVERY:
+                    self._commit_line()
             reached = upto if sync or self.durability is Durability.OS else self._durable
             served = [done for target, done in self._waiting if target <= reached]
             self._waiting = [entry for entry in self._waiting if entry[0] > reached]
@@ -275,9 +283,13 @@ class SegmentWriter:
         with self._lock:
             if self._pending or self._durable < self._appended:
                 return
-            self._line(Commit(segment=self.segment).body())
+            self._commit_line()
             self._stated = True
         self._commit(sync=False)
+
+    def _commit_line(self) -> None:
+        self._line(Commit(segment=self.segment).body())
+        self._unnamed = 0
 
     def _rotate(self) -> None:
         """Seal the full segment and go on in a new one, which exists and is locked before the seal names it."""

@@ -96,7 +96,7 @@ class Recipe(Word):
     @property
     def idle_at_zero(self) -> bool:
         """True when a token with advantage 0 has loss and gradient exactly 0."""
-        return self.surrogate.advantages and not any(word.active for word in self.regulariser)
+        return self.surrogate.advantages and self.local and not any(word.active for word in self.regulariser)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]

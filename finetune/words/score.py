@@ -1,15 +1,19 @@
 """score: what is asked of the model for each own token. The bridge itself is `finetune.score`.
 
-A log-prob is log softmax(logits / T) with the temperature T that the token was sampled at.
+A log-prob is log softmax(logits / T). For a policy gradient T is the temperature that the token was sampled at, since the
+scored distribution must be the sampled one; maximum likelihood is of the model itself, T = 1.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from .word import Word
 
 
 class Score(Word):
-    """What is computed beside the log-probs."""
+    """Which log-probs, and what is computed beside them."""
 
+    temperature: Literal["recorded", "one"] = "recorded"
     entropy: bool = False
     """True: the exact entropy of every token is reported (a regulariser that needs it has it in any case)."""

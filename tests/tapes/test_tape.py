@@ -22,7 +22,7 @@ from tapereel.tapes.records import (
     record_schema,
     trains,
 )
-from tapereel.tapes.tape import TapeLog, begin_step
+from tapereel.tapes.log import TapeLog, step_record
 
 
 class See(Observation, kind="tape_see"):
@@ -41,16 +41,16 @@ def begin(tape: str = "t", parent: Parent | None = None) -> Begin:
 
 def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
     log = TapeLog(begin(tape))
-    log.append(begin_step(tape, See(text="start"), by="env"))
+    log.append(step_record(tape, See(text="start"), by="env"))
     for k in range(turns):
         base = f"{tape}.{k - 1}" if k else None
         new = ({"role": "user", "content": "start" if k == 0 else f"saw {k - 1}"},)
         log.append(Call(tape=tape, call=f"{tape}.{k}", by="a", base=base, keep=5 * k, keep_messages=2 * k, messages=new,
                         prompt=[10, 11, 12], completion=[20 + k, 2], logprobs=[-0.5, -0.25], text=f"do {k}",
                         spans=(("v:0", 0, 2),), at=1.0))  # fmt: skip
-        log.append(begin_step(tape, Do(text=f"do {k}"), by="a", calls=((f"{tape}.{k}", 0, 2),)))
+        log.append(step_record(tape, Do(text=f"do {k}"), by="a", calls=((f"{tape}.{k}", 0, 2),)))
         log.append(Reward(tape=tape, step=len(log.entries) - 1, value=0.5))
-        log.append(begin_step(tape, See(text=f"saw {k}"), by="env"))
+        log.append(step_record(tape, See(text=f"saw {k}"), by="env"))
     if end:
         log.append(End(tape=tape, status=Status.FINISHED, at=2.0))
     return log
@@ -102,7 +102,7 @@ def test_a_call_that_keeps_less_drops_the_rest():
 def test_none_is_not_zero():
     log = TapeLog(begin())
     assert Tape(log).reward is None
-    log.append(begin_step("t", See(text=""), by="env"))
+    log.append(step_record("t", See(text=""), by="env"))
     log.append(Reward(tape="t", step=0, name="metric", value=3.0, weight=0.0))
     assert Tape(log).reward is None
     log.append(Reward(tape="t", step=0, value=0.0))
@@ -122,7 +122,7 @@ def test_a_view_stays_as_it_was_while_the_tape_grows():
     log = build(1, end=False)
     view = Tape(log)
     digest, text = view.digest, [str(s) for s in view]
-    log.append(begin_step("t", Do(text="more"), by="a"))
+    log.append(step_record("t", Do(text="more"), by="a"))
     assert (view.digest, [str(s) for s in view], len(view)) == (digest, text, 3)
     assert len(view.now()) == 4
 
@@ -139,7 +139,7 @@ def test_a_fork_continues_its_parent(turns, at):
     assert cut.turns == at
     pin = Parent(tape=cut.id, digest=cut.digest, records=len(cut.bodies), turn=at)
     log = TapeLog(begin("child", pin), parent=cut)
-    log.append(begin_step("child", Do(text="other"), by="a"))
+    log.append(step_record("child", Do(text="other"), by="a"))
     log.append(End(tape="child", status=Status.FINISHED, at=3.0))
     child = Tape(log)
     assert child[: len(cut)] == list(cut)

@@ -1,0 +1,85 @@
+"""The last step of a language model, hidden states to log-probs of given tokens, in chunks and with its own backward.
+
+Of the (tokens x vocabulary) logits only one chunk is alive at a time, forward and backward; the backward computes them
+again. z = h W^T / T, lp = z[token] - logsumexp z, H = logsumexp z - sum softmax(z) z.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22
+"""Logits alive at a time (elements): 16 MiB in float32."""
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor,
+                temperature: Tensor | None, want_entropy: bool) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        n = len(token)
+        lse = torch.empty(n, dtype=exact, device=hidden.device)
+        lp = torch.empty_like(lse)
+        entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)
+        for at in _chunks(n, len(weight)):
+            z = _logits(hidden, weight, bias, temperature, at, exact)
+            lse[at] = z.logsumexp(-1)
+            lp[at] = z.gather(1, token[at, None])[:, 0] - lse[at]
+            if want_entropy:
+                entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, token, temperature, lse, entropy)
+        ctx.want_entropy = want_entropy
+        return lp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_lp, grad_entropy = grads
+        hidden, weight, bias, token, temperature, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for at in _chunks(len(token), len(weight)):
+            z = _logits(hidden, weight, bias, temperature, at, lse.dtype).sub_(lse[at, None])
+            grad = z.exp()
+            if ctx.want_entropy:
+                pull = (grad_entropy[at, None] * (z + entropy[at, None])).add_(grad_lp[at, None])
+                grad.mul_(pull).neg_()
+            else:
+                grad.mul_(-grad_lp[at, None])
+            grad.scatter_add_(1, token[at, None], grad_lp[at, None])
+            if temperature is not None:
+                grad.div_(temperature[at, None])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0).to(grad_bias.dtype)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[at] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[at]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None
+
+
+def _chunks(n: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK // vocabulary)
+    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, at: slice,
+            dtype: torch.dtype) -> Tensor:
+    z = torch.nn.functional.linear(hidden[at], weight, bias).to(dtype)
+    return z if temperature is None else z.div_(temperature[at, None])
+
+
+def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, temperature: Tensor,
+              *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(n,) log-probs and, where asked for, entropies of the distributions that hidden (n, D) gives, float32 or wider.
+
+    weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.
+    """
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)
+    lp, h = _LogProbs.apply(hidden, weight, bias, token.to(hidden.device), scale, entropy)  # type: ignore[misc]
+    return lp, h if entropy else None

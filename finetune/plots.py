@@ -1,0 +1,128 @@
+"""Curves over updates, as a PNG file or as an SVG that takes the colours of the page around it.
+
+One drawing serves both. This module knows nothing of runs: it gets numbers and names.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from ..tapes.errors import MissingExtra
+
+COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
+"""Of the series, in order; `--series-1` ... in the SVG."""
+INK, FAINT, PAPER = "#1f2430", "#b9c0cc", "#ffffff"
+
+
+class Curve(BaseModel):
+    """One series of numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    x: tuple[float, ...]
+    """Updates, as a rule."""
+    y: tuple[float, ...]
+    """Same length as `x`; NaN where there is no number: the line has a gap there."""
+    mean_of: int = 1
+    """Above 1: a thin line of the numbers, and a thick one of the mean over this many of them (itself and earlier)."""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Curve:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and {len(self.y)} values")
+        if self.mean_of < 1:
+            raise ValueError(f"the curve {self.name!r} can't be averaged over {self.mean_of} values")
+        return self
+
+
+class Level(BaseModel):
+    """A horizontal line: one number to compare curves with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    value: float
+
+
+def plot_curve(path: str | PathLike[str], curves: Sequence[Curve], *, levels: Sequence[Level] = (), title: str = "",
+               xlabel: str = "update", ylabel: str = "reward") -> None:  # fmt: skip
+    """Write the curves as a PNG of 1600 x 900 pixels."""
+    _draw(path, "png", curves, levels, title, xlabel, ylabel)
+
+
+def curve_svg(curves: Sequence[Curve], *, levels: Sequence[Level] = (), xlabel: str = "update",
+              ylabel: str = "reward") -> str:  # fmt: skip
+    """The curves as an `<svg>` element, coloured by the CSS variables `--ink`, `--faint`, `--series-1` ... of the page.
+
+    Names are escaped; nothing in it runs or is fetched.
+    """
+    out = io.StringIO()
+    _draw(out, "svg", curves, levels, "", xlabel, ylabel)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")
+    for i, colour in enumerate(COLOURS, start=1):
+        svg = svg.replace(colour, f"var(--series-{i})")
+    return svg
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and up to `window - 1` before it, NaNs left out; NaN where none is known."""
+    means = []
+    for end in range(1, len(values) + 1):
+        known = [v for v in values[max(0, end - window) : end] if not math.isnan(v)]
+        means.append(sum(known) / len(known) if known else math.nan)
+    return means
+
+
+def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Level], title: str, xlabel: str,
+          ylabel: str) -> None:  # fmt: skip
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "train", "drawing a curve") from error
+    # Text is never mathematics: a name with a `$` in it stays as it is.
+    style: dict[Any, Any] = {"font.size": 10, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "tapereel",
+             "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
+             "ytick.color": INK, "axes.unicode_minus": False}  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        _lines(axes, curves, levels)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=FAINT, alpha=0.5, linewidth=0.6)
+        axes.tick_params(length=0)
+        if curves or levels:
+            axes.legend(frameon=False, loc="best", labelcolor=INK)
+        if form == "png":
+            figure.savefig(target, format="png", dpi=200, facecolor=PAPER)
+        else:
+            figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+
+
+def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:
+    for i, curve in enumerate(curves):
+        colour = COLOURS[i % len(COLOURS)]
+        if curve.mean_of > 1:
+            axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.4)
+            label = f"{curve.name} (mean of {curve.mean_of})"
+            axes.plot(curve.x, running_mean(curve.y, curve.mean_of), color=colour, linewidth=2, label=label)
+        else:
+            mark = "o" if len(curve.x) < 3 else None
+            axes.plot(curve.x, curve.y, color=colour, linewidth=1.8, label=curve.name, marker=mark)
+    for i, level in enumerate(levels):
+        style = ((0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))[i % 4]
+        axes.axhline(level.value, color=INK, linewidth=1, linestyle=style, label=f"{level.name}: {level.value:.3f}")

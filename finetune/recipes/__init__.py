@@ -1,0 +1,27 @@
+"""Recipes by name: frozen values of the eleven words, one small module each, with equation, source and deviations."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from . import grpo, reinforce, sft
+from .recipe import BadRecipe, Recipe, read
+
+RECIPES: dict[str, Recipe] = {
+    module.recipe.name: module.recipe
+    for module in (sft, grpo, reinforce)
+}
+"""Every named recipe."""
+
+
+def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of that name, with `changes` to the constants of its words."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=2) or sorted(RECIPES)
+        raise BadRecipe(f"there is no recipe {name!r}: take one of {', '.join(near)}")
+    return RECIPES[name].but(changes) if changes else RECIPES[name]
+
+
+__all__ = ["RECIPES", "BadRecipe", "Recipe", "get_recipe", "read"]

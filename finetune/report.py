@@ -1,0 +1,192 @@
+"""report.html: a training run on one self-contained page, to be read offline and passed on.
+
+`ReportData` is all that the page shows. Whatever a model, a task or a file name wrote is text there: the template
+escapes every value, the page allows no script and fetches nothing. This module trains nothing and reads no files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ..tapes import Tape
+from ..tapes.console import safe
+from ..tapes.errors import MissingExtra
+from ..tapes.transcript import StepLine, TapeSummary, episode_rewards, step_lines, summarise
+from .plots import Curve, Level, curve_svg
+
+SHADES = 5
+"""Steps of the colour that says how unlikely a sampled token was."""
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Score(_Value):
+    """One line of the table of results: a policy on the held-out tasks."""
+
+    name: str
+    """As `before`, `after`, `control: SFT only`."""
+    sampled: float | None
+    """Mean reward at temperature 1; None where it was not measured."""
+    greedy: float | None
+    """Mean reward at temperature 0."""
+    n: int | None = None
+    """Held-out tasks."""
+    note: str = ""
+
+
+class Fact(_Value):
+    """One number in large type at the head of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class Plot(_Value):
+    """One figure."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    levels: tuple[Level, ...] = ()
+    xlabel: str = "update"
+    ylabel: str = "reward"
+    caption: str = ""
+
+
+class Token(_Value):
+    """One completion token on the page."""
+
+    text: str
+    logprob: float
+    """NaN for text that nobody sampled."""
+    version: str | None
+    """Policy version that sampled it."""
+
+
+class StepPage(_Value):
+    """One step of a tape on the page."""
+
+    line: StepLine
+    tokens: tuple[Token, ...]
+    """The tokens that it was read from; empty for observations and for engines of texts."""
+
+
+class TapePage(_Value):
+    """One tape to read."""
+
+    caption: str
+    """Why it is here: `after training, a wrong answer`."""
+    summary: TapeSummary
+    task: str
+    """The public part of the task; empty when there is none."""
+    steps: tuple[StepPage, ...]
+    episode: dict[str, float]
+    """What the episode earned as a whole, by component."""
+
+
+class ReportData(_Value):
+    """Everything on the page. What is empty is left out."""
+
+    title: str
+    subtitle: str = ""
+    facts: tuple[Fact, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    scores: tuple[Score, ...] = ()
+    seconds: dict[str, float] = {}
+    """Where the wall-clock time went, by part."""
+    tokens: dict[str, int] = {}
+    """The token books: a partition of the sampled tokens."""
+    tokens_other: dict[str, int] = {}
+    """Token counts beside the books (authored, prompt)."""
+    episodes: dict[str, int] = {}
+    """Episodes by status."""
+    tapes: tuple[TapePage, ...] = ()
+    config: str = ""
+    """The resolved configuration, as YAML."""
+    next: tuple[str, ...] = ()
+    """Command lines to try on this run."""
+
+
+def tape_page(tape: Tape, caption: str, decode: Callable[[int], str] | None = None) -> TapePage:
+    """A closed tape as it is shown; `decode` gives the text of one token id, and without it no tokens are shown."""
+    entries = tape.entries
+    steps = tuple(
+        StepPage(line=line, tokens=_tokens(tape, entries[line.index].calls, decode) if decode is not None else ())
+        for line in step_lines(tape)
+    )
+    task = "" if tape.task is None else tape.task if isinstance(tape.task, str) else json.dumps(tape.task)
+    return TapePage(caption=caption, summary=summarise(tape), task=task, steps=steps, episode=episode_rewards(tape))
+
+
+def write_report(path: str | PathLike[str], data: ReportData) -> None:
+    """Write the page."""
+    Path(path).write_text(render_report(data), encoding="utf-8")
+
+
+def render_report(data: ReportData) -> str:
+    """The page as text."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise MissingExtra("jinja2", "train", "writing a report") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
+    )  # fmt: skip
+    environment.filters.update(number=_number, shade=_shade, token=_token_text, parts=_parts, percent=_percent)
+    drawn = [(plot, Markup(curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel)))
+             for plot in data.plots]  # fmt: skip
+    return environment.get_template("report.html.jinja").render(r=data, plots=drawn, shades=SHADES)
+
+
+def _tokens(tape: Tape, ranges: tuple[tuple[str, int, int], ...], decode: Callable[[int], str]) -> tuple[Token, ...]:
+    tokens: list[Token] = []
+    for name, start, end in ranges:
+        call = tape.call(name)
+        versions = [version for version, a, b in call.spans for _ in range(a, b)]
+        for i, token in list(enumerate(call.completion or ()))[start:end]:
+            logprob = call.logprobs[i] if call.logprobs is not None else math.nan
+            tokens.append(Token(text=decode(token), logprob=logprob, version=versions[i] if versions else None))
+    return tuple(tokens)
+
+
+def _shown(value: Any) -> Any:
+    """Control characters, and those that turn the direction of writing, are spelled out; markup of ours passes."""
+    return safe(value) if type(value) is str else value
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "\N{EN DASH}" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    """Width of a bar for a share from 0 to 1; rewards outside that are drawn as empty or full."""
+    return f"{100 * min(1.0, max(0.0, value or 0.0)):.1f}%"
+
+
+def _shade(logprob: float) -> str:
+    """Class of a token: `un` when nobody sampled it, else `p0` (certain) ... `p5` (probability below 5 %)."""
+    return "un" if math.isnan(logprob) else f"p{min(SHADES, int(-logprob / 3.0 * SHADES))}"
+
+
+def _token_text(text: str) -> str:
+    return safe(text).replace("\n", "\N{RETURN SYMBOL}\n") or "\N{EMPTY SET}"
+
+
+def _parts(values: dict[str, float]) -> list[tuple[str, float, float, int]]:
+    """(name, value, share, colour) of a whole that a bar shows, largest first; colour 0 is that of nothing."""
+    whole = sum(values.values())
+    ordered = sorted(values.items(), key=lambda item: -item[1])
+    colours = [0 if not value else min(i, 7) for i, (_, value) in enumerate(ordered, start=1)]
+    return [(name, value, value / whole if whole else 0.0, colour)
+            for (name, value), colour in zip(ordered, colours, strict=True)]  # fmt: skip

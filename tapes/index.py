@@ -1,0 +1,309 @@
+"""The index: where each tape's records stand, and what a list of tapes shows. A cache: delete it and it is made again.
+
+It holds nothing that the segments don't, reads only what was added since it last looked, and checks each line's hash
+when it does. Where the file can't be written or is busy, it lives in memory. It knows nothing of locks or recovery.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .disk import REAL, Disk
+from .reader import Break, SegmentReader
+from .segment import BadLine, Line, parse_line, peek, read_body
+
+_FORMAT = 3
+_SCHEMA = """
+create table if not exists segments (
+    number integer primary key, offset integer, last integer, n integer, head text, frontier integer, sealed text,
+    next text, pins text);
+create table if not exists tapes (
+    id text primary key, number integer, n integer, split text, task_hash text, task text, group_id text,
+    attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
+    reward real, calls integer, actions integer, sampled integer);
+create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
+create table if not exists records (
+    tape text, number integer, n integer, t text, offset integer, length integer,
+    primary key (tape, number, n)) without rowid;
+create index if not exists tapes_by_status on tapes (status);
+create index if not exists tapes_by_group on tapes (group_id);
+create index if not exists tapes_by_task on tapes (task_hash);
+"""
+_COLUMNS = (
+    "id", "number", "n", "split", "task_hash", "task", "group_id", "attempt", "agent", "env", "effect", "parent",
+    "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled",
+)  # fmt: skip
+_BATCH = 20_000
+
+
+class Segment(NamedTuple):
+    """What is known of one segment's intact part."""
+
+    number: int
+    offset: int
+    """Bytes."""
+    last: int
+    """Where its last line starts."""
+    n: int
+    """Lines."""
+    head: str
+    frontier: int
+    sealed: str | None
+    """The seal's reason; None without a seal."""
+    next: str | None
+    pins: str
+    """JSON of `open.pins`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:06d}"
+
+
+class Summary(NamedTuple):
+    """What a list of tapes shows of one, without reading it."""
+
+    id: str
+    number: int
+    """The segment that it begins in."""
+    n: int
+    """The ordinal of its `begin` there."""
+    split: str
+    task_hash: str
+    task: str
+    """The task's name; empty when it has none."""
+    group: str | None
+    attempt: int
+    agent: str
+    env: str
+    effect: str | None
+    parent: str | None
+    """The tape that it was forked from."""
+    begun: float
+    """Seconds since 1970."""
+    status: str | None
+    """None while it is open."""
+    cause: str | None
+    ended: float | None
+    reward: float | None
+    """As recorded with the tape; None when nothing was scored."""
+    calls: int
+    actions: int
+    sampled: int
+    """Completion tokens of its own calls, as far as the engine gave ids."""
+
+
+class Place(NamedTuple):
+    """Where one record's line stands."""
+
+    number: int
+    n: int
+    t: str
+    offset: int
+    length: int
+
+
+class Index:
+    """One folder's index. Not thread-safe; each user makes its own."""
+
+    def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
+        """`path`: the cache file; None to keep it in memory."""
+        self.folder, self.disk = folder, disk
+        self._db = _connect(path)
+        self._path = path
+        self._tapes: dict[str, dict[str, Any]] = {}
+
+    def close(self) -> None:
+        self._db.close()
+
+    def refresh(self) -> dict[str, Break]:
+        """Read what was added; gives the segments whose lines break before their file ends, live ones included."""
+        try:
+            self._db.execute("begin immediate")
+        except sqlite3.Error:
+            if self._path is None:
+                raise
+            self._to_memory()
+            self._db.execute("begin immediate")
+        try:
+            breaks = self._refresh()
+        except sqlite3.DatabaseError:
+            if self._path is None:
+                raise
+            self._to_memory()
+            return self.refresh()
+        except BaseException:
+            self._db.rollback()
+            raise
+        self._db.commit()
+        return breaks
+
+    def _to_memory(self) -> None:
+        """The file is busy, read-only or damaged: go on without it."""
+        self._db.close()
+        self._db, self._path = _connect(None), None
+
+    def _refresh(self) -> dict[str, Break]:
+        known = {row.number: row for row in self.segments()}
+        numbers = segment_numbers(self.disk, self.folder)
+        if not all(number in numbers and self._still(row) for number, row in known.items()):
+            for table in ("segments", "tapes", "versions", "records"):
+                self._db.execute(f"delete from {table}")
+            known = {}
+        breaks: dict[str, Break] = {}
+        for number in numbers:
+            found = self._read(number, known.get(number))
+            if found is not None:
+                breaks[found.segment] = found
+        return breaks
+
+    def _still(self, row: Segment) -> bool:
+        """Whether the segment still holds what was indexed: its last line is where it was."""
+        try:
+            with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
+                file.seek(row.last)
+                return row.n == 0 or parse_line(file.read(row.offset - row.last)[:-1]).h.decode() == row.head
+        except BadLine:
+            return False
+
+    def _read(self, number: int, row: Segment | None) -> Break | None:
+        name = f"{number:06d}"
+        if row is not None and row.offset == self.disk.size(self.folder / f"{name}.jsonl"):
+            return None
+        reader = SegmentReader(self.folder, name, disk=self.disk)
+        chain, last = reader.chain, 0
+        if row is not None:
+            reader.offset, last = row.offset, row.last
+            chain.n, chain.head, chain.frontier = row.n, row.head.encode(), row.frontier
+            chain.sealed = {"reason": row.sealed, "next": row.next} if row.sealed is not None else None
+        places: list[tuple[Any, ...]] = []
+        for at, line, length in reader:
+            last = at
+            places.append(self._note(number, line, at, length))
+            if len(places) >= _BATCH:
+                self._flush(places)
+                places = []
+        self._flush(places)
+        if chain.n:
+            sealed = chain.sealed or {}
+            pins = read_pins(chain.opened) if chain.opened else (row.pins if row is not None else "{}")
+            self._db.execute(
+                "insert or replace into segments values (?,?,?,?,?,?,?,?,?)",
+                (number, reader.offset, last, chain.n, chain.head.decode(), chain.frontier, sealed.get("reason"),
+                 sealed.get("next"), pins),
+            )  # fmt: skip
+        return reader.broken()
+
+    def _note(self, number: int, line: Line, at: int, length: int) -> tuple[Any, ...]:
+        t, tape = peek(line.body)
+        if tape is not None and t in ("begin", "step", "call", "reward", "end"):
+            self._summarise(tape, t, line, number)
+        return tape or "", number, line.n, t, at, length
+
+    def _summarise(self, tape: str, t: str, line: Line, number: int) -> None:
+        row = self._tapes.get(tape) or self._stored(tape)
+        if t == "begin":
+            row = self._begin(tape, read_body(line.body), number, line.n)
+        if row is None:
+            return  # a record of a tape that never began: `verify` says so
+        self._tapes[tape] = row
+        if t == "step":
+            row["actions"] += b'"role":"action"' in line.body[:400]
+        elif t == "call":
+            self._call(row, read_body(line.body))
+        elif t == "reward" and row["status"] is None:
+            body = read_body(line.body)
+            value, weight = body.get("value"), body.get("weight", 1.0)
+            if weight and isinstance(value, int | float):
+                row["reward"] = (row["reward"] or 0.0) + weight * value
+        elif t == "end":
+            body = read_body(line.body)
+            row["status"], row["ended"] = body.get("status"), body.get("at")
+            row["cause"] = (body.get("cause") or {}).get("type")
+
+    def _begin(self, tape: str, body: dict[str, Any], number: int, n: int) -> dict[str, Any]:
+        task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
+        return {
+            "id": tape, "number": number, "n": n, "split": body.get("split"), "task_hash": body.get("task_hash"),
+            "task": task.get("id", ""), "group_id": body.get("group"), "attempt": body.get("attempt"),
+            "agent": agent.get("name"), "env": env.get("name"), "effect": env.get("effect"),
+            "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
+            "ended": None, "reward": None, "calls": 0, "actions": 0, "sampled": 0,
+        }  # fmt: skip
+
+    def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
+        row["calls"] += 1
+        row["sampled"] += column_length(body.get("completion"))
+        versions = [(span[0], row["id"]) for span in body.get("spans") or ()]
+        self._db.executemany("insert or ignore into versions values (?, ?)", versions)
+
+    def _stored(self, tape: str) -> dict[str, Any] | None:
+        found = self._db.execute("select * from tapes where id = ?", (tape,)).fetchone()
+        return dict(zip(_COLUMNS, found, strict=True)) if found else None
+
+    def _flush(self, places: list[tuple[Any, ...]]) -> None:
+        self._db.executemany("insert or replace into records values (?,?,?,?,?,?)", places)
+        marks = ",".join("?" * len(_COLUMNS))
+        self._db.executemany(f"insert or replace into tapes values ({marks})",
+                             [tuple(row.values()) for row in self._tapes.values()])
+        self._tapes.clear()
+
+    # Questions
+
+    def segments(self) -> list[Segment]:
+        """In the order of their creation."""
+        return [Segment(*row) for row in self._db.execute("select * from segments order by number")]
+
+    def tapes(self, where: str = "1", values: Iterable[Any] = ()) -> list[Summary]:
+        """Summaries, in the order in which the tapes began."""
+        return [Summary(*row) for row in
+                self._db.execute(f"select tapes.* from tapes where {where} order by number, n", tuple(values))]
+
+    def ids(self, prefix: str) -> list[str]:
+        """Ids that start so, at most 3."""
+        rows = self._db.execute("select id from tapes where id >= ? and substr(id, 1, ?) = ? limit 3",
+                                (prefix, len(prefix), prefix))
+        return [row[0] for row in rows]
+
+    def places(self, tape: str) -> list[Place]:
+        """The records that name this tape, in order; of the empty id: those that name none."""
+        return [Place(*row) for row in self._db.execute(
+            "select number, n, t, offset, length from records where tape = ? order by number, n", (tape,))]
+
+
+def segment_numbers(disk: Disk, folder: Path) -> list[int]:
+    """Numbers of the segments in the folder, in order."""
+    return sorted(int(name[:-6]) for name in disk.names(folder) if name.endswith(".jsonl") and name[:-6].isdigit())
+
+
+def read_pins(opened: dict[str, Any]) -> str:
+    """`open.pins` as JSON."""
+    from pydantic_core import to_json
+
+    return to_json(opened.get("pins") or {}).decode()
+
+
+def column_length(column: Any) -> int:
+    """How many 4-byte values a base64 column holds."""
+    if not isinstance(column, str):
+        return 0
+    return (len(column) * 3 // 4 - column.count("=", -2)) // 4
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    for attempt in (path, path, None):
+        db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
+        try:
+            if db.execute("pragma user_version").fetchone()[0] not in (0, _FORMAT):
+                raise sqlite3.DatabaseError("another format")
+            db.executescript(f"{_SCHEMA} pragma user_version = {_FORMAT};")
+            return db
+        except sqlite3.OperationalError:
+            db.close()  # read-only or busy: the next attempts end in memory
+        except sqlite3.DatabaseError:
+            db.close()
+            if attempt is not None:
+                attempt.unlink(missing_ok=True)
+    raise AssertionError("a database in memory can always be made")

@@ -1,0 +1,191 @@
+"""Configuration: what goes on top of what, and what each wrong setting is answered with."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from tapereel.tapes.config import Config, ConfigError, config_keys, dump_config, load_config
+from tapereel.tapes.config_yaml import read_value, read_yaml, write_yaml
+
+
+class Optimiser(Config):
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class Grpo(Config):
+    kind: Literal["grpo"] = "grpo"
+    eps: float = 1e-9
+
+
+class Cispo(Config):
+    kind: Literal["cispo"] = "cispo"
+    cap: float = 5.0
+
+
+class Whole(Config):
+    name: str = "x"
+    seed: int = 0
+    train: Optimiser = Optimiser()
+    algo: Annotated[Grpo | Cispo, Field(discriminator="kind")] = Grpo()
+    critic: Optimiser | None = None
+    notes: dict[str, str | float] = {}
+    limit: float = math.inf
+
+
+def _file(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _refusal(base: type[BaseModel] | BaseModel, file: Path | None = None, *sets: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(base, file, sets)
+    return str(caught.value)
+
+
+def test_a_file_goes_over_python_and_a_setting_over_the_file(tmp_path: Path):
+    file = _file(tmp_path, "run.yaml", "seed: 5\ntrain:\n  lr: 1e-4\n")
+    config = load_config(Whole(seed=3, train=Optimiser(betas=(0.8, 0.9))), file, ["train.lr=2e-3"])
+    assert config == Whole(seed=5, train=Optimiser(lr=2e-3, betas=(0.8, 0.9)))
+
+
+def test_toml_and_yaml_say_the_same(tmp_path: Path):
+    yaml = _file(tmp_path, "a.yaml", "seed: 5\ntrain: {lr: 1e-4}\nalgo: {kind: cispo}\n")
+    toml = _file(tmp_path, "a.toml", 'seed = 5\ntrain.lr = 1e-4\n[algo]\nkind = "cispo"\n')
+    assert load_config(Whole, yaml) == load_config(Whole, toml) == Whole(seed=5, train=Optimiser(lr=1e-4), algo=Cispo())
+
+
+def test_an_empty_file_and_an_untouched_model_are_the_defaults(tmp_path: Path):
+    assert load_config(Whole(), _file(tmp_path, "a.yml", "# nothing\n")) == Whole()
+
+
+def test_the_member_of_a_union_is_kept_from_python():
+    assert load_config(Whole(algo=Cispo()), None, ["algo.cap=2"]).algo == Cispo(cap=2.0)
+
+
+def test_a_setting_may_fill_what_was_null():
+    assert load_config(Whole, None, ["critic.lr=0.5"]).critic == Optimiser(lr=0.5)
+    assert load_config(Whole(critic=Optimiser(lr=0.5)), None, ["critic=null"]).critic is None
+
+
+@pytest.mark.parametrize("text", ["123", "yes", "1e-3", "null", "true", "[a", "a: b", "", "2020-01-01"])
+def test_a_text_field_takes_what_was_typed(text: str):
+    assert load_config(Whole, None, [f"name={text}"]).name == text
+
+
+def test_an_unknown_key_names_itself_its_place_and_the_nearest_keys(tmp_path: Path):
+    file = _file(tmp_path, "run.yaml", "seed: 1\ntrain:\n  lr: 1\n  betaz: [1, 2]\n")
+    assert _refusal(Whole, file) == f"unknown key train.betaz ({file} line 4); did you mean train.betas?"
+    assert _refusal(Whole, None, "lr=3") == "unknown key lr (--set lr=3); did you mean train.lr or critic.lr?"
+    assert _refusal(Whole, None, "train.zz=1") == "unknown key train.zz (--set train.zz=1); there are: train.lr, train.betas"
+    assert _refusal(Whole, None, "algo.epz=1", "algo.kind=grpo").endswith("did you mean algo.eps?")
+
+
+def test_a_key_of_the_other_member_of_a_union_is_unknown():
+    assert _refusal(Whole, None, "algo.kind=cispo", "algo.eps=1").startswith("unknown key algo.eps (--set algo.eps=1)")
+
+
+def test_a_wrong_value_names_itself_and_its_place(tmp_path: Path):
+    file = _file(tmp_path, "run.yaml", "train:\n  lr: fast\n")
+    assert _refusal(Whole, file).startswith(f"train.lr = 'fast' ({file} line 2): input should be a valid number")
+
+
+def test_every_wrong_setting_is_told_at_once():
+    told = _refusal(Whole, None, "sed=1", "train.lr=x")
+    assert told.startswith("2 settings are wrong:\n")
+    assert "unknown key sed " in told
+    assert "train.lr = 'x'" in told
+
+
+class Needy(Config):
+    path: str
+
+
+def test_a_missing_setting_is_named():
+    assert _refusal(Needy) == "path is not set, and has no default"
+
+
+@pytest.mark.parametrize(("name", "text", "says"), [
+    ("a.yaml", "seed: 1\nseed: 2\n", "line 2: the key seed stands on line 1 already"),
+    ("a.yaml", "train:\n  lr: 1\n  lr: 2\n", "line 3: the key train.lr stands on line 2 already"),
+    ("a.yaml", "- 1\n", "settings are `key: value` lines"),
+    ("a.yaml", "a: [\n", "not YAML"),
+    ("a.yaml", "name: !!python/object/apply:os.system [echo]\n", "not YAML"),
+    ("a.toml", "seed = \n", "not TOML"),
+    ("a.ini", "seed = 1\n", "ends in .yaml, .yml, .json or .toml, not '.ini'"),
+])  # fmt: skip
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str, says: str):
+    assert says in _refusal(Whole, _file(tmp_path, name, text))
+
+
+def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path):
+    assert "there is no configuration file" in _refusal(Whole, tmp_path / "no.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in _refusal(Whole, tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize("text", ["seed", "=1", ".a=1", "a..b=1"])
+def test_a_setting_without_a_key_or_a_value_is_refused(text: str):
+    assert "is not KEY=VALUE" in _refusal(Whole, None, text)
+
+
+class Open(BaseModel):
+    a: int = 0
+
+
+class HoldsOpen(Config):
+    inner: Open = Open()
+
+
+def test_a_model_that_would_ignore_an_unknown_key_is_refused():
+    with pytest.raises(TypeError, match="Open would ignore an unknown setting"):
+        load_config(HoldsOpen)
+
+
+class Tree(Config):
+    leaf: int = 0
+    below: Tree | None = None
+
+
+def test_a_model_inside_itself_has_finitely_many_keys():
+    assert config_keys(Tree) == ["leaf", "below", "below.leaf", "below.below"]
+    assert load_config(Tree, None, ["below.below.leaf=2"]) == Tree(below=Tree(below=Tree(leaf=2)))
+
+
+_words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+_numbers = st.floats(allow_nan=False)
+
+
+@given(name=_words, seed=st.integers(), lr=_numbers, cap=_numbers, notes=st.dictionaries(_words, _words | _numbers),
+       limit=_numbers)  # fmt: skip
+def test_what_is_written_is_read_back_equal(tmp_path_factory, name, seed, lr, cap, notes, limit):
+    config = Whole(name=name, seed=seed, train=Optimiser(lr=lr), algo=Cispo(cap=cap), notes=notes, limit=limit)
+    file = tmp_path_factory.mktemp("config") / "whole.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(Whole, file) == config
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-3", 0.001), ("1E5", 1e5), (".5", 0.5), ("-.inf", -math.inf), ("1_000", 1000), ("yes", "yes"), ("off", "off"),
+    ("true", True), ("null", None), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}), ("2020-01-01", "2020-01-01"),
+    ("a: b: c", "a: b: c"),
+])  # fmt: skip
+def test_plain_values_are_read_as_in_yaml_1_2(text: str, value: object):
+    assert read_value(text) == value
+    assert type(read_value(text)) is type(value)
+
+
+def test_a_setting_knows_its_line():
+    assert list(read_yaml("a: 1\nb:\n  c: [1,\n    2]\n  d: {}\n")) == [
+        (("a",), 1, 1), (("b", "c"), [1, 2], 3), (("b", "d"), {}, 5),
+    ]  # fmt: skip
+    assert write_yaml({"a": "yes", "b": "1e-3", "c": 1e-5}) == "a: 'yes'\nb: '1e-3'\nc: 1.0e-05\n"
