@@ -277,10 +277,12 @@ class Renderer:
         last = len(base.messages) - 1
         skeleton = [{**m, "content": blank} if m.get("role") == "assistant" else m for m in marked]
         skeleton[last] = {**skeleton[last], "content": "Last" + blank}
-        head = self._template.render(skeleton[:last], marked_tools, prompt=False)
         full = self._template.render(skeleton, marked_tools)
-        if not full.startswith(head):
-            return None, _difference(head, full, len(head))
+        # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
+        heads = [self._template.render(skeleton[:last], marked_tools, prompt=prompt) for prompt in (True, False)]
+        head = next((head for head in heads if full.startswith(head)), None)
+        if head is None:
+            return None, _difference(heads[0], full, len(heads[0]))
         at = full.find("Last" + blank, len(head))
         rest = full[at + len("Last" + blank):] if at >= 0 else full[len(head):]
         found = rest.find(self._template.closing)

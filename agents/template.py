@@ -108,9 +108,10 @@ class Template:
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**a, "tool_calls": [_CALL]}
         texts = [self._try([q, a, r]), self._try([_say("system", "Sx"), q, a, r])]
-        for asked in (a, calling):
-            with_tool = self._try([q, asked, tool])
-            texts.append((with_tool or "").rpartition("Ax" if asked is a else "pear")[2])
+        for asked, last_word in ((a, "Ax"), (calling, "pear")):
+            behind = (self._try([q, asked, tool]) or "").rpartition(last_word)[2]
+            # What stands between the call and the end of the answer belongs to the answer.
+            texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
         found = {token for text in texts if text for token in self._codec.controls(text)}
         return frozenset(found | {name for name in special if name in self._codec.control})

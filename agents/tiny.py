@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{% set f = tool['function'] or tool %}{{ f['name'] }}("
     "{{ f['parameters']['properties'] | join(', ') }}): {{ f['description'] }}\n{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] or '' }}"
-    "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] %}{% set f = call['function'] or call %}"
+    "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] or () %}{% set f = call['function'] or call %}"
     "{{ f['name'] }} {{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}"
     "{% endfor %}{% endif %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from ..tapes import Tape
 from ..tapes.messages import ENV
-from ..tapes.records import Begin, Identity, Task, parse_record
-from ..tapes.steps import Action, Step
-from ..tapes.tape import begin_step
+from ..tapes.records import Begin, Identity, StepRecord, Task, parse_record
+from ..tapes.steps import Action, Step, role_of
 from .base import Environment, Outcome
 from .probe import Failed, Finding, Play, Policy, Probe, Stuck
 from .taskset import BadTasks
@@ -63,10 +62,10 @@ class Report(BaseModel):
                  f"rewards {'none' if self.rewards is None else '{:g} to {:g}'.format(*self.rewards)}, "
                  f"{self.seconds:.1f} s)"]  # fmt: skip
         for name, state in self.checks.items():
-            lines.append(f"  {state.split(':')[0]:<8}{name:<14}{CHECKS[name]}" + state[7:] * state.startswith("skipped"))
-            for finding in self.findings:
-                if finding.check == name:
-                    lines.append(f"          {finding.sentence}" + (f" ({finding.where})" if finding.where else ""))
+            state, _, reason = state.partition(": ")
+            lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
+            mine = [finding for finding in self.findings if finding.check == name]
+            lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
         return "\n".join(lines)
 
 
@@ -93,7 +92,7 @@ def check_env(factory: Callable[[], Environment[Any]], tasks: Iterable[Any], act
         _check_rewards(probe, plays, reward_range)
         _check_again(probe, plays, skipped)
     except Stuck:
-        skipped = {name: "a call never came back" for name in list(CHECKS)[4:]} | skipped
+        skipped = dict.fromkeys(list(CHECKS)[4:], "a call never came back") | skipped
     return _report(probe, plays, skipped, time.perf_counter() - started)
 
 
@@ -117,19 +116,19 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
     for step in (step for play in plays for step in play.steps):
         what = f"{type(step).__qualname__} {step!r:.120}"
         try:
-            body = begin_step("check", step, by=ENV).body()
+            body = _record(step)
             back = parse_record(body)
             same = back.content == step and back.body() == body
             said = str(step)
         except Exception as error:
-            probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: {str(error)[:300]}; give "
-                        "its fields types that JSON can hold")  # fmt: skip
+            probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: {str(error)[:300]}; "
+                        "give its fields types that JSON can hold")  # fmt: skip
             continue
         if not same:
-            probe.found("records", f"{what} reads back from its record as {back.content!r:.120}, which is not equal; give its "
-                        "fields types that survive JSON (a list for a set or tuple of any length; no NaN)")  # fmt: skip
-        if not said and isinstance(step, Action) is False:
-            probe.found("records", f"{what} reads as an empty string, which is all that a model would see of it", warning=True)
+            probe.found("records", f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
+                        "give its fields types that survive JSON, and no NaN")  # fmt: skip
+        if not said and not isinstance(step, Action):
+            probe.found("records", f"{what} reads as an empty string: a model would see nothing", warning=True)
 
 
 def _total(play: Play) -> float | None:
@@ -151,11 +150,13 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
         if play.status is None:
             continue
         if total is None:
-            probe.found("rewards", f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no reward, so it "
-                        "would not be trained on; score its last action, or define `finish`", warning=True)  # fmt: skip
+            probe.found("rewards", f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no "
+                        "reward, so it would not be trained on; score its last action, or define `finish`",
+                        warning=True)  # fmt: skip
         elif promised is not None and not promised[0] <= total <= promised[1]:
-            probe.found("rewards", f"an episode earned {total:g}, outside the promised {promised[0]:g} to {promised[1]:g} (task "
-                        f"{play.task.id or play.task.hash[:12]}, {len(play.turns)} turns)")  # fmt: skip
+            probe.found("rewards", f"an episode earned {total:g}, outside the promised {promised[0]:g} to "
+                        f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); mend "
+                        "the reward, or the promise")  # fmt: skip
 
 
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
@@ -177,7 +178,7 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
             skipped["cancellation"] = "a call in a thread can't be cancelled"
         else:
             _check_cancellation(probe, *whole[0])
-    probe.run(lambda: probe.close(probe.make()))
+    probe.run(lambda: probe.close(probe.unused))
 
 
 def _replayed(probe: Probe, k: int, play: Play) -> Callable[[], Any]:
@@ -190,8 +191,8 @@ def _check_determinism(probe: Probe, plays: list[tuple[int, Play]]) -> None:
         (second,) = probe.run(_replayed(probe, k, play))
         difference = _difference(play, second)
         if difference:
-            probe.found("determinism", f"played twice with the same seed and actions, {difference}; draw every random number "
-                        "from `self.rng`, or from a generator seeded with it in `reset`")  # fmt: skip
+            probe.found("determinism", f"played twice with the same seed and actions, {difference}; draw every random "
+                        "number from `self.rng`, or from a generator seeded with it in `reset`")  # fmt: skip
 
 
 def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
@@ -200,8 +201,8 @@ def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
     for (_, alone), beside in zip(together, results, strict=True):
         difference = _difference(alone, beside)
         if difference:
-            probe.found("concurrency", f"beside other instances the episode went otherwise: {difference}; keep state on the "
-                        "instance, not on its class, its module or a shared object")  # fmt: skip
+            probe.found("concurrency", f"beside other instances the episode went otherwise: {difference}; keep state "
+                        "on the instance, not on its class, its module or a shared object")  # fmt: skip
 
 
 def _difference(a: Play, b: Play) -> str | None:
@@ -254,18 +255,21 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
 
     (difference,) = probe.run(go_on)
     if difference:
-        probe.found("restore", f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than recorded: "
-                    f"{difference}; `restore` must bring back all of the state, the random generator's too")  # fmt: skip
+        probe.found("restore", f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than "
+                    f"recorded: {difference}; `restore` must bring back all of the state, the random generator's "
+                    "too")  # fmt: skip
 
 
 def _tape(play: Play, probe: Probe, k: int) -> Tape:
     begin = Begin(tape="check", task=play.task, task_hash=play.task.hash, agent=Identity(name="policy"),
                   env=Identity(name=probe.name), env_seed=probe.seed + k, seed=0, at=0.0)  # fmt: skip
     steps: list[Step] = [*play.steps]
-    return Tape.of([
-        begin.body(),
-        *(begin_step("check", step, by="policy" if isinstance(step, Action) else ENV).body() for step in steps),
-    ])  # fmt: skip
+    return Tape.of([begin.body(), *map(_record, steps)])
+
+
+def _record(step: Step) -> bytes:
+    by = "policy" if isinstance(step, Action) else ENV
+    return StepRecord(tape="check", by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
 
 
 def _check_cancellation(probe: Probe, k: int, play: Play) -> None:
@@ -295,10 +299,12 @@ async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: An
     await asyncio.wait({call}, timeout=probe.timeout)
     advice = "let CancelledError through (`except Exception` does; a bare `except` or `except BaseException` doesn't)"
     if not call.done():
-        probe.found("cancellation", f"{probe.name}.{method} went on for {probe.timeout:g} s after it was cancelled; {advice}")
+        probe.found("cancellation", f"{probe.name}.{method} went on {probe.timeout:g} s after its cancellation; {advice}")
         raise Stuck
     if call.cancelled():
         return
     error = call.exception()
-    what = f"raised {type(error).__qualname__}: {str(error)[:200]}" if error is not None else "finished as if nothing happened"
+    what = "finished as if nothing had happened"
+    if error is not None:
+        what = f"raised {type(error).__qualname__}: {str(error)[:200]}"
     probe.found("cancellation", f"{probe.name}.{method} was cancelled and {what}; {advice}")

@@ -23,7 +23,7 @@ from .base import Environment, Outcome
 Observe = Callable[[Any, Any], Observation]
 """(observation, gymnasium environment) -> what the agent sees. May ask the environment to render."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> what `env.step` takes. A ValueError is told to the agent, and the world stands still."""
+"""(action, gymnasium environment) -> what `env.step` takes. A ValueError goes to the agent, and the world stands still."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
@@ -202,4 +202,4 @@ def _start(task: Any) -> tuple[int | None, dict[str, Any] | None]:
     if isinstance(given, dict):
         options: dict[str, Any] = dict(given)
         return options.pop("seed", None), options or None
-    raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (options of reset), not {given!r:.80}")
+    raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (reset's options), not {given!r:.80}")

@@ -85,14 +85,17 @@ class Probe:
         self._policy = policy
         self._stall = stall
         self._calls = 0
+        self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
         self._inside: dict[int, str] = {}
         """Thread -> the call that it was last seen in."""
         self._made: list[Environment[Any]] = []
-        probe = self.make()
-        self.name = type(probe).__qualname__
-        self.blocking = probe.blocking
-        self.effect = probe.effect
-        self._files = {f.__code__.co_filename for cls in type(probe).__mro__ if cls.__module__ != Environment.__module__
+        self.unused = self.make()
+        """An instance that is closed without ever having been reset."""
+        kind = type(self.unused)
+        self.name = kind.__qualname__
+        self.blocking = self.unused.blocking
+        self.effect = self.unused.effect
+        self._files = {f.__code__.co_filename for cls in kind.__mro__ if cls.__module__ != Environment.__module__
                        for f in vars(cls).values() if inspect.isfunction(f)}  # fmt: skip
 
     def found(self, check: str, sentence: str, where: str | None = None, *, warning: bool = False) -> None:
@@ -123,19 +126,22 @@ class Probe:
         while True:
             before = self._calls
             # Longer than the limit inside the loop, which tells more about a call that only waits.
-            _, late = wait([future for future, _ in pending], timeout=1.5 * self.timeout)
+            _, late = wait(pending, timeout=1.5 * self.timeout)
             if not late:
-                return [result for future, _ in pending for result in future.result()]
+                return [result for future in pending for result in future.result()]
             if self._calls == before:
-                stuck = next(thread for future, thread in pending if future in late)
-                self._report_stuck(stuck)
+                thread, watch = self._threads[late.pop()]
+                if watch is not None:
+                    watch.stop()
+                self._report_stuck(thread)
                 raise Stuck
 
-    def _thread(self, works: Sequence[Callable[[], Awaitable[Any]]]) -> tuple[Future[list[Any]], threading.Thread]:
+    def _thread(self, works: Sequence[Callable[[], Awaitable[Any]]]) -> Future[list[Any]]:
         done: Future[list[Any]] = Future()
+        watch = None if self.blocking else LoopWatch(self._stalled, seconds=self._stall)
 
         async def together() -> None:
-            with LoopWatch(self._stalled, seconds=self._stall) if not self.blocking else contextlib.nullcontext():
+            with watch if watch is not None else contextlib.nullcontext():
                 results = await asyncio.gather(*(work() for work in works), return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]
             if failures:
@@ -145,7 +151,8 @@ class Probe:
 
         thread = threading.Thread(target=lambda: asyncio.run(together()), name=f"check-{self.name}", daemon=True)
         thread.start()
-        return done, thread
+        self._threads[done] = thread, watch
+        return done
 
     async def call(self, env: Environment[Any], method: str, *args: Any, check: str = "raises") -> Any:
         """`await env.method(*args)` within the time limit. Failed where it raises, Stuck where it only waits."""
@@ -162,7 +169,7 @@ class Probe:
                 return await given
         except TimeoutError as error:
             if timer.expired():
-                self.found("hangs", f"{self.name}.{method} gave no answer in {self.timeout} s; every episode that meets "
+                self.found("hangs", f"{self.name}.{method} gave no answer in {self.timeout:g} s; an episode that meets "
                            "this waits for its whole limit, so give what it waits for a time limit", self._frame(error))
                 raise Stuck from error
             self._raised(check, method, error)
@@ -174,8 +181,8 @@ class Probe:
             self._calls += 1
 
     def _raised(self, check: str, method: str, error: Exception) -> None:
-        self.found(check, f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode would "
-                   "end as an error of the environment and never be trained on", self._frame(error))
+        self.found(check, f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode "
+                   "would end as an error of the environment and never be trained on", self._frame(error))
         raise Failed from error
 
     async def play(self, task: Task, k: int, *, script: Sequence[Action] | None = None) -> Play:
@@ -193,7 +200,8 @@ class Probe:
             await self.close(env)
         return play
 
-    async def _turns(self, env: Environment[Any], play: Play, rng: random.Random, script: Sequence[Action] | None) -> None:
+    async def _turns(self, env: Environment[Any], play: Play, rng: random.Random,
+                     script: Sequence[Action] | None) -> None:  # fmt: skip
         seen = play.first
         assert seen is not None
         for turn in range(self.max_turns if script is None else len(script)):
@@ -206,8 +214,8 @@ class Probe:
                 play.status = Status.FINISHED if outcome.terminated else Status.TRUNCATED
                 return
             if outcome.observation is None:
-                self.found("types", f"{self.name}.step gave no observation on {action!r:.120} though the episode goes on: the "
-                           "agent would act without seeing what its action did", warning=True)  # fmt: skip
+                self.found("types", f"{self.name}.step gave no observation on {action!r:.120} though the episode goes "
+                           "on: the agent would act without seeing what its action did", warning=True)
             seen = outcome.observation or seen
         play.status = Status.LIMIT
 
@@ -220,8 +228,8 @@ class Probe:
 
     def _typed(self, given: ResultT, wanted: Any, method: str) -> ResultT:
         if not isinstance(given, wanted):
-            name = "an Observation" if wanted is Observation else "an Outcome" if wanted is Outcome else "an Outcome or None"
-            self.found("types", f"{self.name}.{method} gave {given!r:.120}; it must give {name}")
+            name = getattr(wanted, "__name__", "Outcome or None")
+            self.found("types", f"{self.name}.{method} gave {given!r:.120}; it must give an {name}")
             raise Failed
         return given
 

@@ -68,6 +68,10 @@ class LoopWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
+        self.stop()
+
+    def stop(self) -> None:
+        """Look no more, whether or not the block has ended."""
         self._stop.set()
 
     def _watch(self) -> None:

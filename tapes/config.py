@@ -59,7 +59,7 @@ class _Layers:
                 self.origin.pop(keys[:i], None)
             node = below
         node[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
-        self.origin[keys] = origin
+        self.origin = {key: o for key, o in self.origin.items() if key[: len(keys)] != keys} | {keys: origin}
         self.raw.pop(keys, None)
 
     def where(self, keys: Keys) -> str:
@@ -147,7 +147,7 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
     texts = [keys for e in first.errors() if (keys := _path(layers.data, e["loc"])) in layers.raw
              and e["type"] in ("string_type", "enum", "literal_error")]  # fmt: skip
     for keys in texts:  # `--set name=123` means the text where the field is text
-        layers.put(keys, layers.raw[keys], layers.origin[keys])
+        layers.put(keys, layers.raw[keys], layers.where(keys))
     try:
         return cls.model_validate(layers.data)
     except ValidationError as error:
@@ -185,7 +185,9 @@ def _nearest(cls: type[BaseModel], name: str) -> str:
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     siblings = [key for key in known if key.split(".")[:-1] == above]
     beside = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in siblings], n=3, cutoff=0.6)
-    close = [".".join((*above, key)) for key in beside] or same_leaf or difflib.get_close_matches(name, known, n=3)
+    close = [".".join((*above, key)) for key in beside] or same_leaf
+    if not close and not siblings:
+        close = difflib.get_close_matches(name, known, n=3)
     close = [key for key in dict.fromkeys(close) if key != name]
     if close:
         return "; did you mean " + " or ".join(close[:3]) + "?"

@@ -29,7 +29,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, data: str) -> yaml.ScalarNode:
+        # Only double quotes carry the rarer line breaks through: a reader folds them in any other style.
+        quoted = any(c in "\x85\u2028\u2029\ufeff" for c in data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
 
+
+_Dumper.add_representer(str, _Dumper.text)
 _OURS = {
     "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     "tag:yaml.org,2002:float": (

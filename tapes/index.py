@@ -6,10 +6,13 @@ when it does. Where the file can't be written or is busy, it lives in memory. It
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import to_json
 
 from .disk import REAL, Disk
 from .reader import Break, SegmentReader
@@ -37,6 +40,7 @@ _COLUMNS = (
     "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled",
 )  # fmt: skip
 _BATCH = 20_000
+_ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role":"action"')
 
 
 class Segment(NamedTuple):
@@ -135,6 +139,7 @@ class Index:
             self._to_memory()
             return self.refresh()
         except BaseException:
+            self._tapes.clear()
             self._db.rollback()
             raise
         self._db.commit()
@@ -210,7 +215,7 @@ class Index:
             return  # a record of a tape that never began: `verify` says so
         self._tapes[tape] = row
         if t == "step":
-            row["actions"] += b'"role":"action"' in line.body[:400]
+            row["actions"] += _ACTION.match(line.body) is not None
         elif t == "call":
             self._call(row, read_body(line.body))
         elif t == "reward" and row["status"] is None:
@@ -280,8 +285,6 @@ def segment_numbers(disk: Disk, folder: Path) -> list[int]:
 
 def read_pins(opened: dict[str, Any]) -> str:
     """`open.pins` as JSON."""
-    from pydantic_core import to_json
-
     return to_json(opened.get("pins") or {}).decode()
 
 

@@ -1,0 +1,157 @@
+"""The command: verbs, help, exit codes, one object on stdout, errors as sentences."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tapereel import cli
+from tapereel.tapes import MissingExtra, TapereelError
+from tapereel.tapes.console import Exit, UsageError, answer, safe, say
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch):
+    """A verb whose `run` the test gives."""
+
+    def make(run):
+        module = types.ModuleType("tapereel._probe")
+        module.EXAMPLE = "tapereel probe --n 3"  # type: ignore[attr-defined]
+        module.configure = lambda parser: parser.add_argument("--n", type=int, default=1)  # type: ignore[attr-defined]
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "tapereel._probe", module)
+        monkeypatch.setitem(cli.VERBS, "probe", ("_probe", "a probe"))
+
+    return make
+
+
+def _raise(error: BaseException):
+    def run(args):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("name", list(cli.VERBS))
+def test_every_verb_has_help_with_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([name, "--help"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert f"example:\n  tapereel {name}" in shown
+    for line in cli.load(name).EXAMPLE.strip().splitlines():
+        program, verb, *rest = line.split()
+        assert (program, verb) == ("tapereel", name)
+        cli.verb_parser(name).parse_args(rest)
+
+
+@pytest.mark.parametrize("name", list(cli.VERBS))
+def test_every_verb_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([name, "--no-such-flag"]) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"tapereel {name}" in err
+
+
+def test_the_top_lists_the_verbs_and_refuses_others(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown and text in shown for name, (_, text) in cli.VERBS.items())
+    assert cli.main(["shwo"]) == Exit.USAGE
+    assert "'shwo'" in capsys.readouterr().err
+    assert cli.main([]) == Exit.USAGE
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--version"]) == Exit.HOLDS
+    assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+def test_json_is_one_object_on_stdout_and_the_rest_is_progress(verb, capsys: pytest.CaptureFixture[str]):
+    def run(args) -> int:
+        say("working")
+        print("a library talks")
+        answer(args, {"n": args.n, "unknown": float("nan"), "most": float("inf"), "deep": [{"x": float("-inf")}]}, "n is 3")
+        return Exit.UNVERIFIABLE
+
+    verb(run)
+    assert cli.main(["probe", "--n", "3", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"n": 3, "unknown": None, "most": "inf", "deep": [{"x": "-inf"}]}
+    assert err == "working\na library talks\n"
+    assert cli.main(["probe", "--n", "3"]) == 2
+    assert capsys.readouterr().out == "n is 3\n"
+
+
+@pytest.mark.parametrize(("error", "code", "says"), [
+    (TapereelError("the tape is torn at byte 9; run recover"), 1, "the tape is torn at byte 9; run recover"),
+    (UsageError("there is no run 'x'"), 64, "there is no run 'x'"),
+    (MissingExtra("torch", "train", "training"), 1, 'pip install "tapereel[train]"'),
+    (PermissionError(13, "Permission denied", "/x"), 1, "PermissionError: [Errno 13] Permission denied: '/x'"),
+])  # fmt: skip
+def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: int, says: str):
+    verb(_raise(error))
+    assert cli.main(["probe", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tapereel probe: ")
+    assert says in err
+    assert "Traceback" not in err
+    with pytest.raises(type(error)):
+        cli.main(["probe", "--traceback"])
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(verb):
+    verb(_raise(ZeroDivisionError("x")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_an_interrupt_is_told(verb, capsys: pytest.CaptureFixture[str]):
+    verb(_raise(KeyboardInterrupt()))
+    assert cli.main(["probe"]) == 130
+    assert capsys.readouterr().err == "tapereel probe: interrupted\n"
+
+
+def test_text_of_others_styles_no_terminal(verb, capsys: pytest.CaptureFixture[str]):
+    def run(args) -> int:
+        answer(args, {}, safe("[bold]x[/bold] \x1b[31mred\x07 \u202eback"))
+        return 0
+
+    verb(run)
+    cli.main(["probe"])
+    assert capsys.readouterr().out.rstrip() == "[bold]x[/bold] \\x1b[31mred\\x07 \\x202eback"
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path):
+    code = ("import sys; from tapereel import cli\n"
+            "import types; m = types.ModuleType('tapereel._many'); m.EXAMPLE = ''\n"
+            "m.configure = lambda p: None\n"
+            "def run(args):\n"
+            "    for _ in range(100000): args.out.write('x' * 80 + chr(10))\n"
+            "    return 0\n"
+            "m.run = run; sys.modules['tapereel._many'] = m; cli.VERBS['many'] = ('_many', 'x')\n"
+            "sys.exit(cli.main(['many']))")  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert err == b""
+    assert process.returncode == 1
+
+
+def test_the_command_is_installed_and_light(tmp_path: Path):
+    code = ("import sys; from tapereel.cli import main; code = main(['--help'])\n"
+            "heavy = {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
+            "sys.exit(1 if heavy else code)")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True).returncode == 0
+    script = Path(sys.executable).with_name("tapereel")
+    done = subprocess.run([script, "nothing"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == Exit.USAGE
+    assert "usage: tapereel" in done.stderr
