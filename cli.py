@@ -16,10 +16,14 @@ from collections.abc import Sequence
 from typing import NoReturn, cast
 
 from .tapes.console import Exit, UsageError, Verb, say
-from .tapes.errors import TapereelError
+from .tapes.errors import NoRun, NoSuchTape, TapereelError
 
 VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("finetune.demo_command", "make a model, record it, train it, and see it learn: minutes on a CPU"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
+    "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
+    "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),
+    "export": ("finetune.export", "write the rows of a run's tapes as a dataset"),
 }
 """verb -> (module inside tapereel, what it does)."""
 
@@ -101,7 +105,7 @@ def _run(name: str, words: list[str]) -> int:
     traceback = "--traceback" in words
     try:
         args = verb_parser(name).parse_args(words)
-        args.out = sys.stdout
+        args.answer_to = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             return int(load(name).run(args))
     except BrokenPipeError:
@@ -115,7 +119,7 @@ def _run(name: str, words: list[str]) -> int:
         if traceback:
             raise
         say(f"tapereel {name}: {_sentence(error)}")
-        return Exit.USAGE if isinstance(error, UsageError) else Exit.BROKEN
+        return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape) else Exit.BROKEN
 
 
 def _sentence(error: Exception) -> str:

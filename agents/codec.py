@@ -89,16 +89,17 @@ class Codec:
         """Text of one id."""
         return self._backend.id_to_token(id) or ""
 
-    def mark(self, value: Any, where: str, pattern: re.Pattern[str] | None = None) -> Any:
+    def mark(self, value: Any, where: str, only: re.Pattern[str] | None = None) -> Any:
         """`value` (text, or nested lists and dicts of it) with every control token in it broken; the same object when
-        there is none. `where` names the place in an error."""
+        there is none. `where` names the place in an error. With `only`, just the tokens that it matches are broken, and
+        never refused: the value is an answer, which the model may have sampled."""
         if isinstance(value, str):
-            return self._mark_text(value, where, pattern or self._pattern)
+            return self._mark_text(value, where, only)
         if isinstance(value, Mapping):
-            items = {self.mark(k, where, pattern): self.mark(v, where, pattern) for k, v in value.items()}
+            items = {self.mark(k, where, only): self.mark(v, where, only) for k, v in value.items()}
             return items if items != value else value
         if isinstance(value, list | tuple):
-            parts = [self.mark(part, where, pattern) for part in value]
+            parts = [self.mark(part, where, only) for part in value]
             return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
         return value
 
@@ -120,17 +121,18 @@ class Codec:
         """Text of ids, control tokens spelled out; a character that was cut reads as U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
-    def _mark_text(self, text: str, where: str, pattern: re.Pattern[str]) -> str:
+    def _mark_text(self, text: str, where: str, only: re.Pattern[str] | None) -> str:
+        pattern, refuse = only or self._pattern, self._refuse and only is None
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
         while (found := pattern.search(text)) is not None:
             token = found.group()
-            if self._refuse or len(token) == 1:
-                why = "special_text='refuse'" if self._refuse else "a single character can't be split"
+            if refuse or len(token) == 1:
+                why = "special_text='refuse'" if refuse else "a single character can't be split"
                 raise SpecialText(f"{where} holds the text of the control token {token!r}, which must not reach the "
                                   f"model as that token ({why}); escape or drop it"
                                   + (", or let the renderer encode it as plain text with special_text='split'"
-                                     if self._refuse else ""))
+                                     if refuse else ""))
             text = pattern.sub(lambda m: m.group()[0] + _BREAK + m.group()[1:], text)
         return text
 
@@ -154,6 +156,11 @@ class Codec:
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def plain(text: str) -> str:
+    """Marked text as it was before it was marked."""
+    return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
 
 
 def common_prefix(a: array[int], b: array[int]) -> int:

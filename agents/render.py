@@ -21,8 +21,11 @@ from typing import Any, Literal
 
 from ..tapes.arrays import ints
 from ..tapes.records import Message
-from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, SpecialText, common_prefix, digest
+from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, SpecialText, common_prefix, digest, plain
 from .template import Template, template_text
+
+_BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
+"""Unicode noncharacters, one of which stands for the text of answers where that must not matter."""
 
 __all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
 
@@ -93,7 +96,10 @@ class Renderer:
         history: Literal["sampled", "template"] = "sampled",
         special_text: Literal["split", "refuse"] = "split",
         template_kwargs: Mapping[str, Any] | None = None,
+        end_tokens: Sequence[str] = (),
     ) -> None:
+        """`template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
+        template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
         for name, value, known in (("history", history, ("sampled", "template")),
                                    ("special_text", special_text, ("split", "refuse"))):
             if value not in known:
@@ -101,7 +107,7 @@ class Renderer:
         self.history = history
         self.special_text = special_text
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
-        self._template = Template(tokenizer, self._codec, template_kwargs or {})
+        self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self._framing = self._codec.pattern(self._template.framing)
         self.end_ids: tuple[int, ...] = self._template.end_ids
         """Ids that end an answer, the template's own first."""
@@ -161,8 +167,10 @@ class Renderer:
         closing = self._template.closing
         if full.startswith(rendered.text):
             body = full[len(rendered.text):]
-            end = body.find(closing) if closing else len(body)
-            body = body[:end] if end >= 0 else body
+            content = said.get("content")
+            if not closing and isinstance(content, str) and body.startswith(content):
+                body = content
+            body = body.partition(closing)[0] if closing else body
         elif not reply.get("tool_calls") and isinstance(said.get("content"), str):
             body = said["content"]
         else:
@@ -203,7 +211,7 @@ class Renderer:
     def _mark_one(self, message: Message, index: int) -> Message:
         """An answer may hold the control tokens that belong inside answers (thinking, tool calls), nothing else may."""
         role = message.get("role")
-        pattern = self._framing if role == "assistant" else None
+        only = self._framing if role == "assistant" else None
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
@@ -211,9 +219,9 @@ class Renderer:
                     raise RenderError(f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
                                       "renderer takes text only")
         if len(message) == 2 and isinstance(content, str):
-            text = self._codec.mark(content, f"message {index} ({role})", pattern)
+            text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
-        return self._codec.mark(message, f"message {index} ({role})", pattern)
+        return self._codec.mark(message, f"message {index} ({role})", only)
 
     def _last_end(self, base: Track) -> int:
         ended = self._ended(base)
@@ -271,20 +279,22 @@ class Renderer:
                           text: str) -> tuple[str | None, str | None]:
         """What follows the base's answer when the template rewrote earlier answers.
 
-        Answers are blanked, so that what differs between the base's prompt and this one is not their text.
+        The base's answers are blanked, so that what differs between its prompt and this one is not their text.
         """
-        blank = next(word for n in range(len(text)) if (word := f"Answer{n}Here") not in text)
+        blank = next((char for char in _BLANKS if char not in text), None)
+        if blank is None:
+            return None, "the template rewrote history, and content uses every character that could stand for an answer"
         last = len(base.messages) - 1
-        skeleton = [{**m, "content": blank} if m.get("role") == "assistant" else m for m in marked]
-        skeleton[last] = {**skeleton[last], "content": "Last" + blank}
+        skeleton = [{**m, "content": blank} if m.get("role") == "assistant" and i <= last else m
+                    for i, m in enumerate(marked)]
         full = self._template.render(skeleton, marked_tools)
         # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
         heads = [self._template.render(skeleton[:last], marked_tools, prompt=prompt) for prompt in (True, False)]
         head = next((head for head in heads if full.startswith(head)), None)
         if head is None:
-            return None, _difference(heads[0], full, len(heads[0]))
-        at = full.find("Last" + blank, len(head))
-        rest = full[at + len("Last" + blank):] if at >= 0 else full[len(head):]
+            return None, _difference(heads[0].replace(blank, "…"), full.replace(blank, "…"), len(heads[0]))
+        # Some templates show no text beside a tool call; then the answer starts where the head ends.
+        rest = full[max(full.find(blank, len(head)) + 1, len(head)):]
         found = rest.find(self._template.closing)
         tail = self._behind_closing(base, rest[found:]) if found >= 0 else None
         return tail, None if tail is not None else "the end of the last answer can't be found in the template's text"
@@ -314,5 +324,6 @@ def _shared(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
 
 def _difference(before: str, now: str, prompt_end: int) -> str:
     at = next((i for i, (x, y) in enumerate(zip(before, now, strict=False)) if x != y), min(len(before), len(now)))
-    what = "an earlier message" if at < prompt_end else "the last answer"
-    return f"the template rewrote {what}: {before[at:at + 24]!r} became {now[at:at + 24]!r} (character {at})"
+    what = "the earlier prompt" if at < prompt_end else "the last answer"
+    was, became = plain(before[at:at + 24]), plain(now[at:at + 24])
+    return f"the template rewrote {what}: {was!r} became {became!r}"

@@ -126,11 +126,17 @@ class _Episode:
             End(tape=self.recorder.tape, status=status, cause=cause, seconds=time.perf_counter() - self.started, at=time.time())
         )
         if cause is not None and status is Status.ERROR:
-            _warn_once(cause.type.value, cause.error or "", cause.message or "", cause.frame or "")
+            self._warn(cause)
         if cancelled is not None:
             raise cancelled
         await self.recorder.durable()
         return Tape(self.log)
+
+    def _warn(self, cause: Cause) -> None:
+        """A warning for each distinct fault, not for each episode that met it; an agent's own error is training data."""
+        if cause.type is not CauseType.AGENT and _first_time(cause.type.value, cause.error, cause.frame):
+            log.warning("an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
+                        cause.type.value, cause.error, cause.message, cause.frame or "no frame")  # fmt: skip
 
     async def _bounded(self) -> tuple[Status, Cause | None]:
         timer = asyncio.timeout(self.limits.seconds)
@@ -292,10 +298,14 @@ def _clean(text: str) -> str:
     return text[:2000].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-@functools.lru_cache(maxsize=1024)
-def _warn_once(kind: str, error: str, message: str, frame: str) -> None:
-    """A warning for each distinct fault, not for each episode that met it."""
-    log.warning("an episode ended with an error of the %s: %s: %s (%s)", kind, error, message, frame or "no frame")
+_reported: set[tuple[str | None, ...]] = set()
+
+
+def _first_time(*fault: str | None) -> bool:
+    if fault in _reported or len(_reported) > 1000:
+        return False
+    _reported.add(fault)
+    return True
 
 
 def _environment_identity(env: Environment[Any]) -> Identity:

@@ -37,7 +37,9 @@ def template_text(tokenizer: ChatTokenizer) -> str:
 class Template:
     """One chat template with fixed keyword arguments."""
 
-    def __init__(self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, Any], end_tokens: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._codec = codec
         self._kwargs = dict(kwargs)
@@ -48,8 +50,11 @@ class Template:
         self.end_text, self.closing = self._find_closing()
         """The control token that ends an answer ("" when the template writes none), and the text from the answer's last
         character through it."""
-        self.end_ids: tuple[int, ...] = self._find_end_ids()
-        """Ids that end an answer: the template's, then the tokenizer's end of sequence."""
+        self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
+        """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
+        # What some templates write only behind a finished conversation (Phi-3: the end of sequence).
+        whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
+        self._at_end = ended[len(_common(whole, ended)):]
         self.framing: frozenset[str] = self._find_framing()
         """Control tokens that frame turns. Inside an answer they can only be text."""
 
@@ -94,9 +99,13 @@ class Template:
                 return token, between[: between.index(token) + len(token)]
         return "", ""
 
-    def _find_end_ids(self) -> tuple[int, ...]:
+    def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
         eos = self._tokenizer.special_tokens_map.get("eos_token")
-        names = [self.end_text, str(eos) if eos is not None else ""]
+        for name in more:
+            if name not in self._codec.control:
+                raise RenderError(f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
+                                  f"{', '.join(sorted(self._codec.control)[:40])}")
+        names = [self.end_text, str(eos) if eos is not None else "", *more]
         ids = tuple(dict.fromkeys(self._codec.control[name] for name in names if name in self._codec.control))
         if not ids:
             raise RenderError("nothing ends an answer: the chat template writes no control token after one and the "
@@ -107,9 +116,9 @@ class Template:
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**a, "tool_calls": [_CALL]}
-        texts = [self._try([q, a, r]), self._try([_say("system", "Sx"), q, a, r])]
+        texts = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
         for asked, last_word in ((a, "Ax"), (calling, "pear")):
-            behind = (self._try([q, asked, tool]) or "").rpartition(last_word)[2]
+            behind = (self._try([q, asked, tool], prompt=False) or "").rpartition(last_word)[2]
             # What stands between the call and the end of the answer belongs to the answer.
             texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
@@ -138,6 +147,11 @@ class Template:
             found.append("refuses system messages")
         elif "Sx" not in system:
             found.append("drops system messages")
+        else:
+            asked = [_say("system", "Sx"), q]
+            now, later = self._try(asked, prompt=False), self._try([*asked, a, _say("user", "Rx")])
+            if now is None or later is None or not later.startswith(now.removesuffix(self._at_end)):
+                found.append("moves the system message as the conversation grows, which starts a new row each time")
         for messages, what in (([q, a, a, q], "two answers in a row"), ([q, q], "two user messages in a row"),
                                ([q, a, _say("tool", "Tx")], "tool results after an answer without tool calls")):
             if self._try(messages) is None:
@@ -156,7 +170,7 @@ class Template:
             return ["refuses a tool call and its result"]
         found = [what for text, what in (("pear", "drops earlier tool calls"), ("Tx", "drops earlier tool results"),
                                          ("Ax", "drops the text beside a tool call")) if text not in later]
-        first = self._try([q], [_TOOL], prompt=False) or ""
+        first = (self._try([q], [_TOOL], prompt=False) or "").removesuffix(self._at_end)
         if not later.startswith(first):
             found.append("moves the tools as the conversation grows, which starts a new row each time")
         return found

@@ -8,7 +8,7 @@ of training.
 from __future__ import annotations
 
 import string
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..tapes.errors import MissingExtra
 
@@ -72,14 +72,14 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed
     if size not in _SHAPES:
         raise ValueError(f"size={size!r} is none of {', '.join(_SHAPES)}")
     width, layers, heads, feed_forward = _SHAPES[size]
+    end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=heads, intermediate_size=feed_forward, max_position_embeddings=context,
-        tie_word_embeddings=True, attention_dropout=0.0, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)
+        tie_word_embeddings=True, attention_dropout=0.0, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, pad
     return model.eval()

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from ..tapes.records import Status, Task
-from ..tapes.steps import Action, Misread, Observation
+from ..tapes.steps import Action, Observation
 from .base import Environment, Outcome
 from .reasoning import reasoning_scorer, reasoning_tasks
 from .taskset import BadTasks, Taskset
@@ -122,14 +122,17 @@ def calculate(expression: str, width: int = 0) -> str:
     return f"{'-' if value < 0 else ''}{abs(value):0{width}d}"
 
 
-def read_action(text: str) -> Calculate | FinalAnswer | Misread:
-    """What a model wrote: `c...` calls the calculator, `a...` answers; else a thought that says what is wrong."""
+def read_action(text: str) -> Calculate | FinalAnswer:
+    """What a model wrote: `c...` calls the calculator, `a...` answers. Else a ValueError, with a message for the model.
+
+    `ChatAgent(parse=read_action)` is an agent for this environment.
+    """
     head, rest = text[:1], text[1:]
     if head == "c" and rest:
         return Calculate(expression=rest)
     if head == "a" and rest:
         return FinalAnswer(answer=rest)
-    return Misread(problem="write c and two numbers (c12+34) to calculate, or a and the number (a46) to answer")
+    raise ValueError("write c and two numbers (c12+34) to calculate, or a and the number (a46) to answer")
 
 
 def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 2) -> Taskset:

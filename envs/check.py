@@ -84,7 +84,7 @@ def check_env(factory: Callable[[], Environment[Any]], tasks: Iterable[Any], act
         raise BadTasks("check_env needs at least one task")
     probe = Probe(factory, actions, max_turns=max_turns, timeout=timeout, stall=stall, seed=seed)
     plays: list[Play] = []
-    skipped: dict[str, str] = {}
+    skipped = {"blocks": "it says so itself (`blocking`), and runs in a thread"} if probe.blocking else {}
     try:
         for k, task in enumerate(chosen):
             plays += probe.run(lambda task=task, k=k: probe.play(task, k))
@@ -121,8 +121,8 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
             same = back.content == step and back.body() == body
             said = str(step)
         except Exception as error:
-            probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: {str(error)[:300]}; "
-                        "give its fields types that JSON can hold")  # fmt: skip
+            probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: "
+                        f"{str(error)[:300]}; give its fields types that JSON can hold")  # fmt: skip
             continue
         if not same:
             probe.found("records", f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
@@ -167,6 +167,8 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
         skipped |= dict.fromkeys((*again, "cancellation"), "the environment is irreversible")
     elif not whole:
         skipped |= dict.fromkeys((*again, "cancellation"), "no episode came to its end")
+    elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
+        skipped |= dict.fromkeys((*again, "cancellation"), "steps that can't be written can't be compared")
     else:
         _check_determinism(probe, whole)
         if any(finding.check == "determinism" for finding in probe.findings):
@@ -176,8 +178,8 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
             _check_restore(probe, *max(whole, key=lambda one: len(one[1].turns)))
         if probe.blocking:
             skipped["cancellation"] = "a call in a thread can't be cancelled"
-        else:
-            _check_cancellation(probe, *whole[0])
+        elif not _check_cancellation(probe, *whole[0]):
+            skipped["cancellation"] = "no call ever waits, so there is nothing to cancel"
     probe.run(lambda: probe.close(probe.unused))
 
 
@@ -272,39 +274,46 @@ def _record(step: Step) -> bytes:
     return StepRecord(tape="check", by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
 
 
-def _check_cancellation(probe: Probe, k: int, play: Play) -> None:
-    async def cancelled(method: str) -> None:
+def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
+    """Whether any call could be cancelled."""
+
+    async def cancelled(method: str) -> bool:
         env = probe.make()
         env.rng = random.Random(probe.seed + k)
         try:
             if method == "step":
                 await probe.call(env, "reset", play.task.given)
-            await _cancel(probe, env, method, play.task.given if method == "reset" else play.turns[0][0])
+            return await _cancel(probe, env, method, play.task.given if method == "reset" else play.turns[0][0])
         except Failed:
-            return
+            return False
         finally:
             await probe.close(env)
 
-    for method in ("reset", "step") if play.turns else ("reset",):
-        probe.run(lambda method=method: cancelled(method))
+    methods = ("reset", "step") if play.turns else ("reset",)
+    waited = [probe.run(lambda method=method: cancelled(method))[0] for method in methods]
+    return any(waited)
 
 
-async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: Any) -> None:
+async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: Any) -> bool:
+    """Whether there was anything to cancel: False for a call that never waits."""
     call = asyncio.ensure_future(getattr(env, method)(argument))
     await asyncio.sleep(0)
     if call.done():
-        call.exception()
-        return
+        if not call.cancelled():
+            call.exception()  # what it raises when left alone was found before
+        return False
     call.cancel()
     await asyncio.wait({call}, timeout=probe.timeout)
     advice = "let CancelledError through (`except Exception` does; a bare `except` or `except BaseException` doesn't)"
     if not call.done():
-        probe.found("cancellation", f"{probe.name}.{method} went on {probe.timeout:g} s after its cancellation; {advice}")
+        after = f"went on for {probe.timeout:g} s after it was cancelled"
+        probe.found("cancellation", f"{probe.name}.{method} {after}; {advice}")
         raise Stuck
     if call.cancelled():
-        return
+        return True
     error = call.exception()
     what = "finished as if nothing had happened"
     if error is not None:
         what = f"raised {type(error).__qualname__}: {str(error)[:200]}"
     probe.found("cancellation", f"{probe.name}.{method} was cancelled and {what}; {advice}")
+    return True

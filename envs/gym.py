@@ -23,7 +23,7 @@ from .base import Environment, Outcome
 Observe = Callable[[Any, Any], Observation]
 """(observation, gymnasium environment) -> what the agent sees. May ask the environment to render."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> what `env.step` takes. A ValueError goes to the agent, and the world stands still."""
+"""(action, gymnasium environment) -> what `env.step` takes. A ValueError is told to the agent, and nothing moves."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
@@ -179,13 +179,13 @@ def native(value: JsonValue, space: Any) -> Any:
 def _whole(value: list[JsonValue], space: Any) -> Any:
     import numpy as np
 
-    # A cast alone would take 1.5 for 1.
-    if np.array(value).dtype.kind not in "iu":
-        raise _no_action(value, space)
     try:
-        return np.array(value, dtype=space.dtype)
-    except OverflowError:
-        raise _no_action(value, space) from None
+        # A cast alone would take 1.5 for 1.
+        if np.array(value).dtype.kind in "iu":
+            return np.array(value, dtype=space.dtype)
+    except (ValueError, OverflowError):  # ragged; too large for the space's type
+        pass
+    raise _no_action(value, space)
 
 
 def _no_action(value: JsonValue, space: Any) -> ValueError:

@@ -92,7 +92,7 @@ class Probe:
         self.unused = self.make()
         """An instance that is closed without ever having been reset."""
         kind = type(self.unused)
-        self.name = kind.__qualname__
+        self.name = kind.__name__
         self.blocking = self.unused.blocking
         self.effect = self.unused.effect
         self._files = {f.__code__.co_filename for cls in kind.__mro__ if cls.__module__ != Environment.__module__
@@ -170,7 +170,8 @@ class Probe:
         except TimeoutError as error:
             if timer.expired():
                 self.found("hangs", f"{self.name}.{method} gave no answer in {self.timeout:g} s; an episode that meets "
-                           "this waits for its whole limit, so give what it waits for a time limit", self._frame(error))
+                           "this waits for its whole limit, so give what it waits for a time limit",
+                           self._frame(error.__cause__ or error))  # fmt: skip
                 raise Stuck from error
             self._raised(check, method, error)
         except Failed:

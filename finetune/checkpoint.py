@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def save_checkpoint(
     directory: Path, model: Any, trainer_state: Mapping[str, Any], state: Mapping[str, Any], *, update: int,
     tokenizer: Any | None = None, keep: int | None = 3,
 ) -> Checkpoint:  # fmt: skip
-    """Write `directory/update-NNNNNN` and make it durable, then delete all but the last `keep` (None: keep all).
+    """Write `directory/update-NNNNNN` and make it durable, then delete all but the last `keep` (None: keep all) and the pinned ones.
 
     The new one is whole before an old one goes; a crash leaves at worst a `.partial` directory, which is ignored.
     """
@@ -82,7 +83,8 @@ def save_checkpoint(
     torch.save(weights, partial / "policy.pt")
     torch.save(dict(trainer_state), partial / "trainer.pt")
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(partial / "hf")
+        with _quiet():
+            model.save_pretrained(partial / "hf")
     if tokenizer is not None:
         tokenizer.save_pretrained(partial / "hf")
     (partial / "state.json").write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
@@ -93,7 +95,8 @@ def save_checkpoint(
     _sync(directory)
     if keep is not None:
         for old in checkpoints(directory)[:-keep]:
-            shutil.rmtree(old.path)
+            if not old.state.get("pinned"):
+                shutil.rmtree(old.path)
     return Checkpoint(target, update, full)
 
 
@@ -107,6 +110,20 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
             raise BadCheckpoint(f"{path}: state.json can't be read ({error}); delete the directory to go on without it") from error
         found.append(Checkpoint(path, int(state["update"]), state))
     return sorted(found, key=lambda c: c.update)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bar that transformers shows for every file."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _sync_tree(root: Path) -> None:

@@ -39,7 +39,7 @@ class _LogProbs(torch.autograd.Function):
         grad_lp, grad_entropy = grads
         hidden, weight, bias, token, temperature, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in _chunks(len(token), len(weight)):
             z = _logits(hidden, weight, bias, temperature, at, lse.dtype).sub_(lse[at, None])

@@ -66,9 +66,9 @@ class Part:
 
     def loss(self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context,
              betas: tuple[float, ...]) -> Tensor:
-        """sum of w l over the tokens `index` (n,), whose log-probs are lp (n,). Whole units where the recipe isn't local.
+        """sum of w l over the tokens `index` (n,), whose log-probs are lp (n,).
 
-        betas: the coefficient of each of the recipe's regularisers now.
+        Where the recipe isn't local, `index` holds whole units. betas: the coefficient of each regulariser now.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -91,7 +91,7 @@ class Part:
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
-    """Everything of the objective that comes before the log-probs to be trained: rewards to advantages, and selection."""
+    """Everything of the objective that comes before the log-probs to be trained: selection, rewards to advantages."""
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
     episodes = recipe.select.episodes(scored, stream, context)

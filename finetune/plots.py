@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from ..tapes.console import safe
 from ..tapes.errors import MissingExtra
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
@@ -93,24 +95,29 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
     except ImportError as error:
         raise MissingExtra("matplotlib", "train", "drawing a curve") from error
     # Text is never mathematics: a name with a `$` in it stays as it is.
-    style: dict[Any, Any] = {"font.size": 10, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "tapereel",
-             "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
-             "ytick.color": INK, "axes.unicode_minus": False}  # fmt: skip
+    style: dict[Any, Any] = {
+        "font.size": 10, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "tapereel",
+        "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.unicode_minus": False,
+    }  # fmt: skip
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         _lines(axes, curves, levels)
-        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        axes.set(title=safe(title), xlabel=safe(xlabel), ylabel=safe(ylabel))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=FAINT, alpha=0.5, linewidth=0.6)
         axes.tick_params(length=0)
         if curves or levels:
             axes.legend(frameon=False, loc="best", labelcolor=INK)
-        if form == "png":
-            figure.savefig(target, format="png", dpi=200, facecolor=PAPER)
-        else:
-            figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+        with warnings.catch_warnings():
+            # A browser has a font for every script; in a PNG such a letter is a box, and the name stays what it is.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            if form == "png":
+                figure.savefig(target, format="png", dpi=200, facecolor=PAPER)
+            else:
+                figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
 
 
 def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:
@@ -118,11 +125,12 @@ def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:
         colour = COLOURS[i % len(COLOURS)]
         if curve.mean_of > 1:
             axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.4)
-            label = f"{curve.name} (mean of {curve.mean_of})"
+            label = f"{safe(curve.name)} (mean of {curve.mean_of})"
             axes.plot(curve.x, running_mean(curve.y, curve.mean_of), color=colour, linewidth=2, label=label)
         else:
             mark = "o" if len(curve.x) < 3 else None
-            axes.plot(curve.x, curve.y, color=colour, linewidth=1.8, label=curve.name, marker=mark)
+            axes.plot(curve.x, curve.y, color=colour, linewidth=1.8, label=safe(curve.name), marker=mark)
     for i, level in enumerate(levels):
         style = ((0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))[i % 4]
-        axes.axhline(level.value, color=INK, linewidth=1, linestyle=style, label=f"{level.name}: {level.value:.3f}")
+        label = f"{safe(level.name)}: {level.value:.3f}"
+        axes.axhline(level.value, color=INK, linewidth=1, linestyle=style, label=label)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class Row:
     """(n,) index into `calls`."""
     turn: NDArray[np.int32]
     """(n,) turn of the tape, counted from 0."""
+    offset: NDArray[np.int32]
+    """(n,) index in the call's completion."""
     calls: tuple[str, ...]
     """Call ids."""
     agents: tuple[str, ...]
@@ -50,6 +52,11 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def where(self, keep: NDArray[np.bool_]) -> Row:
+        """The row with only those of its own tokens that `keep` (n,) holds; the others become context."""
+        own = {name: getattr(self, name)[keep] for name in ("own", "old", "temperature", "version", "call", "turn", "offset")}
+        return replace(self, **own)
 
     def labels(self) -> NDArray[np.int64]:
         """(L,) the token id where it is the agent's own, -100 elsewhere."""
@@ -129,6 +136,7 @@ class _Building:
     length: int = 0
     chunks: list[NDArray[np.int32]] = field(default_factory=list)
     own: list[NDArray[np.int32]] = field(default_factory=list)
+    offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
     """(tokens, temperature, index of call, turn) of each completion."""
@@ -154,13 +162,14 @@ class _Building:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
         old = np.frombuffer(call.logprobs, dtype=np.float32) if call.logprobs is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
-        positions = np.arange(start, start + n, dtype=np.int32)
+        offsets = np.arange(n, dtype=np.int32)
         if label is not None and label.ranges is not None:
-            chosen = np.concatenate([np.arange(a, b) for a, b in label.ranges] or [np.empty(0, np.int64)])
-            stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[chosen]
-            positions, old, n = positions[chosen], old[chosen], len(chosen)
+            offsets = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in label.ranges] or [np.empty(0, np.int32)])
+            stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[offsets]
+            old, n = old[offsets], len(offsets)
             spans = [(1, int(v)) for v in stamps]
-        self.own.append(positions)
+        self.own.append(offsets + np.int32(start))
+        self.offset.append(offsets)
         self.old.append(old)
         self.version.extend(spans)
         self.columns.append((n, call.sampling.temperature if call.logprobs is not None else 1.0, len(self.calls), turn))
@@ -179,6 +188,7 @@ class _Building:
             version=np.repeat(np.array([v for _, v in self.version], np.int32), [k for k, _ in self.version]),
             call=np.repeat(np.array([c[2] for c in self.columns], np.int32), counts),
             turn=np.repeat(np.array([c[3] for c in self.columns], np.int32), counts),
+            offset=np.concatenate(self.offset),
             calls=tuple(self.calls),
             agents=tuple(self.agents),
             versions=tuple(self.versions),

@@ -18,11 +18,11 @@ class Schedule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = Field(0, ge=0)
+    warmup: int = Field(default=0, ge=0)
     """Updates."""
-    total: int | None = Field(None, gt=0)
+    total: int | None = Field(default=None, gt=0)
     """Updates until the floor is reached; needed but for `constant`."""
-    floor: float = Field(0.0, ge=0, le=1)
+    floor: float = Field(default=0.0, ge=0, le=1)
     """The factor at the end and ever after."""
 
     @model_validator(mode="after")

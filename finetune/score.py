@@ -144,6 +144,6 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """A peft model as it was before its adapters: the reference that costs no second copy."""
     if not hasattr(model, "disable_adapter"):
-        raise UnsupportedModel(f"{type(model).__name__} has no adapters to switch off: pass a reference model of its own")
+        raise UnsupportedModel(f"{type(model).__name__} has no adapters to switch off: pass a reference model")
     with model.disable_adapter():  # type: ignore[operator]
         yield

@@ -9,9 +9,10 @@ It knows nothing of models, prompts, padding, losses or recipes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -174,8 +175,7 @@ class Stream:
         sizes = np.array([len(row.own) for row in rows], dtype=np.int64)
         of_row = np.array([index[row.tape] for row in rows], dtype=np.int64)
         turns, first = _turns(rows, of_row, episodes)
-        calls, versions = _Interned(), _Interned()
-        agents = _Interned()
+        calls, agents, versions = _Interned[tuple[str, str]](), _Interned[str](), _Interned[str]()
         call_columns, agent_columns, version_columns = [], [], []
         for row in rows:
             ids = np.array([calls((row.tape, call)) for call in row.calls], dtype=np.int64)
@@ -202,13 +202,16 @@ class Stream:
         )
 
 
-class _Interned:
+K = TypeVar("K", bound=Hashable)
+
+
+class _Interned(Generic[K]):
     """Numbers names in the order of their first appearance."""
 
     def __init__(self) -> None:
-        self.names: dict[object, int] = {}
+        self.names: dict[K, int] = {}
 
-    def __call__(self, name: object) -> int:
+    def __call__(self, name: K) -> int:
         return self.names.setdefault(name, len(self.names))
 
 
@@ -251,7 +254,7 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
 
 
 def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Sequence[Episode]) -> Episodes:
-    groups, forks = _Interned(), _Interned()
+    groups, forks = _Interned[str](), _Interned[tuple[str, str]]()
     own = np.zeros(len(episodes), dtype=np.int64)
     np.add.at(own, of_row, sizes)
     for row, i in zip(rows, of_row, strict=True):
@@ -271,6 +274,6 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
         group=torch.tensor([groups(e.group) for e in episodes], dtype=torch.int64),
         fork=torch.tensor([forks(("own", e.tape) if e.fork is None else ("fork", e.fork)) for e in episodes],
                           dtype=torch.int64),
-        groups=tuple(str(name) for name in groups.names),
+        groups=tuple(groups.names),
         components=tuple(e.components for e in episodes),
     )

@@ -1,9 +1,9 @@
 """The trainer: one update function for every recipe. It is blind to algorithms and knows nothing of tapes and loops.
 
 Accumulation is exact: weights are fixed for the whole optimiser batch before the first micro-batch, so any split into
-micro-batches, rows or ranks gives the sum of the same terms. An update that meets a number which isn't finite (log-prob,
-loss, gradient norm) leaves weights and optimiser as they were, and is counted and reported. On one CPU thread the same
-batches in the same order give bit-equal weights.
+micro-batches, rows or ranks gives the sum of the same terms. An update that meets a number which isn't finite
+(log-prob, loss, gradient norm) leaves weights and optimiser as they were, and is counted and reported. On one CPU
+thread the same batches in the same order give bit-equal weights.
 
 1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
 2. An update without any live token isn't applied: momentum alone moves nothing.
@@ -66,22 +66,6 @@ class UpdateStats:
         if not self.sums.counts.get("ratio"):
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
-
-    def uses(self) -> list[tuple[str, str, int, int, float]]:
-        """(tape, call, start, end, weight): runs of equal weight, start and end counted over the call's own tokens."""
-        out: list[tuple[str, str, int, int, float]] = []
-        seen: dict[int, int] = {}
-        for call, weight in zip(self.stream.call.tolist(), self.weight.tolist(), strict=True):
-            at = seen.get(call, 0)
-            seen[call] = at + 1
-            if weight == 0:
-                continue
-            tape, name = self.stream.calls[call]
-            if out and out[-1][:2] == (tape, name) and out[-1][3] == at and out[-1][4] == weight:
-                out[-1] = (*out[-1][:3], at + 1, weight)
-            else:
-                out.append((tape, name, at, at + 1, weight))
-        return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,9 +238,9 @@ class Trainer:
         return done
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: _Accumulated) -> list[Tensor]:
-        """The loss's gradient with respect to all log-probs (and entropies), for a recipe that compares across tokens."""
-        scores = score(self.model, rows, entropy=self.recipe.needs_entropy, micro_tokens=self.micro_tokens, live=part.live,
-                       unit_temperature=self.recipe.score.temperature == "one")
+        """The loss's gradient by all log-probs (and entropies), for a recipe that compares across tokens."""
+        scores = score(self.model, rows, entropy=self.recipe.needs_entropy, micro_tokens=self.micro_tokens,
+                       live=part.live, unit_temperature=self.recipe.score.temperature == "one")
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
         loss = part.loss(leaves[0], leaves[1] if len(leaves) > 1 else None, index, context, tuple(self.betas))
@@ -319,6 +303,6 @@ class Trainer:
         self.betas = list(state["betas"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
         if set(state["averaged"]) != set(self.averaged):
-            raise BadBatch("the checkpoint and this trainer disagree on which weights are averaged: give both the same ema")
+            raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
         for name, tensor in state["averaged"].items():
             self.averaged[name].copy_(tensor)

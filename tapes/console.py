@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,7 @@ from .errors import TapereelError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 
 class Exit(IntEnum):
@@ -63,13 +64,14 @@ def say(text: str) -> None:
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown: RenderableType) -> None:
     """The verb's answer: `data` as one JSON object under `--json`, else what is `shown`, for people."""
-    out = getattr(args, "out", None) or sys.stdout
+    out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
         out.write(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False) + "\n")
     else:
         console = console_for(out)
         for item in shown:
-            console.print(item)
+            # Sentences go on one line, for grep; a table keeps to the width.
+            console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
 
@@ -79,6 +81,19 @@ def console_for(out: Any) -> Console:
 
     # Into a file or a pipe there is no width to fit; 140 keeps tables readable.
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
+
+
+def table(*headings: str, fold: Collection[str] = ()) -> Table:
+    """A table to fill. A heading that begins with `#` is that of numbers; the columns in `fold` break their lines."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        name = heading.removeprefix("#")
+        side = "right" if heading.startswith("#") else "left"
+        made.add_column(name, justify=side, no_wrap=name not in fold, overflow="fold")
+    return made
 
 
 def safe(text: str) -> str:

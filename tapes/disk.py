@@ -1,7 +1,7 @@
-"""The few things that the store asks of a file system, behind one seam, so that tests can put a simulated one there.
+"""The few things that the store asks of a file system, behind one seam, so that tests can simulate one.
 
-What it promises is what POSIX promises, no more: a write may be short; nothing survives a power cut before `sync`; a new
-or renamed name doesn't survive one before `sync_dir` of its folder. It knows nothing of segments or records.
+What it promises is what POSIX promises, no more: a write may be short; nothing survives a power cut before `sync`; a
+new or renamed name doesn't survive one before `sync_dir` of its folder. It knows nothing of segments or records.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RealDisk:
         os.unlink(path)
 
     def open(self, path: Path) -> BinaryIO:
-        return open(path, "rb")  # noqa: SIM115
+        return open(path, "rb")
 
     def size(self, path: Path) -> int:
         return os.stat(path).st_size
@@ -158,9 +158,11 @@ def put_file(disk: Disk, path: Path, data: bytes) -> None:
     Of two that do this at once to one path, one wins whole.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
-    if part.name in disk.names(path.parent):
+    try:
+        handle = disk.create(part)
+    except FileExistsError:  # of a process that died, whose number is ours now
         disk.remove(part)
-    handle = disk.create(part)
+        handle = disk.create(part)
     try:
         write_all(disk, handle, data)
         disk.sync(handle)

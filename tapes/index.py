@@ -18,11 +18,11 @@ from .disk import REAL, Disk
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, read_body
 
-_FORMAT = 3
+_FORMAT = 1
 _SCHEMA = """
 create table if not exists segments (
-    number integer primary key, offset integer, last integer, n integer, head text, frontier integer, sealed text,
-    next text, pins text);
+    number integer primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
+    sealed text, next text, pins text);
 create table if not exists tapes (
     id text primary key, number integer, n integer, split text, task_hash text, task text, group_id text,
     attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
@@ -53,6 +53,8 @@ class Segment(NamedTuple):
     """Where its last line starts."""
     n: int
     """Lines."""
+    first: str
+    """Hash of the first line."""
     head: str
     frontier: int
     sealed: str | None
@@ -181,7 +183,8 @@ class Index:
         chain, last = reader.chain, 0
         if row is not None:
             reader.offset, last = row.offset, row.last
-            chain.n, chain.head, chain.frontier = row.n, row.head.encode(), row.frontier
+            chain.n, chain.first, chain.head = row.n, row.first.encode(), row.head.encode()
+            chain.frontier = row.frontier
             chain.sealed = {"reason": row.sealed, "next": row.next} if row.sealed is not None else None
         places: list[tuple[Any, ...]] = []
         for at, line, length in reader:
@@ -195,8 +198,8 @@ class Index:
             sealed = chain.sealed or {}
             pins = read_pins(chain.opened) if chain.opened else (row.pins if row is not None else "{}")
             self._db.execute(
-                "insert or replace into segments values (?,?,?,?,?,?,?,?,?)",
-                (number, reader.offset, last, chain.n, chain.head.decode(), chain.frontier, sealed.get("reason"),
+                "insert or replace into segments values (?,?,?,?,?,?,?,?,?,?)",
+                (number, reader.offset, last, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier, sealed.get("reason"),
                  sealed.get("next"), pins),
             )  # fmt: skip
         return reader.broken()

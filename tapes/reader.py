@@ -32,13 +32,13 @@ class Break:
     why: str
 
     def __str__(self) -> str:
-        return (f"segment {self.segment} is {self.verdict} at line {self.n} (byte {self.offset}, {self.size} bytes follow): "
-                f"{self.why}")
+        return (f"segment {self.segment} is {self.verdict} at line {self.n} (byte {self.offset}, {self.size} bytes "
+                f"follow): {self.why}")
 
     def error(self) -> Corrupt:
         """The error for a corrupt segment."""
-        return Corrupt(f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring the "
-                       "file back from a copy, or go on in a new run")
+        return Corrupt(f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring "
+                       "the file back from a copy, or go on in a new run")
 
 
 class SegmentReader:
@@ -55,6 +55,7 @@ class SegmentReader:
         """Where the next line starts."""
         self.why: str | None = None
         """Why the iteration stopped before the end of the file; None when it did not."""
+        self._unfinished = False
 
     def __iter__(self) -> Iterator[tuple[int, Line, int]]:
         chain = self.chain
@@ -67,7 +68,7 @@ class SegmentReader:
                     line = parse_line(raw[:-1])
                     chain.take(line)
                 except BadLine as error:
-                    self.why = str(error)
+                    self.why, self._unfinished = str(error), raw[-1:] != b"\n" and len(raw) < MAX_LINE
                     return
                 at, self.offset = self.offset, self.offset + len(raw)
                 yield at, line, len(raw)
@@ -79,7 +80,8 @@ class SegmentReader:
             return None
         with self.disk.open(self.path) as file:
             evidence = None if self.chain.sealed is None else "nothing can follow a seal"
-            evidence = evidence or _evidence(file, self.chain, self.offset)
+            if evidence is None and not self._unfinished:  # of a live segment, the rest may have been written since
+                evidence = _evidence(file, self.chain, self.offset)
             size = file.seek(0, 2) - self.offset
         return Break(self.segment, self.offset, self.chain.n, size, "corrupt" if evidence else "torn",
                      f"{self.why}; {evidence}" if evidence else self.why)
@@ -99,16 +101,18 @@ class _Run:
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     """Why the place of the break must have been durable, if a line after it proves that.
 
-    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it starts
-    exactly at the break, or names a tape of the intact part, or is a `commit` or `seal` of this segment, or is chained by
-    hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that counts.
+    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it
+    starts exactly at the break, or names a tape of the intact part, or is a `commit` or `seal` of this segment, or is
+    chained by hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that
+    counts.
     """
     mended = _mend(file, chain, offset)
-    heads = {chain.head} - {ZERO}
+    heads, first = {chain.head} - {ZERO}, chain.first
     if mended is not None:
         heads.add(mended[0].h)
         offset += mended[1]
-    runs = _runs_after(file, chain, offset)
+        first = first or mended[0].h
+    runs = _runs_after(file, chain, first, offset)
     while True:
         linked = [run for run in runs if run.own or run.first.p in heads]
         if not linked:
@@ -120,7 +124,7 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
         runs = [run for run in runs if run not in linked]
 
 
-def _runs_after(file: BinaryIO, chain: Chain, offset: int) -> list[_Run]:
+def _runs_after(file: BinaryIO, chain: Chain, first: bytes, offset: int) -> list[_Run]:
     tapes = _tapes_before(file, offset)
     runs: list[_Run] = []
     file.seek(offset)
@@ -128,7 +132,7 @@ def _runs_after(file: BinaryIO, chain: Chain, offset: int) -> list[_Run]:
     while piece := file.readline(MAX_LINE):
         try:
             line = parse_line(piece.rstrip(b"\n"))
-            own = _names_segment(line, chain.segment, tapes) or (at_break and _may_follow(line, chain))
+            own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain))
         except BadLine:
             pass  # no evidence; the break that it is part of is reported
         else:
@@ -158,10 +162,10 @@ def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
     return tapes
 
 
-def _names_segment(line: Line, segment: str, tapes: set[str]) -> bool:
+def _names_segment(line: Line, first: bytes, tapes: set[str]) -> bool:
     t, tape = peek(line.body)
     if t in ("commit", "seal"):
-        return read_body(line.body).get("segment") == segment
+        return read_body(line.body).get("opened") == first.decode() != ""
     return tape is not None and tape in tapes
 
 

@@ -74,7 +74,7 @@ def trains(status: Status | None, cause: CauseType | None) -> bool:
 class Record(BaseModel):
     """Base of all records: frozen, and closed (an unknown field is refused)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="strings")
 
     def body(self) -> bytes:
         """The bytes that are written, hashed and folded into the digest: compact JSON in field order."""
@@ -418,16 +418,16 @@ class Commit(Record):
     """Says, on an idle writer, up to where the segment is durable (the line's own `c`)."""
 
     t: Literal["commit"] = "commit"
-    segment: str = ""
-    """The segment that it stands in: ties the lines around it to their file where others are damaged."""
+    opened: str = ""
+    """Hash of the segment's first line: ties the lines around this one to their file where others are damaged."""
 
 
 class Seal(Record):
     """Last line of a segment: everything before it is durable and nothing follows."""
 
     t: Literal["seal"] = "seal"
-    segment: str = ""
-    """The segment that it seals."""
+    opened: str = ""
+    """Hash of the segment's first line."""
     reason: str = "closed"
     next: str | None = None
     """The segment in which the same writer goes on; None when it stopped."""

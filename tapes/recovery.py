@@ -1,8 +1,9 @@
 """Recovery: what a new writer does about those that died.
 
-Under the folder's lock, for each segment that nobody holds: set a torn tail aside, with its bytes kept, and make the rest
-durable; then open a segment that pins every head found, and end the episodes that the dead left open as `crashed`.
-A segment whose lock is held has a live writer and is never touched; a corrupt one stops recovery before anything changed.
+Under the folder's lock, for each segment that nobody holds: set a torn tail aside, with its bytes kept, and make the
+rest durable; then open a segment that pins every head found, and end the episodes that the dead left open as `crashed`.
+A segment whose lock is held has a live writer and is never touched; a corrupt one stops recovery before it changes
+anything.
 Every step may be cut by another crash: the next recovery does what is left.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from .disk import REAL, Disk, put_file, write_all
+from .disk import REAL, Disk, put_file
 from .errors import Corrupt
 from .index import Index, Place, Segment, Summary, segment_numbers
 from .reader import Break, SegmentReader
@@ -64,11 +65,12 @@ def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callab
     """Recover what the dead left and start a writer of our own. Raises Corrupt where bytes below a frontier changed."""
     found = Recovered()
     with FolderLock(disk, folder):
-        held = _hold_dead(folder, disk, found)
+        index.refresh()
+        held = _hold_dead(folder, disk, index.segments(), found)
         try:
-            breaks = index.refresh()
+            breaks = index.refresh()  # again: a writer may have ended before its lock was ours
             segments = index.segments()
-            _refuse_corrupt(folder, disk, segments, breaks, set(found.live))
+            _refuse_corrupt(folder, disk, segments, breaks)
             for name, handle in held.items():
                 _mend(folder, disk, name, handle, breaks.get(name), found)
             _clear_parts(folder, disk)
@@ -90,11 +92,16 @@ def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callab
     return writer, found
 
 
-def _hold_dead(folder: Path, disk: Disk, found: Recovered) -> dict[str, int]:
-    """Lock every segment that has no live writer and no seal; the seal is looked for once the lock is ours."""
+def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
+    """Lock every segment that may need something done: all but those that a seal ends and a later segment pins."""
+    pinned = {(name, head) for segment in segments for name, head in read_pins(segment).items()}
+    settled = {segment.name for segment in segments
+               if segment.sealed is not None and (segment.name, segment.head) in pinned}
     held: dict[str, int] = {}
     for number in segment_numbers(disk, folder):
         name = segment_name(number)
+        if name in settled:
+            continue
         handle = disk.edit(folder / f"{name}.jsonl")
         if disk.lock(handle):
             held[name] = handle
@@ -104,7 +111,7 @@ def _hold_dead(folder: Path, disk: Disk, found: Recovered) -> dict[str, int]:
     return held
 
 
-def _refuse_corrupt(folder: Path, disk: Disk, segments: list[Segment], breaks: dict[str, Break], live: set[str]) -> None:
+def _refuse_corrupt(folder: Path, disk: Disk, segments: list[Segment], breaks: dict[str, Break]) -> None:
     for broken in breaks.values():
         if broken.verdict == "corrupt":
             raise broken.error()
@@ -185,7 +192,8 @@ def unmet_pins(segments: list[Segment], folder: Path, disk: Disk,
         missing = heads - ({segment.head} if segment else set())
         if missing and segment is not None:
             missing -= {line.h.decode() for _, line, _ in SegmentReader(folder, name, disk=disk)}
-        unmet += [f"segment {name} does not hold the line with the hash {head} that was pinned" for head in sorted(missing)]
+        unmet += [f"segment {name} does not hold the line with the hash {head} that was pinned"
+                  for head in sorted(missing)]
     return unmet
 
 
@@ -207,10 +215,11 @@ def _end(tape: Summary, index: Index, folder: Path, disk: Disk, writer: SegmentW
     record = read_body(body)
     if tape.effect == "irreversible" and record.get("role") == "action":
         found.dangling.append(Dangling(tape.id, tape.env, str(record.get("kind"))))
-        cause = Cause(type=CauseType.OURS, message=f"the process died when the irreversible action {record.get('kind')!r} "
-                      "may have been under way: somebody must look whether it happened")  # fmt: skip
+        cause = Cause(type=CauseType.OURS, message="the process died when the irreversible action "
+                      f"{record.get('kind')!r} may have been under way: somebody must look whether it happened")
     now = clock()
-    writer.append(End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now).body())
+    end = End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now)
+    writer.append(end.body())
     found.crashed.append(tape.id)
 
 

@@ -4,7 +4,8 @@
 
 `n` is the line's ordinal; `c` how many lines of the segment were durable when it was written; `p` the hash of the line
 before (of the first line: a head that its `open` pins, else 64 zeros); `b` the record's body; `h` the SHA-256 of the
-line's bytes before its last `,"h":`. The first body is an `open` that names the segment; a `seal` is the last.
+line's bytes before its last `,"h":`. The first body is an `open` that names the segment; `commit` and `seal` state
+the hash of that first line; a `seal` is the last.
 This module knows nothing of files, locks or what bodies mean beyond `t` and `tape`.
 """
 
@@ -95,7 +96,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 class Chain:
     """What a segment's next line must agree with. `take` lines in order; single use."""
 
-    __slots__ = ("frontier", "head", "n", "opened", "sealed", "segment")
+    __slots__ = ("first", "frontier", "head", "n", "opened", "sealed", "segment")
 
     def __init__(self, segment: str) -> None:
         self.segment = segment
@@ -103,6 +104,8 @@ class Chain:
         """Lines taken."""
         self.head: bytes = ZERO
         """Hash of the last line taken."""
+        self.first: bytes = b""
+        """Hash of the first line; empty before it."""
         self.frontier = 0
         """The highest `c` so far: lines below it were durable."""
         self.opened: dict[str, Any] = {}
@@ -117,14 +120,14 @@ class Chain:
         if line.n != self.n:
             raise BadLine(f"line {line.n} stands where line {self.n} belongs")
         if not self.frontier <= line.c <= line.n:
-            raise BadLine(f"line {line.n} says that {line.c} lines were durable, after {self.frontier} of {line.n} were")
+            raise BadLine(f"line {line.n} says that {line.c} lines were durable, after {self.frontier} of {line.n}")
         if self.n == 0:
             self._take_open(line)
         elif line.p != self.head:
             raise BadLine(f"line {line.n} follows a line with the hash {line.p[:12].decode()}…, "
                           f"but the line before has {self.head[:12].decode()}…")
-        elif line.body.startswith(b'{"t":"seal"') or line.body.startswith(b'{"t":"open"'):
-            self._take_seal(line)
+        elif line.body.startswith((b'{"t":"seal"', b'{"t":"commit"', b'{"t":"open"')):
+            self._take_own(line)
         self.n += 1
         self.head = line.h
         self.frontier = max(self.frontier, line.c)
@@ -139,11 +142,15 @@ class Chain:
         if line.p != ZERO and line.p.decode() not in pins.values():
             raise BadLine("the first line follows a head that its `open` does not pin")
         self.opened = body
+        self.first = line.h
 
-    def _take_seal(self, line: Line) -> None:
+    def _take_own(self, line: Line) -> None:
         body = read_body(line.body)
-        if body.get("t") != "seal":
+        if body.get("t") == "open":
             raise BadLine(f"line {line.n} opens a segment that is open already")
-        if line.c != line.n or body.get("segment") != self.segment:
-            raise BadLine(f"line {line.n} seals segment {body.get('segment')!r} with {line.c} of {line.n} lines durable")
-        self.sealed = body
+        if body.get("opened") != self.first.decode():
+            raise BadLine(f"line {line.n}, a {body.get('t')}, belongs to another segment")
+        if body.get("t") == "seal":
+            if line.c != line.n:
+                raise BadLine(f"line {line.n} seals the segment when {line.c} of {line.n} lines were durable")
+            self.sealed = body

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import Exit, UsageError, answer, safe
+from .console import Exit, UsageError, answer, safe, table
+from .records import Status
 from .tape import Tape
 from .transcript import (
     CallLine,
@@ -16,7 +17,6 @@ from .transcript import (
     TapeSummary,
     call_lines,
     episode_rewards,
-    status_counts,
     step_lines,
     summarise,
 )
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from .store import Summary
+
 EXAMPLE = """
 tapereel show runs/demo
 tapereel show runs/demo --split eval --status finished --last 50
@@ -33,6 +35,8 @@ tapereel show runs/demo 019a3c --calls
 tapereel show tape.json --json
 """
 
+RUNNING = "running"
+"""In place of a status, for a tape without an end."""
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
 
@@ -40,7 +44,8 @@ _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory, or a tape written as one JSON document")
     parser.add_argument("tape", nargs="?", help="id of a tape, or the start of one; without it, the tapes are listed")
-    parser.add_argument("--status", help="list only tapes with this status (`finished`, `error`, ...)")
+    parser.add_argument("--status", choices=[*(status.value for status in Status), RUNNING], metavar="STATUS",
+                        help="list only tapes that ended so (`finished`, `error`, ...) or are `running`")  # fmt: skip
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="list the newest N that fit (default 20)")
     parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
@@ -49,17 +54,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     path = Path(args.run)
     if path.is_file():
+        if args.tape is not None:
+            raise UsageError(f"{path} is one tape; name no other beside it")
         _show_tape(args, Tape.model_validate_json(path.read_bytes()))
-    elif not path.is_dir():
-        raise UsageError(f"there is no run directory or tape document {str(path)!r}")
-    else:
-        from .store import Store
+        return Exit.HOLDS
+    from .store import Store
 
-        with Store.open(path, write=False) as store:
-            if args.tape is not None:
-                _show_tape(args, store.tape(args.tape))
-            else:
-                _show_list(args, store.tapes())
+    with Store.open(path) as store:
+        if args.tape is not None:
+            _show_tape(args, store.tape(args.tape))
+        else:
+            running = args.status == RUNNING
+            _show_list(args, store.summaries(status=None if running else args.status, split=args.split,
+                                             closed=False if running else None))  # fmt: skip
     return Exit.HOLDS
 
 
@@ -75,22 +82,18 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     answer(args, data, *shown)
 
 
-def _show_list(args: argparse.Namespace, tapes: Iterator[Tape]) -> None:
-    every = [summary for tape in tapes if _fits(args, summary := summarise(tape))]
+def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
     newest = every[-args.last :] if args.last > 0 else []
+    counts = dict(Counter(summary.status or RUNNING for summary in every).most_common())
     scored = [summary.reward for summary in every if summary.reward is not None]
     mean = sum(scored) / len(scored) if scored else None
-    counts = status_counts(every)
-    told = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
+    told = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none fits"
     line = f"{len(every)} tapes ({told})"
     if mean is not None:
         line += f"; mean reward {mean:.3f} over {len(scored)} scored"
-    data = {"run": str(args.run), "count": len(every), "statuses": counts, "mean_reward": mean, "tapes": newest}
+    data = {"run": str(args.run), "count": len(every), "statuses": counts, "mean_reward": mean,
+            "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest]}  # fmt: skip
     answer(args, data, _list_table(newest), line)
-
-
-def _fits(args: argparse.Namespace, summary: TapeSummary) -> bool:
-    return args.status in (None, summary.status) and args.split in (None, summary.split)
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -99,32 +102,21 @@ def _text(text: str, style: str = "") -> Text:
     return Text(safe(text), style)
 
 
-def _table(*headings: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        numeric = heading.startswith("#")
-        # Ids are kept whole, to be copied; text folds.
-        whole = numeric or heading in ("tape", "call", "turn")
-        table.add_column(heading.lstrip("#"), justify="right" if numeric else "left", no_wrap=whole, overflow="fold")
-    return table
-
-
-def _list_table(summaries: list[TapeSummary]) -> Table:
-    table = _table("tape", "began", "split", "status", "#reward", "#turns", "#tokens", "agent", "group")
+def _list_table(summaries: list[Summary]) -> Table:
+    made = table("tape", "began", "split", "status", "#reward", "#turns", "#tokens", "agent", "group",
+                 fold=("split", "status", "agent", "group"))  # fmt: skip
     for s in summaries:
         group = f"{s.group}/{s.attempt}" if s.group is not None else ""
-        table.add_row(
-            _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began)), _text(s.split), _status(s),
-            _number(s.reward), str(s.turns), str(s.sampled + s.authored), _text(s.agent), _text(group),
+        made.add_row(
+            _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)), _text(s.split),
+            _status(s.status, s.cause), _number(s.reward), str(s.actions), str(s.sampled), _text(s.agent), _text(group),
         )  # fmt: skip
-    return table
+    return made
 
 
 def _head(tape: Tape, s: TapeSummary) -> list[Text]:
-    lines = [_text(f"tape {s.id}  ", "bold").append_text(_status(s)).append(f"  reward {_number(s.reward)}")]
+    first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
+    lines = [first.append(f"  reward {_number(s.reward)}")]
     about = f"{s.agent} in {s.env}, split {s.split}, {s.turns} turns, {s.calls} calls, {s.sampled} tokens sampled"
     if s.authored:
         about += f", {s.authored} authored"
@@ -139,32 +131,34 @@ def _head(tape: Tape, s: TapeSummary) -> list[Text]:
 
 
 def _step_table(steps: list[StepLine]) -> Table:
-    table = _table("#", "#turn", "by", "kind", "text", "#tokens", "#reward")
+    made = table("#", "#turn", "by", "kind", "text", "#tokens", "#reward", fold=("by", "kind", "text", "reward"))
     for step in steps:
         style = _STYLE[step.role] + (" dim" if step.inherited else "")
         earned = _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}})
-        table.add_row(
+        made.add_row(
             str(step.index), str(step.turn), _text(step.by), _text(step.kind), _text(step.text, style),
             str(step.tokens or ""), _text(earned),
         )  # fmt: skip
-    return table
+    return made
 
 
 def _call_table(tape: str, calls: list[CallLine]) -> Table:
-    table = _table("call", "by", "engine", "#prompt", "#kept", "#completion", "finish", "#T", "#log-prob", "versions")
+    made = table("call", "by", "engine", "#prompt", "#kept", "#completion", "finish", "#T", "#log-prob", "versions",
+                 fold=("by", "engine", "finish", "versions"))  # fmt: skip
     for c in calls:
         versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
-        table.add_row(
+        made.add_row(
             _text(c.call.removeprefix(tape)), _text(c.by), _text(c.engine), _count(c.prompt), str(c.kept),
             _count(c.completion), _text(c.finish or ""), f"{c.temperature:g}", _number(c.mean_logprob),
             _text(versions + (f"; new row: {c.split}" if c.split else "")),
         )  # fmt: skip
-    return table
+    return made
 
 
-def _status(s: TapeSummary) -> Text:
-    word = s.status if s.cause is None else f"{s.status} ({s.cause.split(':')[0]})"
-    return _text(word, _STATUS_STYLE.get(s.status, "red"))
+def _status(status: str | None, cause: str | None) -> Text:
+    status = status or RUNNING
+    word = status if cause is None else f"{status} ({cause.split(':')[0]})"
+    return _text(word, _STATUS_STYLE.get(status, "red"))
 
 
 def _number(value: float | None) -> str:

@@ -7,23 +7,28 @@ What a record means is decided in the modules that fold records (`ledger`, `book
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
+from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
 from .errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from .index import Index, Place, Summary, segment_numbers
+from .ledger import Ledger, Lineages
+from .media import Media
 from .reader import Break, SegmentReader
-from .recovery import Recovered, read_place, start_writer
 from .records import Record, Status, parse_record
-from .segment import Chain, peek
+from .recovery import Recovered, start_writer
+from .segment import parse_line, peek
 from .tape import Tape
-from .writer import Durability, SegmentWriter, segment_name
+from .verify import PINS
+from .writer import Durability, FolderLock, SegmentWriter, segment_name
 
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 
@@ -47,8 +52,8 @@ class Stored(NamedTuple):
 class Cursor:
     """How far a reader of the live tail has come. Goes through JSON: `Cursor(**json)` and `cursor.places`."""
 
-    places: dict[str, tuple[int, int, str, int]] = field(default_factory=dict)
-    """By segment: (byte offset, lines, head, frontier)."""
+    places: dict[str, tuple[int, int, str, str, int, bool]] = field(default_factory=dict)
+    """By segment: (byte offset, lines, hash of the first line, head, frontier, sealed)."""
 
 
 class Store:
@@ -60,6 +65,7 @@ class Store:
         self.folder = path / "tapes"
         self._index_path = index
         self._writer: SegmentWriter | None = None
+        self._books_fold, self._books_cursor = BooksFold(), Cursor()
         self.recovered = Recovered()
         """What opening for writing found and did about writers that died."""
 
@@ -67,23 +73,26 @@ class Store:
     def create(cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Any) -> Self:
         """Start a run: make the directory where it is missing. RunExists when it holds tapes already.
 
-        Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more of
-        `SegmentWriter`. Without `cache` the index is kept in memory.
+        Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
+        of `SegmentWriter`. Without `cache` the index is kept in memory.
         """
         path = Path(path)
         disk.make_folder(path / "tapes")
         if segment_numbers(disk, path / "tapes"):
-            raise RunExists(f"{path} holds a run already: open it with Store.open(path, write=True), or choose another path")
+            raise RunExists(f"{path} holds a run already: open it with Store.open(path, write=True), or choose another "
+                            "path")
         return cls.open(path, write=True, disk=disk, cache=cache, **options)
 
     @classmethod
-    def open(cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True, **options: Any) -> Self:
-        """Open a run; for writing, this recovers what dead writers left (`store.recovered`). NoRun when there is none."""
+    def open(cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True,
+             **options: Any) -> Self:  # fmt: skip
+        """Open a run; for writing, this recovers what dead writers left (`store.recovered`). NoRun where none is."""
         path = Path(path)
         try:
             disk.names(path / "tapes")
         except (FileNotFoundError, NotADirectoryError):
-            raise NoRun(f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to") from None
+            raise NoRun(f"{path} is no run: it has no folder `tapes`; name the directory that a run was written "
+                        "to") from None
         store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and disk is REAL else None)
         if write:
             if "durability" in options:
@@ -103,16 +112,22 @@ class Store:
             self.close()
 
     def close(self) -> None:
-        """Seal the segment and write `pins.json`, the heads, beside the run's other files. StoreFailed if that fails."""
+        """Seal the segment and write `pins.json`, all heads, beside the run's other files. StoreFailed if it fails."""
         try:
             if self._writer is not None:
                 self._writer.close()
-                try:
-                    put_file(self.disk, self.path / "pins.json", to_json(self.heads(), indent=2) + b"\n")
-                except OSError as error:
-                    raise StoreFailed(f"all is written and sealed, but not {self.path / 'pins.json'}: {error}") from error
+                self._write_pins()
         finally:
             self._close_index()
+
+    def _write_pins(self) -> None:
+        """The heads of all that is sealed, and of nothing that a live writer may yet lose."""
+        self.refresh()
+        heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
+        try:
+            put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
+        except OSError as error:
+            raise StoreFailed(f"all is written and sealed, but not {self.path / PINS}: {error}") from error
 
     def abandon(self) -> None:
         """Let go without a seal, as a process that died would."""
@@ -177,9 +192,17 @@ class Store:
         if closed is not None or durable:
             where.append("status is not null" if closed or durable else "status is null")
         if durable:
+            mine, lines = self._own_frontier()
             where.append("not exists (select 1 from records r join segments s using (number) where r.tape = id "
-                         "and r.n >= s.frontier and s.sealed is null)")
+                         "and r.n >= s.frontier and s.sealed is null and not (r.number = ? and r.n < ?))")
+            values += [mine, lines]
         return self.index.tapes(" and ".join(where) or "1", values)
+
+    def _own_frontier(self) -> tuple[int, int]:
+        """Our own segment, and how many of its lines are durable, which its file need not say yet."""
+        if self._writer is None:
+            return 0, 0
+        return int(self._writer.segment), self._writer.durable_lines
 
     def tapes(self, **where: Any) -> Iterator[Tape]:
         """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
@@ -225,14 +248,17 @@ class Store:
         if name in family:
             return family[name]
         if name not in self.index.ids(name):
-            raise NotATape(f"tape {tape} was forked from tape {name}, which is not in {self.path}; bring the run that holds "
-                           "it here, or read the fork there")
+            raise NotATape(f"tape {tape} was forked from tape {name}, which is not in {self.path}; bring the run that "
+                           "holds it here, or read the fork there")
         return self._tape(name, family)
 
     def _bodies(self, places: list[Place]) -> Iterator[bytes]:
-        """Bodies at these places, with each segment's file opened once for those that stand together in it."""
-        for place in places:
-            yield read_place(self.folder, self.disk, place)
+        """Bodies at these places; the hash of each line is checked again."""
+        for number, group in groupby(places, lambda place: place.number):
+            with self.disk.open(self.folder / f"{segment_name(number)}.jsonl") as file:
+                for place in group:
+                    file.seek(place.offset)
+                    yield parse_line(file.read(place.length)[:-1]).body
 
     def layers(self, tape: str) -> list[Record]:
         """What was added to the tape after its end."""
@@ -254,12 +280,16 @@ class Store:
         for number in segment_numbers(self.disk, self.folder):
             name = segment_name(number)
             reader = SegmentReader(self.folder, name, disk=self.disk)
-            if name in places:
-                reader.offset, reader.chain.n, head, reader.chain.frontier = places[name]
-                reader.chain.head = head.encode()
-            found += self._stored(reader)
             chain = reader.chain
-            places[name] = (reader.offset, chain.n, chain.head.decode(), chain.frontier)
+            if name in places:
+                reader.offset, chain.n, first, head, chain.frontier, sealed = places[name]
+                chain.first, chain.head, chain.sealed = first.encode(), head.encode(), {} if sealed else None
+            found += self._stored(reader)
+            broken = reader.broken()
+            if broken is not None and broken.verdict == "corrupt":
+                raise broken.error()
+            places[name] = (reader.offset, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier,
+                            chain.sealed is not None)
         return found, Cursor(places)
 
     def _stored(self, reader: SegmentReader) -> Iterator[Stored]:
@@ -274,15 +304,42 @@ class Store:
         for place, body in zip(places, self._bodies(places), strict=True):
             yield Stored(segment_name(place.number), place.n, place.t, None, body)
 
+    def lineages(self) -> Lineages:
+        """Every `use` and `void` record, folded."""
+        return Lineages(stored.record for stored in self.run_records("use", "void"))
+
+    def ledger(self, lineage: str) -> Ledger:
+        """What that lineage has trained on: its redo log, its next update, the tapes it has taken."""
+        return self.lineages().ledger(lineage)
+
+    def books(self) -> Books:
+        """The account of every token and episode so far. Reads only what was added since it was last asked."""
+        found, self._books_cursor = self.tail(self._books_cursor)
+        for stored in found:
+            self._books_fold.add(stored.body)
+        return self._books_fold.books()
+
+    @cached_property
+    def media(self) -> Media:
+        """The run's media files."""
+        return Media(self.folder / "media", disk=self.disk)
+
+    def collect_media(self) -> list[str]:
+        """Remove the media files that no record names; gives their names. StoreFailed while any writer is at work."""
+        with FolderLock(self.disk, self.folder):
+            for number in segment_numbers(self.disk, self.folder):
+                handle = self.disk.edit(self.folder / f"{segment_name(number)}.jsonl")
+                free = self.disk.lock(handle)
+                self.disk.close(handle)
+                if not free:
+                    raise StoreFailed(f"segment {segment_name(number)} has a writer, which may be about to name a "
+                                      "media file; close it first")
+            return self.media.collect(stored.body for stored in self.records())
+
     def heads(self) -> dict[str, str]:
         """Head of every segment: kept elsewhere, they are the pins that `verify` can compare with."""
         self.refresh()
         return {segment.name: segment.head for segment in self.index.segments()}
 
 
-def read_heads(path: Path) -> dict[str, str]:
-    """The pins in a file that `close` wrote."""
-    return from_json(path.read_bytes())
-
-
-__all__ = ["Chain", "Cursor", "Durability", "Store", "Stored", "Summary"]
+__all__ = ["Cursor", "Durability", "Store", "Stored", "Summary"]

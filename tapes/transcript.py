@@ -7,8 +7,6 @@ nothing of terminals or HTML.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -136,11 +134,6 @@ def episode_rewards(tape: Tape) -> dict[str, float]:
 def call_lines(tape: Tape) -> list[CallLine]:
     """Every model call of this tape's own, in order."""
     return [_call_line(call) for call in tape.calls]
-
-
-def status_counts(summaries: Iterable[TapeSummary]) -> dict[str, int]:
-    """How many tapes ended in which way, most frequent first."""
-    return dict(Counter(summary.status for summary in summaries).most_common())
 
 
 def _call_line(call: Call) -> CallLine:

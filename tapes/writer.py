@@ -27,8 +27,8 @@ from .segment import MAX_LINE, ZERO, encode_line
 Done = Callable[[StoreFailed | None], None]
 
 NAMED_EVERY = 256
-"""Lines. A busy writer, too, states the frontier this often, as a `commit` names the segment: that ties the lines around
-it to their file when a stretch of it is damaged."""
+"""Lines. A busy writer, too, states the frontier this often: a `commit` names its segment, and so ties the lines
+around it to their file when a stretch of it is damaged."""
 
 
 class Durability(StrEnum):
@@ -88,7 +88,7 @@ class SegmentWriter:
         """Take over the locked, empty file of segment `name` and make its first line durable.
 
         `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
-        unsynced when nobody waits for it. Without `thread`, nothing is written but in `sync` and `close`.
+        unsynced when nobody waits for it. Without `thread`, nothing is written but in `commit`, `sync` and `close`.
         """
         self.folder, self.disk, self.durability = folder, disk, durability
         self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
@@ -106,7 +106,7 @@ class SegmentWriter:
         self._size = 0
         pinned = dict(pins or {})
         self._start(name, pinned, next(reversed(pinned.values())).encode() if pinned else ZERO)
-        self._commit(sync=True)
+        self.commit()
         self._raise_failure()
         self._thread = threading.Thread(target=self._run, name=f"tapereel-{name}", daemon=True) if thread else None
         if self._thread is not None:
@@ -120,8 +120,8 @@ class SegmentWriter:
     def append(self, body: bytes) -> None:
         """Queue one record body (compact JSON). Never waits for the disk; StoreFailed once poisoned or closed."""
         if len(body) > MAX_LINE - 1024 or b"\n" in body or body[:1] != b"{" or body[-1:] != b"}":
-            raise ValueError(f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object without "
-                             f"line breaks, at most {MAX_LINE - 1024} bytes (larger content belongs into media files)")
+            raise ValueError(f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object "
+                             f"without line breaks, at most {MAX_LINE - 1024} bytes (larger things are media)")
         with self._lock:
             self._check()
             self._line(body)
@@ -144,6 +144,7 @@ class SegmentWriter:
         self._base = self._appended
         versions = {"schema": SCHEMA}
         self._line(Open(segment=name, pid=self._pid, at=self._clock(), pins=pins, versions=versions).body())
+        self._first = self._head.decode()
 
     @property
     def head(self) -> str:
@@ -164,8 +165,8 @@ class SegmentWriter:
         """A new error for each who asks, so that tracebacks don't grow into each other."""
         cause = self._failure
         assert cause is not None
-        message = (f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, nothing "
-                   "more is written by this process. Mend the disk, then open the run again; it recovers itself")
+        message = (f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
+                   "but this process writes nothing more. Mend the disk, then open the run again: it recovers itself")
         error = StoreFailed(cause.errno, message) if cause.errno else StoreFailed(message)
         error.__cause__ = cause
         return error
@@ -193,21 +194,22 @@ class SegmentWriter:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, future, error)
 
-        if self._wait(done):
+        if self.when_durable(done):
             await future
 
     def sync(self) -> None:
         """`durable` for code outside an event loop: blocks."""
-        if self._thread is None:
-            self._commit(sync=True)
-            self._raise_failure()
-            return
         future: Future[None] = Future()
-        if self._wait(lambda error: _resolve(future, error)):
+        if self.when_durable(lambda error: _resolve(future, error)):
+            if self._thread is None:
+                self.commit()
             future.result()
 
-    def _wait(self, done: Done) -> bool:
-        """Queue `done` for what is appended now; False when there is nothing to wait for."""
+    def when_durable(self, done: Done) -> bool:
+        """Have `done` called, in the writer's thread, once what is appended now is durable or can't be any more.
+
+        False when it is durable already; then `done` is not called.
+        """
         with self._lock:
             self._check()
             reached = self._written if self.durability is Durability.OS else self._durable
@@ -236,7 +238,7 @@ class SegmentWriter:
                 return
             sync = (waiting and self.durability is not Durability.OS) or old or (idle and self._durable < self._written)
             if sync or not idle:
-                self._commit(sync=sync)
+                self.commit(sync=sync)
                 unsynced_since = None if sync else unsynced_since or time.monotonic()
             elif not self._stated:
                 self._state()
@@ -246,8 +248,8 @@ class SegmentWriter:
                         self._sleeping = True
                         self._wake.wait()
 
-    def _commit(self, *, sync: bool) -> None:
-        """Write what is queued, sync if asked to, then tell those who waited for it."""
+    def commit(self, *, sync: bool = True) -> None:
+        """Write what is queued, sync if asked to, then tell those who waited for it. The thread's business, if any."""
         try:
             if self._size >= self._rotate_bytes:
                 self._rotate()
@@ -285,10 +287,10 @@ class SegmentWriter:
                 return
             self._commit_line()
             self._stated = True
-        self._commit(sync=False)
+        self.commit(sync=False)
 
     def _commit_line(self) -> None:
-        self._line(Commit(segment=self.segment).body())
+        self._line(Commit(opened=self._first).body())
         self._unnamed = 0
 
     def _rotate(self) -> None:
@@ -313,7 +315,7 @@ class SegmentWriter:
     def _seal(self, reason: str, following: str | None) -> bytes:
         """The seal's line. It says that all lines before it are durable, so they must be when it is written."""
         n = self._appended - self._base
-        body = Seal(segment=self.segment, reason=reason, next=following).body()
+        body = Seal(opened=self._first, reason=reason, next=following).body()
         line, self._head = encode_line(n, n, self._head, body)
         self._appended += 1
         return line
@@ -338,7 +340,7 @@ class SegmentWriter:
             self._thread.join()
         atexit.unregister(self._at_exit)
         if self._failure is None:
-            self._commit(sync=True)
+            self.commit()
         if self._failure is None:
             self._finish(reason)
         try:

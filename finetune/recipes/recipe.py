@@ -50,18 +50,18 @@ class Recipe(Word):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """True allows a KL price in the reward and a KL loss at once; they are different words, and both is rarely meant."""
+    """True allows a KL price in the reward and a KL loss at once: different words, and both is rarely meant."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
         priced = [word.kind for word in self.shape if isinstance(word, TokenKL | EpisodeKL) and word.beta > 0]
-        if priced and any(isinstance(r, KL) and r.active and r.to == "reference" for r in self.regulariser):
-            if not self.both_kls:
-                raise ValueError(f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take one "
-                                 "out, or set both_kls=True to mean both")
+        paid = any(isinstance(word, KL) and word.needs_reference for word in self.regulariser)
+        if priced and paid and not self.both_kls:
+            raise ValueError(f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take "
+                             "one out, or set both_kls=True to mean both")
         if self.token_price is not None and self.credit.kind == "broadcast":
-            raise ValueError(f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to carry it "
-                             "along: use credit 'returns' or 'gae', or shape 'episode_kl'")
+            raise ValueError(f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to "
+                             "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'")
         if len([word for word in self.shape if isinstance(word, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
         return self
@@ -111,16 +111,15 @@ class Recipe(Word):
     def but(self, changes: Mapping[str, Any] | None = None, /, **words: Any) -> Recipe:
         """A copy with some words changed: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes the named constants of a word, unless it names another `kind`; anything else replaces the word.
+        A mapping changes the named constants of a word; a surrogate of another `kind` starts from its own defaults.
+        Anything else replaces the word.
         """
         whole = self.model_dump()
         for name, value in {**(changes or {}), **words}.items():
             old = whole.get(name)
-            same = isinstance(value, Mapping) and isinstance(old, dict)
-            if same and value.get("kind", old.get("kind")) == old.get("kind"):
-                value = {**old, **value}
-            elif same and name not in _UNIONS:
-                value = {**old, **value}
+            if isinstance(value, Mapping) and isinstance(old, dict):
+                other = name in _UNIONS and value.get("kind", old["kind"]) != old["kind"]
+                value = dict(value) if other else {**old, **value}
             whole[name] = value.model_dump() if isinstance(value, Word) else value
         return read(whole)
 

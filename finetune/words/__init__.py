@@ -1,5 +1,5 @@
-"""The eleven words of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser, select,
-weigh. Each is its constants and a pure function over the stream."""
+"""The eleven words of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
+select, weigh. Each is its constants and a pure function over the stream."""
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .. import segments
 from ..stream import Stream
 from .word import Context, Word
 
@@ -65,9 +66,9 @@ class GroupWeights(Word):
     """Makes up for groups that teach nothing."""
 
     kind: Literal["groups"] = "groups"
-    flat: float = Field(1.0, ge=0)
+    flat: float = Field(default=1.0, ge=0)
     """Weight of a group without spread (its advantages are 0 under most baselines; its regularisers aren't weighed)."""
-    cap: float = Field(3.0, gt=0)
+    cap: float = Field(default=3.0, gt=0)
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         return a * self.weights(stream, context).to(a.dtype)[stream.group]
@@ -78,15 +79,13 @@ class GroupWeights(Word):
         scored = table.trains & ~table.reward.isnan()
         seen = torch.zeros(len(table.groups), dtype=torch.bool)
         seen[table.group[scored]] = True
-        low = torch.full((len(seen),), torch.inf, dtype=torch.float64)
-        low = low.scatter_reduce(0, table.group[scored], table.reward[scored], "amin")
-        high = (-torch.full_like(low, torch.inf)).scatter_reduce(0, table.group[scored], table.reward[scored], "amax")
+        low, high = segments.extremes(table.reward[scored], table.group[scored], len(seen))
         spread = high > low
         counts = context.add_up(torch.tensor([float(seen.sum()), float(spread.sum())], dtype=torch.float64))
         groups, informative = counts.tolist()
         if not informative:
             return torch.ones_like(low)
-        return torch.where(spread, min(groups / informative, self.cap), self.flat).to(torch.float64)
+        return torch.full_like(low, self.flat).masked_fill(spread, min(groups / informative, self.cap))
 
 
 Adjust = Annotated[Whiten | ClipAdvantage | Relu | GroupWeights, Field(discriminator="kind")]

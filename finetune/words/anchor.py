@@ -35,9 +35,9 @@ class Anchor(Word):
     weight: Literal["none", "truncate", "mask"] = "none"
     per: Per = "token"
     combine: Literal["mean", "sum"] = "mean"
-    low: float = Field(0.0, ge=0)
+    low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
-    high: float = Field(2.0, gt=0)
+    high: float = Field(default=2.0, gt=0)
     """Largest importance weight."""
 
     @model_validator(mode="after")

@@ -58,7 +58,7 @@ class Baseline(Word):
     def _compare(self, x: Tensor, owner: Tensor, n: int, context: Context) -> Tensor:
         if self.by == "batch":
             return self._whole(x, context)
-        size = segments.count(owner, n)
+        size = segments.count(owner, n).to(x.dtype)
         low, high = segments.extremes(x, owner, n)
         flat = low == high
         context.sums.add("group/flat", flat)
@@ -67,9 +67,9 @@ class Baseline(Word):
         y = x - segments.mean(x, owner, n)[owner]
         match self.kind:
             case "loo":
-                y = y * (size / (size - 1).clamp(min=1))[owner].to(x.dtype)
+                y = y * (size / (size - 1).clamp(min=1))[owner]
             case "std":
-                spread = segments.total(y * y, owner, n) / (size - self.ddof).clamp(min=1).to(x.dtype)
+                spread = segments.total(y * y, owner, n) / (size - self.ddof).clamp(min=1)
                 y = y / (spread.sqrt() + self.eps)[owner]
             case "batch_std":
                 count, _, square = context.mean_and_square(x)

@@ -47,7 +47,7 @@ class Credit(Word):
         reward = clock.place(y, stream)
         if price is not None:
             reward = reward + segments.total(price.to(reward.dtype), clock.step, len(reward))
-        decay = torch.where(clock.last, 0.0, self.gamma).to(reward.dtype)
+        decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
             return segments.recur(reward, decay)[clock.step], None
         if stream.value is None:

@@ -6,8 +6,8 @@
 A coefficient is fixed, or a controller's: after each update  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 with the mean k1 of the update and its n episodes.
 
-1. k1 is refused as a loss: its expected gradient is 0. Under `estimate` k2 has the gradient of KL(pi || ref), k3 that of
-   KL(ref || pi).
+1. k1 is refused as a loss: its expected gradient is 0. That of k2 is the gradient of KL(pi || ref), that of k3 the one
+   of KL(ref || pi).
 2. The adaptive factor never goes below 0, however many episodes an update has: a negative coefficient would reward
    divergence.
 """
@@ -44,7 +44,7 @@ class KL(Word):
     kind: Literal["kl"] = "kl"
     to: Literal["reference", "sampler"] = "reference"
     estimator: Estimator = "k3"
-    beta: float = Field(0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0)
     adaptive: Adaptive | None = None
 
     @field_validator("estimator")

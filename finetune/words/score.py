@@ -1,7 +1,7 @@
 """score: what is asked of the model for each own token. The bridge itself is `finetune.score`.
 
-A log-prob is log softmax(logits / T). For a policy gradient T is the temperature that the token was sampled at, since the
-scored distribution must be the sampled one; maximum likelihood is of the model itself, T = 1.
+A log-prob is log softmax(logits / T). For a policy gradient T is the temperature that the token was sampled at, since
+the scored distribution must be the sampled one; maximum likelihood is of the model itself, T = 1.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ class Select(Word):
 
     flat: Literal["keep", "drop"] = "keep"
     bounds: tuple[float, float] | None = None
-    keep: int | None = Field(None, ge=1)
+    keep: int | None = Field(default=None, ge=1)
     keep_how: Literal["best", "spread"] = "best"
-    entropy_top: float | None = Field(None, gt=0, le=1)
-    kl_mask: float | None = Field(None, gt=0)
-    shift_mask: float | None = Field(None, gt=0)
+    entropy_top: float | None = Field(default=None, gt=0, le=1)
+    kl_mask: float | None = Field(default=None, gt=0)
+    shift_mask: float | None = Field(default=None, gt=0)
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
         """(E,) bool: episodes that may enter, and count in their group."""

@@ -49,9 +49,9 @@ class PPO(_Surrogate):
     """Clipped ratio."""
 
     kind: Literal["ppo"] = "ppo"
-    low: float = Field(0.2, ge=0, le=1)
-    high: float = Field(0.2, ge=0)
-    dual: float | None = Field(None, gt=1)
+    low: float = Field(default=0.2, ge=0, le=1)
+    high: float = Field(default=0.2, ge=0)
+    dual: float | None = Field(default=None, gt=1)
     """Bound on r for A < 0 (dual clip); None: none."""
     per: Per = "token"
 
@@ -86,9 +86,9 @@ class CISPO(_Surrogate):
     """Clipped weights in front of the score function: no token loses its gradient."""
 
     kind: Literal["cispo"] = "cispo"
-    low: float | None = Field(None, ge=0, le=1)
+    low: float | None = Field(default=None, ge=0, le=1)
     """The weight is at least 1 - low; None: no bound."""
-    cap: float = Field(5.0, gt=0)
+    cap: float = Field(default=5.0, gt=0)
     """The weight is at most this."""
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
@@ -103,8 +103,8 @@ class CPG(_Surrogate):
     """Clipped policy gradient: bounds on the log-prob, no ratio in the gradient."""
 
     kind: Literal["cpg"] = "cpg"
-    low: float = Field(0.2, ge=0, lt=1)
-    high: float = Field(0.2, ge=0)
+    low: float = Field(default=0.2, ge=0, lt=1)
+    high: float = Field(default=0.2, ge=0)
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
                  context: Context) -> Tensor:
@@ -119,14 +119,14 @@ class SAPO(_Surrogate):
     """A soft gate in place of the clip."""
 
     kind: Literal["sapo"] = "sapo"
-    tau: float = Field(1.0, gt=0)
+    tau: float = Field(default=1.0, gt=0)
     """Where A > 0."""
-    tau_negative: float = Field(1.05, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
     """Where A < 0."""
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
                  context: Context) -> Tensor:
-        tau = torch.where(a > 0, self.tau, self.tau_negative).to(lp.dtype)
+        tau = torch.full_like(lp, self.tau_negative).masked_fill(a > 0, self.tau)
         return -4 / tau * torch.sigmoid(tau * (exp(lp - anchor) - 1)) * a
 
 
@@ -148,7 +148,7 @@ class MinorNLL(_Surrogate):
     """Cross-entropy that fades where the model already outgrew the reference."""
 
     kind: Literal["minor_nll"] = "minor_nll"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0)
     per: Per = "episode"
     """Over what log-ratios are averaged."""
 

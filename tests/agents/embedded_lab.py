@@ -8,9 +8,17 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
-from transformers import Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tapereel.agents.embedded import EmbeddedEngine
 from tapereel.agents.engine import Completion, Request
@@ -18,12 +26,16 @@ from tapereel.agents.sampler import as_seed, uniforms
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Sampling
 
-import numpy as np  # isort: skip
-
 torch.set_num_threads(1)
 
 VOCABULARY = 40
 END = 1
+
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
@@ -46,11 +58,8 @@ class Digits:
 def decoder(family: str = "llama", seed: int = 0, **config: Any) -> PreTrainedModel:
     """Two layers, width 32, two key-value heads for four queries; random weights wide enough to disagree by seed."""
     make, cls, own = FAMILIES[family]
-    shape = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=192, initializer_range=0.15,
-                 bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
-    return cls(make(**{**shape, **own, **config})).eval()
+    return cls(make(**{**SHAPE, **own, **config})).eval()
 
 
 def engine(model: PreTrainedModel, **options: Any) -> EmbeddedEngine:

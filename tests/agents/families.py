@@ -39,7 +39,8 @@ class Family:
 FAMILIES = {
     "chatml": Family("chatml", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "qwen3": Family("qwen3", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>",
-                    plain=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")),
+                    plain=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                           "</tool_response>")),
     "llama3": Family("llama3", ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
                                 "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"), "<|eot_id|>", "<|begin_of_text|>"),
     "mistral": Family("mistral", ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]",

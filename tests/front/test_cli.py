@@ -75,7 +75,8 @@ def test_json_is_one_object_on_stdout_and_the_rest_is_progress(verb, capsys: pyt
     def run(args) -> int:
         say("working")
         print("a library talks")
-        answer(args, {"n": args.n, "unknown": float("nan"), "most": float("inf"), "deep": [{"x": float("-inf")}]}, "n is 3")
+        inf = float("inf")
+        answer(args, {"n": args.n, "unknown": float("nan"), "most": inf, "deep": [{"x": -inf}]}, "n is 3")
         return Exit.UNVERIFIABLE
 
     verb(run)
@@ -132,7 +133,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path):
             "import types; m = types.ModuleType('tapereel._many'); m.EXAMPLE = ''\n"
             "m.configure = lambda p: None\n"
             "def run(args):\n"
-            "    for _ in range(100000): args.out.write('x' * 80 + chr(10))\n"
+            "    for _ in range(100000): args.answer_to.write('x' * 80 + chr(10))\n"
             "    return 0\n"
             "m.run = run; sys.modules['tapereel._many'] = m; cli.VERBS['many'] = ('_many', 'x')\n"
             "sys.exit(cli.main(['many']))")  # fmt: skip

@@ -1,0 +1,110 @@
+"""`tapereel demo`: the whole of it on one tiny task, in minutes on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..tapes.config import add_config_arguments, dump_config, load_config
+from ..tapes.console import Exit, answer, say
+
+if TYPE_CHECKING:
+    from .demo import Progress
+
+EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/demo-ALGO-SEED)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (0)")
+    parser.add_argument("--algo", choices=["grpo", "reinforce"], default=None, help="recipe of the improvement (grpo)")
+    parser.add_argument("--model-size", choices=["micro", "tiny", "small", "base"], default=None,
+                        help="25 thousand to 770 thousand parameters (small: 340 thousand)")  # fmt: skip
+    parser.add_argument("--controls", action="store_true",
+                        help="two more runs with as many trained tokens: imitation only, and rewards shuffled")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, wherever it stopped")
+    add_config_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and print its table."""
+    from .demo import Demo, DemoConfig
+    from .demo_report import next_commands, scores
+
+    given = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
+    config = load_config(DemoConfig(**given), args.config, args.sets)
+    out = Path(args.out or f"runs/demo-{config.algo}-{config.seed}")
+    if args.dry_run:
+        answer(args, config, dump_config(config))
+        return Exit.HOLDS
+    with _progress() as progress:
+        demo = Demo(config, out, controls=args.controls, progress=progress)
+        summary = demo.run(resume=args.resume)
+    answer(args, summary, _table(demo, scores(demo)), _closing(demo, summary, next_commands(demo)))
+    return Exit.HOLDS
+
+
+def _table(demo: Any, rows: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"Held-out reward (exact answers), {len(demo.held_out)} tasks, seed {demo.config.seed}", title_justify="left")
+    for name, right in (("policy", False), ("sampled", True), ("greedy", True), ("note", False)):
+        table.add_column(name, justify="right" if right else "left")
+    for row in rows:
+        table.add_row(row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
+    return table
+
+
+def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> str:
+    seconds, tokens = summary["seconds"], summary["tokens"]
+    lines = [
+        f"{seconds['total']:.0f} s in all: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
+        f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, side by side).",
+        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them trained on.",
+        f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
+        "", "Next, on this very run:", *(f"  {command}" for command in commands),
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A live line per phase on a terminal; elsewhere a line of text every few seconds."""
+    if sys.stderr.isatty():
+        with _bars() as report:
+            yield report
+        return
+    last = {"at": 0.0, "phase": ""}
+
+    def report(phase: str, done: int, of: int, note: str) -> None:
+        now = time.monotonic()
+        if phase != last["phase"] or done == of or now - last["at"] > 5:
+            last.update(at=now, phase=phase)
+            say(f"{phase}: {done}/{of} {note}".rstrip())
+
+    yield report
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..tapes.console import console_for
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console_for(sys.stderr)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, done: int, of: int, note: str) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=of, note=note)
+            bars.update(tasks[phase], completed=done, total=of, note=note)
+
+        yield report

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Check the segments of a Tapereel run with nothing but the standard library: read it, run it, trust nothing else.
+
+    python verify_tape.py RUN [--pin SEGMENT:HASH] ...
+
+The format. RUN/tapes/000001.jsonl, 000002.jsonl, ...: one line per record,
+    {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
+h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c says how many lines were
+durable when this one was written.   p is the h of the line before; on the first line a head that its body pins, or 64
+zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; nothing follows
+a {"t":"seal"}, whose c is its n.
+{"t":"commit"} and seal state as "opened" the h of the segment's first line.
+A pin is the h of a line that its segment must hold.   A tape's digest is d0 = SHA-256("tapereel/1"), then
+d = SHA-256(d + b) over the bytes b of its records `begin`, `step`, `call`, `reward`, `end`, in order, to its `end`.
+
+Exit code 0: all lines are whole, chained and pinned. 1: bytes that were durable are not what was written. 2: it can't
+be told (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is used where it is there.
+It does not know whether a torn tail is old garbage: a later line in the same file that says otherwise is believed.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+HEAD = re.compile(rb'\{"n":(\d+),"c":(\d+),"p":"([0-9a-f]{64})","b":(?=\{)')
+TAPE_RECORDS = ("begin", "step", "call", "reward", "end")
+
+
+def read_line(raw):
+    """(n, c, p, body bytes, record, h) of a line, or ValueError."""
+    match, cut = HEAD.match(raw), raw.rfind(b',"h":')
+    if not match or not re.fullmatch(rb',"h":"[0-9a-f]{64}"\}\n', raw[cut:]):
+        raise ValueError("not a line")
+    h = hashlib.sha256(raw[:cut]).hexdigest()
+    if h != raw[cut + 6 : -3].decode():
+        raise ValueError("its hash is not that of its bytes")
+    body = raw[match.end() : cut]
+    try:
+        record = json.loads(body)
+    except RecursionError:
+        raise ValueError("its body is nested without end") from None
+    if not isinstance(record.get("t"), str):
+        raise ValueError("its body is no record")
+    return int(match[1]), int(match[2]), match[3].decode(), body, record, h
+
+
+def can_stand(line, name, state):
+    """Whether a sound line is the one that belongs after `state` in segment `name`."""
+    (n, c, p, _, record, _), (lines, head, frontier, sealed, first) = line, state
+    if sealed or n != lines or not frontier <= c <= n:
+        return False
+    if n == 0:
+        pinned = record.get("pins")
+        ours = record["t"] == "open" and record.get("segment") == name and isinstance(pinned, dict)
+        return ours and (p == head or p in pinned.values())
+    if record["t"] in ("commit", "seal") and record.get("opened") != first:
+        return False
+    return p == head and record["t"] != "open" and (record["t"] != "seal" or c == n)
+
+
+def read_segment(path, run):
+    """Check one file; gives what it holds and adds its hashes, pins and tapes to `run`."""
+    name, state, broken = path.stem, (0, "0" * 64, 0, False, ""), None
+    run["hashes"][name] = set()
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                line = read_line(raw)
+                if broken is None and not can_stand(line, name, state):
+                    broken = f"line {state[0]} is another"
+            except ValueError as error:
+                line, broken = None, broken or f"line {state[0]}: {error}"
+            if broken is None and line is not None:
+                state = (state[0] + 1, line[5], line[1], line[4]["t"] == "seal", state[4] or line[5])
+                take(line, name, run)
+            elif state[3] or (line is not None and line[1] > state[0]):
+                run["corrupt"].append(f"segment {name}, {broken}, and that place was durable")
+                break
+        else:
+            run["torn"] += [f"segment {name}, {broken}"] if broken else []
+    return {"lines": state[0], "head": state[1], "sealed": state[3], "broken": broken}
+
+
+def take(line, name, run):
+    n, _, _, body, record, h = line
+    run["hashes"][name].add(h)
+    run["pins"] += list(record["pins"].items()) if n == 0 else []
+    tape = record.get("tape")
+    if record["t"] in TAPE_RECORDS and tape not in run["closed"]:
+        before = run["digests"].get(tape, hashlib.sha256(b"tapereel/1").digest())
+        run["digests"][tape] = hashlib.sha256(before + body).digest()
+        run["closed"] |= {tape} if record["t"] == "end" else set()
+
+
+def check(folder, pins):
+    run = {"hashes": {}, "pins": list(pins), "digests": {}, "closed": set(), "corrupt": [], "torn": []}
+    if (folder / "pins.json").exists():
+        run["pins"] += list(json.loads((folder / "pins.json").read_text()).items())
+    paths = sorted((folder / "tapes").glob("[0-9]*.jsonl"), key=lambda path: int(path.stem))
+    segments = {path.stem: read_segment(path, run) for path in paths}
+    run["corrupt"] += [f"segment {name} does not hold the pinned {h}"
+                       for name, h in dict.fromkeys(run["pins"]) if h not in run["hashes"].get(name, ())]
+    numbers = {int(name) for name in segments}
+    holes = sorted(set(range(1, max(numbers, default=0))) - numbers)
+    code = 1 if run["corrupt"] else 2 if run["torn"] or holes or not segments else 0
+    return code, {"verdict": ("holds", "broken", "can't be told")[code], "corrupt": run["corrupt"], "torn": run["torn"],
+                  "holes": holes, "segments": segments, "records": sum(s["lines"] for s in segments.values()),
+                  "tapes": {tape: digest.hex() for tape, digest in run["digests"].items()},
+                  "open": sorted(set(run["digests"]) - run["closed"]),
+                  "not checked": ["what the records mean", "media files", "the books"] + ([] if run["pins"] else
+                                  ["a tail cut off, or everything rewritten: only a pin shows that"])}
+
+
+def main(arguments):
+    pins = [tuple(arguments[i + 1].split(":")) for i, word in enumerate(arguments) if word == "--pin"]
+    code, report = check(Path(arguments[0]), pins)
+    print(json.dumps(report, indent=2))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else print(__doc__) or 64)

@@ -1,0 +1,441 @@
+"""check_env: each way of breaking the contract is found, by its own check, in a sentence that names the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+from typing import Any, ClassVar
+
+import pytest
+
+from tapereel.envs import BadTasks, Calculator, Environment, Finding, Outcome, Report, calculator_tasks, check_env
+from tapereel.envs.calculator import Problem, demonstrate, read_action
+from tapereel.envs.check import CHECKS
+from tapereel.envs.probe import Probe
+from tapereel.tapes import Action, Observation, Tape
+
+
+class Roll(Observation, kind="c_roll"):
+    value: Any
+
+
+class Press(Action, kind="c_press"):
+    n: int
+
+
+class Dice(Environment[Press]):
+    """A sound one: rolls three times and sums up."""
+
+    async def reset(self, task: int) -> Roll:
+        await asyncio.sleep(0)
+        self.sum = 0
+        self.left = 3
+        return Roll(value=task)
+
+    async def step(self, action: Press) -> Outcome:
+        await asyncio.sleep(0)
+        self.left -= 1
+        self.sum += self.rng.randrange(6)
+        if self.left == 0:
+            return Outcome(reward=self.sum / 15, terminated=True, metrics={"sum": self.sum})
+        return Outcome(Roll(value=self.sum))
+
+
+def press(seen: Observation, rng: random.Random) -> Press:
+    return Press(n=rng.randrange(3))
+
+
+def _check(factory: Any, **options: Any) -> Report:
+    # On a machine with too much to do any thread may rest for a while; only the test of stalls asks for them.
+    options.setdefault("stall", 60.0)
+    return check_env(factory, options.pop("tasks", [1, 2, 3]), options.pop("actions", press), **options)
+
+
+def test_a_sound_environment_passes_every_check():
+    report = _check(Dice, reward_range=(0.0, 1.0))
+    assert report.ok
+    assert report.findings == ()
+    assert report.checks == dict.fromkeys(CHECKS, "ok")
+    assert (report.environment, report.episodes, report.turns) == ("Dice", 3, 9)
+    assert report.rewards is not None
+    assert 0 <= report.rewards[0] <= report.rewards[1] <= 1
+
+
+def test_the_demo_environment_passes():
+    class Demonstrator:
+        """Keeps what it saw, which a policy of one episode at a time may."""
+
+        def __call__(self, seen: Observation, rng: random.Random) -> Action:
+            if isinstance(seen, Problem):
+                self.question, self.results = seen.text, []
+            else:
+                self.results.append(str(seen))
+            return read_action(demonstrate(self.question, self.results, rng))
+
+    report = check_env(lambda: Calculator(scorer="chain_sum"), calculator_tasks(5), Demonstrator(), episodes=5,
+                       stall=60.0, reward_range=(0, 1))  # fmt: skip
+    assert report.findings == ()
+    assert {k: v for k, v in report.checks.items() if v != "ok"} == {
+        "cancellation": "skipped: no call ever waits, so there is nothing to cancel"
+    }
+
+
+class RaisesInStep(Dice):
+    async def step(self, action: Press) -> Outcome:
+        raise RuntimeError("the server is gone")
+
+
+class RaisesInReset(Dice):
+    async def reset(self, task: int) -> Roll:
+        return [][task]
+
+
+class ShadyScore(Dice):
+    async def step(self, action: Press) -> Outcome:
+        return Outcome(reward=math.nan)
+
+
+class SyncStep(Dice):
+    def step(self, action: Press) -> Outcome:  # type: ignore[override]
+        return Outcome(reward=1.0, terminated=True)
+
+
+class WrongReset(Dice):
+    async def reset(self, task: int) -> Any:
+        return "hello"
+
+
+class WrongStep(Dice):
+    async def step(self, action: Press) -> Any:
+        return Roll(value=1), 1.0, True, {}
+
+
+class WrongFinish(Dice):
+    async def finish(self, status: Any) -> Any:
+        return 1.0
+
+
+class WaitsForEver(Dice):
+    async def step(self, action: Press) -> Outcome:
+        await asyncio.Event().wait()
+        return Outcome()
+
+
+class OwnTimeout(Dice):
+    async def step(self, action: Press) -> Outcome:
+        raise TimeoutError("the tool took too long")
+
+
+class CloseRaises(Dice):
+    async def close(self) -> None:
+        raise OSError("already closed")
+
+
+class CloseNeedsReset(Dice):
+    async def close(self) -> None:
+        self.left = self.left + 1
+
+
+class CloseHangs(Dice):
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+class HoldsASet(Dice):
+    async def reset(self, task: int) -> Roll:
+        self.sum, self.left = 0, 3
+        return Roll(value={1, 2})
+
+
+class HoldsAnObject(Dice):
+    async def reset(self, task: int) -> Roll:
+        self.sum, self.left = 0, 3
+        return Roll(value=object())
+
+
+class TooMuch(Dice):
+    async def step(self, action: Press) -> Outcome:
+        return Outcome(reward=7.0, terminated=True)
+
+
+class GlobalRandom(Dice):
+    async def step(self, action: Press) -> Outcome:
+        return Outcome(Roll(value=random.random()), reward=1.0, terminated=True)
+
+
+class OnTheClass(Dice):
+    count: ClassVar[int] = 0
+
+    async def reset(self, task: int) -> Roll:
+        type(self).count = 0
+        return await super().reset(task)
+
+    async def step(self, action: Press) -> Outcome:
+        type(self).count += 1
+        outcome = await super().step(action)
+        return Outcome(outcome.observation, reward=outcome.reward, terminated=outcome.terminated,
+                       metrics={"count": type(self).count})  # fmt: skip
+
+
+class ForgetsTheGenerator(Dice):
+    async def restore(self, task: int, tape: Tape) -> None:
+        await self.reset(task)
+        self.left -= len(tape.actions)
+        self.sum = tape.observations[-1].value  # type: ignore[attr-defined]
+
+
+class RestoreRaises(Dice):
+    async def restore(self, task: int, tape: Tape) -> None:
+        raise KeyError("snapshot")
+
+
+class SwallowsCancellation(Dice):
+    async def step(self, action: Press) -> Outcome:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.left = 0
+        return await super().step(action)
+
+
+class MangledCancellation(Dice):
+    async def reset(self, task: int) -> Roll:
+        try:
+            return await super().reset(task)
+        except asyncio.CancelledError:
+            raise RuntimeError("can't stop now") from None
+
+
+BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
+    RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
+    RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
+    ShadyScore: ("raises", "'reward' is nan; leave it out where there is no score", "in step"),
+    SyncStep: ("types", "SyncStep.step is not async; write `async def step`", None),
+    WrongReset: ("types", "WrongReset.reset gave 'hello'; it must give an Observation", None),
+    WrongStep: ("types", "WrongStep.step gave (Roll(value=1), 1.0, True, {}); it must give an Outcome", None),
+    WrongFinish: ("types", "WrongFinish.finish gave 1.0; it must give an Outcome or None", None),
+    WaitsForEver: ("hangs", "WaitsForEver.step gave no answer in 0.3 s", "in step"),
+    OwnTimeout: ("raises", "OwnTimeout.step raised TimeoutError: the tool took too long", "in step"),
+    CloseRaises: ("close", "CloseRaises.close raised OSError: already closed", "in close"),
+    CloseNeedsReset: ("close", "CloseNeedsReset.close raised AttributeError", "in close"),
+    CloseHangs: ("hangs", "CloseHangs.close gave no answer in 0.3 s", "in close"),
+    HoldsASet: ("records", "Roll(value={1, 2}) reads back from its record as Roll(value=[1, 2])", None),
+    HoldsAnObject: ("records", "can't be written on a tape: PydanticSerializationError", None),
+    TooMuch: ("rewards", "an episode earned 7, outside the promised 0 to 1", None),
+    GlobalRandom: ("determinism", "turn 1 gave observation Roll(value=0.", None),
+    OnTheClass: ("concurrency", "keep state on the instance, not on its class", None),
+    ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode went on otherwise", None),
+    RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
+    SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished as if nothing", None),
+    MangledCancellation: ("cancellation", "MangledCancellation.reset was cancelled and raised RuntimeError", None),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_each_fault_is_found_by_its_check_and_nothing_else_is_blamed(broken: type[Dice]):
+    check, says, where = BROKEN[broken]
+    report = _check(broken, timeout=0.3 if check == "hangs" else 10.0, reward_range=(0.0, 1.0))
+    assert not report.ok
+    assert {finding.check for finding in report.findings} == {check}
+    assert any(says in finding.sentence for finding in report.findings), str(report)
+    assert report.checks[check] == "failed"
+    frames = {finding.where for finding in report.findings}
+    assert frames == {None} if where is None else all(f is not None and __file__ in f and where in f for f in frames)
+    assert says in str(report)
+
+
+def test_a_play_that_ends_badly_skips_what_can_no_longer_be_told():
+    report = _check(RaisesInStep)
+    assert report.episodes == 0
+    assert report.rewards is None
+    assert report.checks["determinism"] == "skipped: no episode came to its end"
+    assert _check(GlobalRandom).checks["restore"] == "skipped: episodes can't be compared while determinism fails"
+    assert _check(WaitsForEver, timeout=0.3).checks["close"] == "skipped: a call never came back"
+
+
+class Unscored(Dice):
+    async def step(self, action: Press) -> Outcome:
+        outcome = await super().step(action)
+        return Outcome(outcome.observation, terminated=outcome.terminated)
+
+
+class Silent(Dice):
+    async def step(self, action: Press) -> Outcome:
+        outcome = await super().step(action)
+        return Outcome(reward=outcome.reward, terminated=outcome.terminated)
+
+
+class Empty(Dice):
+    async def reset(self, task: int) -> Roll:
+        await super().reset(task)
+        return Blank(value="")
+
+
+class Blank(Roll, kind="c_blank"):
+    def __str__(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(("odd", "check", "says"), [
+    (Unscored, "rewards", "ended as `finished` after 3 turns has no reward"),
+    (Silent, "types", "gave no observation on Press(n="),
+    (Empty, "records", "reads as an empty string"),
+])  # fmt: skip
+def test_what_may_be_meant_is_a_warning(odd: type[Dice], check: str, says: str):
+    report = _check(odd)
+    assert report.ok
+    assert {(f.check, f.severity) for f in report.findings} == {(check, "warning")}
+    assert says in report.findings[0].sentence
+    assert report.checks[check] == "warned"
+
+
+def test_an_episode_that_does_not_end_is_cut_and_scored_as_a_limit():
+    asked: list[Any] = []
+
+    class Endless(Dice):
+        async def step(self, action: Press) -> Outcome:
+            return Outcome(Roll(value=self.rng.random()))
+
+        async def finish(self, status: Any) -> Outcome:
+            asked.append(str(status))
+            return Outcome(reward=0.25)
+
+    report = _check(Endless, max_turns=5, tasks=[1])
+    assert report.ok
+    assert (report.turns, report.rewards) == (5, (0.25, 0.25))
+    assert set(asked) == {"limit"}
+
+
+def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
+    noticed = threading.Event()
+    found = Probe.found
+
+    def telling(self: Probe, check: str, *args: Any, **options: Any) -> None:
+        found(self, check, *args, **options)
+        if check == "blocks":
+            noticed.set()
+
+    monkeypatch.setattr(Probe, "found", telling)
+
+    class Blocks(Dice):
+        async def step(self, action: Press) -> Outcome:
+            self.slow_tool()
+            return await super().step(action)
+
+        def slow_tool(self) -> None:
+            assert noticed.wait(60)
+
+    report = _check(Blocks, stall=0.02)
+    (finding,) = report.findings
+    assert finding.check == "blocks"
+    assert "Blocks.slow_tool held the event loop" in finding.sentence
+    assert "threading.py" in finding.sentence
+    assert "set `blocking = True` on Blocks" in finding.sentence
+    assert finding.where is not None
+    assert finding.where.startswith(__file__)
+    assert finding.where.endswith("in slow_tool")
+
+
+def test_a_declared_blocking_environment_is_played_in_threads():
+    threads: list[set[int]] = []
+
+    class Threaded(Dice):
+        blocking = True
+
+        def __init__(self) -> None:
+            self.threads: set[int] = set()
+            threads.append(self.threads)
+
+        async def step(self, action: Press) -> Outcome:
+            self.threads.add(threading.get_ident())
+            return await super().step(action)
+
+    report = _check(Threaded)
+    assert report.ok, str(report)
+    assert report.checks["blocks"] == "skipped: it says so itself (`blocking`), and runs in a thread"
+    assert report.checks["cancellation"] == "skipped: a call in a thread can't be cancelled"
+    assert report.checks["concurrency"] == "ok"
+    stepped = [one for one in threads if one]
+    assert len(stepped) == 3 + 3 + 3 + 1  # first plays, again, beside each other, restored
+    assert all(len(one) == 1 and threading.get_ident() not in one for one in stepped)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_call_that_never_returns_does_not_hold_the_check(declared: bool):
+    release = threading.Event()
+
+    class Stuck(Dice):
+        blocking = declared
+
+        async def step(self, action: Press) -> Outcome:
+            release.wait(60)
+            return await super().step(action)
+
+    try:
+        report = _check(Stuck, timeout=0.5)
+    finally:
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "check-Stuck":
+                thread.join(60)
+    (finding,) = report.findings
+    assert finding.check == "hangs"
+    assert "Stuck.step was called and neither came back within 0.75 s nor let itself be cancelled" in finding.sentence
+    assert finding.where is not None
+    assert finding.where.endswith("in step")
+    assert report.checks["restore"] == "skipped: a call never came back"
+
+
+def test_an_irreversible_environment_is_played_once():
+    steps: list[int] = []
+
+    class Sends(Dice):
+        effect = "irreversible"
+
+        async def step(self, action: Press) -> Outcome:
+            steps.append(action.n)
+            return await super().step(action)
+
+    report = _check(Sends, tasks=[1, 2])
+    assert len(steps) == report.turns == 6
+    for check in ("determinism", "concurrency", "restore", "cancellation"):
+        assert report.checks[check] == "skipped: the environment is irreversible"
+
+
+def test_the_callers_own_mistakes_are_raised():
+    with pytest.raises(BadTasks, match="at least one task"):
+        _check(Dice, tasks=[])
+    with pytest.raises(TypeError, match="the policy gave 3 on Roll"):
+        _check(Dice, actions=lambda seen, rng: 3)
+    with pytest.raises(TypeError, match="which is no Environment"):
+        _check(lambda: None)
+    one = Dice()
+    with pytest.raises(TypeError, match="same instance twice"):
+        _check(lambda: one)
+
+
+def test_a_check_can_run_inside_a_loop_and_leaves_no_thread_behind():
+    async def main() -> Report:
+        return _check(Dice)
+
+    before = threading.active_count()
+    assert asyncio.run(main()).ok
+    for thread in threading.enumerate():
+        if thread.name.startswith(("check-Dice", "tapereel-loop-watch")):
+            thread.join(60)
+    assert threading.active_count() <= before
+
+
+def test_the_report_is_json_and_text():
+    report = _check(RaisesInStep)
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    assert json.loads(report.model_dump_json())["findings"][0]["check"] == "raises"
+    text = str(report)
+    assert text.splitlines()[0].startswith("RaisesInStep: NOT OK (0 episodes, 0 turns, rewards none, ")
+    assert all(name in text for name in CHECKS)
+    assert "  failed  raises        no method raises" in text
+    assert "  skipped restore       no episode came to its end" in text
+    assert Finding(check="x", sentence="y").severity == "error"

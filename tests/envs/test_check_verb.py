@@ -1,0 +1,130 @@
+"""`tapereel check-env` and the loading of things by name."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tapereel.envs import Environment, check_verb
+from tapereel.envs.named import load_named
+from tapereel.tapes.console import Exit, UsageError
+
+SOURCE = '''
+from tapereel.envs import Environment, Outcome
+from tapereel.tapes import Answer, Text
+
+
+class Parrot(Environment[Answer]):
+    async def reset(self, task):
+        self.word = task
+        return Text(text=f"say {task}")
+
+    async def step(self, action):
+        return Outcome(reward=float(action.text == self.word), terminated=True)
+
+
+class Rude(Parrot):
+    async def step(self, action):
+        raise RuntimeError("no\\x1b[31m!")
+
+
+class inner:
+    words = ["a", "b"]
+
+
+def words():
+    return ["a", "b"]
+
+
+def say(seen, rng):
+    return Answer(text=seen.text.split()[-1])
+'''
+
+
+@pytest.fixture
+def parrots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    before = set(sys.modules)
+    (tmp_path / "parrots_of_a_test.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield "parrots_of_a_test.py"
+    for name in set(sys.modules) - before:
+        if name.startswith("parrots"):
+            del sys.modules[name]
+
+
+def _run(*words: str) -> tuple[int, str]:
+    parser = argparse.ArgumentParser()
+    check_verb.configure(parser)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args([*words, "--stall", "60"])
+    args.answer_to = io.StringIO()
+    return check_verb.run(args), args.answer_to.getvalue()
+
+
+@pytest.mark.parametrize("tasks", ["parrots_of_a_test.py:words", '["a", "b"]', "parrots_of_a_test.py:inner.words"])
+def test_a_sound_environment_exits_0(parrots: str, tasks: str):
+    code, out = _run(f"{parrots}:Parrot", "--tasks", tasks, "--actions", f"{parrots}:say", "--reward-range", "0", "1")
+    assert code == Exit.HOLDS
+    assert out.startswith("Parrot: ok (2 episodes, 2 turns, rewards 1 to 1,")
+
+
+def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
+    code, out = _run(f"{parrots}:Rude", "--tasks", '["a"]', "--actions", f"{parrots}:say", "--json")
+    assert code == Exit.BROKEN
+    (line,) = out.splitlines()
+    assert json.loads(line)["checks"]["raises"] == "failed"
+    _, shown = _run(f"{parrots}:Rude", "--tasks", '["a"]', "--actions", f"{parrots}:say")
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--tasks", "3"], "give a JSON list"),
+    (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
+    (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
+    (["--tasks", "nothing"], "names nothing"),
+])  # fmt: skip
+def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
+    with pytest.raises(UsageError, match=says):
+        _run(f"{parrots}:Parrot", *words, "--actions", f"{parrots}:say")
+
+
+def test_names_of_files_and_modules_are_one_thing(parrots: str):
+    by_file = load_named(f"{parrots}:Parrot")
+    assert issubclass(by_file, Environment)
+    assert load_named("parrots_of_a_test:Parrot") is by_file
+    assert by_file.__module__ == "parrots_of_a_test"
+    assert load_named("json:loads") is json.loads
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("no_such_module:x", "there is no module 'no_such_module'"),
+    ("json.no_such:x", "there is no module 'json.no_such'"),
+    ("no_such.py:x", "there is no file"),
+    ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot"),
+    ("parrots_of_a_test.py", "names nothing; write package.module:name"),
+    (":x", "names nothing"),
+])  # fmt: skip
+def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        load_named(name)
+
+
+def test_a_file_named_as_a_known_module_is_refused(parrots: str):
+    Path("json.py").write_text("x = 1")
+    with pytest.raises(UsageError, match="is another one already; rename the file"):
+        load_named("json.py:x")
+
+
+def test_an_error_inside_the_file_is_the_files_own_and_leaves_nothing_behind(parrots: str):
+    Path("parrots_broken.py").write_text("import no_such_thing_at_all")
+    for name in ("parrots_broken.py:x", "parrots_broken:x"):
+        with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
+            load_named(name)
+    assert "parrots_broken" not in sys.modules

@@ -1,0 +1,94 @@
+"""Small batches for tests: rows and episodes spelled out token by token, and a model small enough for float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tapereel.finetune.rows import Row
+from tapereel.finetune.stream import Episode, Stream
+from tapereel.tapes.records import Status
+
+LEDGER = Path(__file__).parents[1] / "ledger"
+VOCABULARY = 23
+
+
+@cache
+def ledger(name: str) -> dict[str, Any]:
+    """Inputs and expected numbers of one block of the ledger."""
+    return json.loads((LEDGER / f"{name}.json").read_text())
+
+
+def row(tape: str = "a", group: str = "g", *, turns: Sequence[int] = (3,), first_turn: int = 0, prompt: int = 2,
+        between: int = 1, after: int = 0, old: Sequence[float] | None = None, temperature: float = 1.0,
+        version: int = 0, rng: np.random.Generator | None = None, calls: Sequence[str] | None = None) -> Row:
+    """A row whose turn i has turns[i] own tokens: prompt, own, `between` of the environment's, own, ..., `after`."""
+    rng = rng or np.random.default_rng(0)
+    own: list[int] = []
+    of_turn: list[int] = []
+    offset: list[int] = []
+    at = prompt
+    for i, n in enumerate(turns):
+        own += range(at, at + n)
+        of_turn += [first_turn + i] * n
+        offset += range(n)
+        at += n + between
+    length = at - between + after
+    n = len(own)
+    names = calls or [f"{tape}/{first_turn + i}" for i in range(len(turns))]
+    return Row(
+        tape=tape, group=group, input_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        own=np.array(own, np.int32), old=np.array([-1.0] * n if old is None else old, np.float32),
+        temperature=np.full(n, temperature, np.float32), version=np.full(n, version, np.int32),
+        call=np.array(of_turn, np.int32) - first_turn, turn=np.array(of_turn, np.int32),
+        offset=np.array(offset, np.int32), calls=tuple(names), agents=("player",) * len(turns), versions=("run:0",),
+    )
+
+
+def simple(rewards: Sequence[float | None], groups: Sequence[str] | None = None, *, tokens: int = 2,
+           forks: Sequence[str] | None = None) -> tuple[list[Row], list[Episode]]:
+    """One row of `tokens` own tokens and one reward per episode."""
+    groups = groups or ["g"] * len(rewards)
+    rows = [row(f"t{i}", g, turns=(tokens,)) for i, g in enumerate(groups)]
+    episodes = [Episode(tape=f"t{i}", group=g, reward=r, fork=forks[i] if forks else None)
+                for i, (r, g) in enumerate(zip(rewards, groups, strict=True))]
+    return rows, episodes
+
+
+def exact(rows: Sequence[Row], episodes: Sequence[Episode], **columns: Any) -> Stream:
+    """The stream in float64, with optional columns (and `old`) given as numbers."""
+    stream = Stream.of(rows, episodes, dtype=torch.float64)
+    return stream.having(**{name: doubles(values) for name, values in columns.items()})
+
+
+def doubles(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64)
+
+
+def episode(tape: str = "a", group: str = "g", reward: float | None = 1.0, **fields: Any) -> Episode:
+    if fields.pop("cut", False):
+        fields["status"] = Status.TRUNCATED
+    return Episode(tape=tape, group=group, reward=reward, **fields)
+
+
+def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> Any:
+    """Two layers, hidden 16, vocabulary 23."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "tie_word_embeddings": True, "initializer_range": 0.3,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**{**defaults, **config})).to(dtype)
+    torch.set_rng_state(state)
+    return model

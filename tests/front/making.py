@@ -1,0 +1,81 @@
+"""Tapes for the tests of what shows them: a guessing game, played by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
+from tapereel.envs import Environment, Outcome
+from tapereel.tapes import Action, Observation, Sampling, Status, Tape, Task, Text
+from tapereel.tapes.arrays import floats, ints
+from tapereel.tapes.log import TapeLog, step_record
+from tapereel.tapes.records import Begin, Call, End, Identity, Reward
+from tapereel.tapes.steps import Answer
+from tapereel.tapes.store import Store
+
+
+class Hint(Observation, kind="front_hint"):
+    text: str
+
+
+class Guess(Action, kind="front_guess"):
+    number: int
+
+
+class Guessing(Environment[Guess]):
+    async def reset(self, task: int) -> Hint:
+        self.secret = task
+        return Hint(text="from 1 to 9")
+
+    async def step(self, action: Guess) -> Outcome:
+        if action.number == self.secret:
+            return Outcome(reward={"right": 1.0}, terminated=True, metrics={"luck": 0.5})
+        return Outcome(Hint(text="higher" if action.number < self.secret else "lower"), reward={"late": -0.25})
+
+    async def finish(self, status: Status) -> Outcome:
+        return Outcome(reward={"played": 0.125})
+
+
+class Guesser(Agent):
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Guess]:
+        yield Guess(number=int((await llm(tape)).text))
+
+
+async def _play(answers: Sequence[str], **more: object) -> Tape:
+    return await rollout(Guesser(), Guessing(), task=7, engine=ScriptedEngine(answers), **more)  # type: ignore[arg-type]
+
+
+def played(*answers: str) -> Tape:
+    """One episode with these answers."""
+    return asyncio.run(_play(answers))
+
+
+def run_of(path: Path, episodes: Sequence[tuple[str, Sequence[str]]]) -> list[Tape]:
+    """A run directory with an episode for each (split, answers)."""
+
+    async def play_all(store: Store) -> list[Tape]:
+        return [await _play(answers, journal=store.writer, split=split) for split, answers in episodes]
+
+    with Store.create(path) as store:
+        return asyncio.run(play_all(store))
+
+
+def sampled_tape(answer: str, *, logprobs: Sequence[float] | None, spans: tuple[tuple[str, int, int], ...] = (),
+                 question: str = "6*7", reward: float = 1.0) -> Tape:  # fmt: skip
+    """A tape of one turn whose answer has one token a character and an end token (id 3)."""
+    name = f"{random.Random(answer).getrandbits(88):022x}"
+    task = Task(public=question, private="42")
+    log = TapeLog(Begin(tape=name, task=task, task_hash=task.hash, agent=Identity(name="solver"),
+                        env=Identity(name="Sums"), env_seed=0, seed=0, split="eval", at=0.0))  # fmt: skip
+    log.append(step_record(name, Text(text=question), by="env"))
+    ids = ints([*map(ord, answer), 3])
+    log.append(Call(tape=name, call=f"{name}.1", by="solver", prompt=ints([1]), completion=ids, text=answer, at=0.0,
+                    logprobs=None if logprobs is None else floats(logprobs), spans=spans, finish="stop",
+                    sampling=Sampling(), engine="embedded"))  # fmt: skip
+    log.append(step_record(name, Answer(text=answer), by="solver", calls=((f"{name}.1", 0, len(ids)),)))
+    log.append(Reward(tape=name, step=1, name="exact", value=reward))
+    log.append(End(tape=name, status=Status.FINISHED, seconds=0.5, at=1.0))
+    return Tape(log)

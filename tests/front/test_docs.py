@@ -1,0 +1,132 @@
+"""The documents do what they say: Python blocks run, command lines parse, links lead somewhere.
+
+A fence ```python runs with those before it in the same file; a fence ```text right after one is what it prints. In a
+fence ```bash every line that calls `tapereel` must be one that the command takes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tapereel import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class Fence(NamedTuple):
+    language: str
+    line: int
+    """Of the opening fence, counted from 1."""
+    body: str
+    follows: bool
+    """True when only blank lines stand between the fence before and this one."""
+
+
+def fences(text: str) -> Iterator[Fence]:
+    """The fenced blocks of a Markdown text."""
+    language, start, body, quiet = "", 0, [], False
+    for number, line in enumerate(text.splitlines(), start=1):
+        mark = re.match(r"\s*```(?!`)(\S*)\s*$", line)
+        if mark and not start:
+            language, start, body = mark[1], number, []
+        elif mark:
+            yield Fence(language, start, "\n".join(body), quiet)
+            start, quiet = 0, True
+        elif start:
+            body.append(line)
+        elif line.strip():
+            quiet = False
+
+
+def _blocks(path: Path) -> list[tuple[int, str, str | None]]:
+    blocks: list[tuple[int, str, str | None]] = []
+    before = ""
+    for fence in fences(path.read_text(encoding="utf-8")):
+        if fence.language == "python":
+            blocks.append((fence.line, fence.body, None))
+        elif fence.language == "text" and fence.follows and before == "python":
+            blocks[-1] = (*blocks[-1][:2], fence.body)
+        before = fence.language
+    return blocks
+
+
+def _commands(path: Path) -> Iterator[list[str]]:
+    for fence in fences(path.read_text(encoding="utf-8")):
+        if fence.language in ("bash", "sh", "console"):
+            for line in fence.body.replace("\\\n", " ").splitlines():
+                for part in re.split(r"&&|\||;", line.removeprefix("$ ")):
+                    words = shlex.split(part, comments=True)
+                    if words and Path(words[0]).name == "tapereel":
+                        yield words[1:]
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
+def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):
+    blocks = tmp_path / "blocks.json"
+    blocks.write_text(json.dumps(_blocks(path)), encoding="utf-8")
+    runner = Path(__file__).with_name("snippets.py")
+    done = subprocess.run([sys.executable, "-W", "error", runner, blocks], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_the_command_lines_of_a_document_parse(path: Path):
+    for words in _commands(path):
+        if words and words[0] in cli.VERBS:
+            cli.verb_parser(words[0]).parse_args(words[1:])
+        else:
+            cli._top_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_the_links_of_a_document_lead_somewhere(path: Path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize(("heading", "ends"), [
+    ("### Run it", '.[demo]" && .venv/bin/tapereel demo'),
+    ("### Test it", '.[dev]" && .venv/bin/python -m pytest'),
+])  # fmt: skip
+def test_the_readme_has_two_commands_that_start_from_nothing(heading: str, ends: str):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count(f"\n{heading}\n") == 1
+    section = text.split(f"\n{heading}\n")[1].split("\n#")[0]
+    (fence,) = fences(section)
+    assert fence.body == f'python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e "{ends}'
+
+
+def test_ci_runs_the_command_that_the_readme_gives(tmp_path: Path):
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (extract,) = re.findall(r"^test_command=\$\((.*)\)$", script, flags=re.MULTILINE)
+    found = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (fence,) = fences(readme.split("\n### Test it\n")[1].split("\n#")[0])
+    assert found == fence.body + "\n"
+    assert 'bash -c "$test_command"' in script
+    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
+
+
+def test_every_mark_of_a_slow_part_has_its_turn_in_ci():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (left_out,) = re.findall(r"-m '([^']*)'", project)
+    marks = re.findall(r"not (\w+)", left_out)
+    assert f"for mark in {' '.join(marks)}; do" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_a_fence_is_found_with_its_line_and_its_output():
+    text = "a\n```python\nx = 1\n```\n\n```text\n1\n```\nb\n```text\n2\n```\n"
+    assert list(fences(text)) == [
+        Fence("python", 2, "x = 1", False), Fence("text", 6, "1", True), Fence("text", 10, "2", False),
+    ]  # fmt: skip
