@@ -10,21 +10,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .envs.base import Environment, Outcome
-    from .tapes import Action, Observation, Tape, Task, Thought
+    from .agents import (
+        LLM,
+        Agent,
+        ChatAgent,
+        Limits,
+        ReplayEngine,
+        ScriptedEngine,
+        agent,
+        delegate,
+        rollout,
+        rollout_group,
+    )
+    from .agents.embedded import EmbeddedEngine
+    from .agents.render import Renderer
+    from .envs import Environment, Outcome, Taskset, check_env
+    from .finetune import Loop, Trainer, get_recipe, rows
+    from .tapes import Action, Observation, Sampling, Tape, Task, Thought
     from .tapes.config import load_config
+    from .tapes.store import Store
 
-__all__ = ["Action", "Environment", "Observation", "Outcome", "Tape", "Task", "Thought", "load_config"]
+__all__ = [
+    "LLM", "Action", "Agent", "ChatAgent", "EmbeddedEngine", "Environment", "Limits", "Loop", "Observation", "Outcome",
+    "Renderer", "ReplayEngine", "Sampling", "ScriptedEngine", "Store", "Tape", "Task", "Taskset", "Thought", "Trainer",
+    "agent", "check_env", "delegate", "get_recipe", "load_config", "rollout", "rollout_group", "rows",
+]  # fmt: skip
 
 _HOME = {
-    "Action": "tapes",
-    "Environment": "envs.base",
-    "Observation": "tapes",
-    "Outcome": "envs.base",
-    "Tape": "tapes",
-    "Task": "tapes",
-    "Thought": "tapes",
+    **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ReplayEngine", "ScriptedEngine"), "agents"),
+    **dict.fromkeys(("agent", "delegate", "rollout", "rollout_group"), "agents"),
+    "EmbeddedEngine": "agents.embedded",
+    "Renderer": "agents.render",
+    **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
+    **dict.fromkeys(("Loop", "Trainer", "get_recipe", "rows"), "finetune"),
+    **dict.fromkeys(("Action", "Observation", "Sampling", "Tape", "Task", "Thought"), "tapes"),
     "load_config": "tapes.config",
+    "Store": "tapes.store",
 }
 """name -> module inside the package."""
 
@@ -32,7 +53,12 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        from .tapes.extras import raise_missing
+
+        raise_missing(error, f"tapereel.{name}")
     globals()[name] = value
     return value
 

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from typing import NoReturn, cast
 
 from .tapes.console import Exit, UsageError, Verb, say
-from .tapes.errors import NoRun, NoSuchTape, TapereelError
+from .tapes.errors import MissingExtra, NoRun, NoSuchTape, TapereelError
+from .tapes.extras import extra_of
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("finetune.demo_command", "make a model, record it, train it, and see it learn: minutes on a CPU"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
     "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
     "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),
+    "check-env": ("envs.check_verb", "check that an environment keeps its promises"),
     "export": ("finetune.export", "write the rows of a run's tapes as a dataset"),
 }
 """verb -> (module inside tapereel, what it does)."""
@@ -108,6 +110,12 @@ def _run(name: str, words: list[str]) -> int:
         args.answer_to = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             return int(load(name).run(args))
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name or "")
+        if traceback or extra is None:
+            raise
+        say(f"tapereel {name}: {MissingExtra(error.name or '', extra, f'`tapereel {name}`')}")
+        return Exit.BROKEN
     except BrokenPipeError:
         # The reader of our stdout has gone (`| head`); the interpreter's last flush must not fail over it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -112,10 +112,6 @@ class ParkingLot:
         differ = entry.ids[:n] != ids[:n]
         return entry, int(differ.argmax()) if differ.any() else n
 
-    def touch(self, key: str) -> None:
-        """Mark `key` as used just now."""
-        self._by_key.move_to_end(key)
-
     def forget(self, key: str) -> None:
         """Drop what is parked under `key`, if anything is."""
         entry = self._by_key.pop(key, None)
@@ -221,7 +217,6 @@ class Batch:
         entry, shared = self.parked.find(generation.key, ids)
         if entry is not None and shared:
             self.decoder.restore(slot, entry.kv, shared)
-            self.parked.touch(generation.key)
         return ids, shared
 
     def _seat(self, slot: int, generation: Generation, have: int, new: int) -> None:

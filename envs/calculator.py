@@ -20,9 +20,9 @@ from .reasoning import reasoning_scorer, reasoning_tasks
 from .taskset import BadTasks, Taskset
 
 # Bounded operands: a product of two has at most 24 digits, so no call costs more than microseconds.
-_BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})", re.ASCII)
-_NUMBER = re.compile(r"-?[0-9]{1,24}", re.ASCII)
-_TERM = re.compile(r"[+*-]?[0-9]+", re.ASCII)
+_BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
+_NUMBER = re.compile(r"-?[0-9]{1,24}")
+_TERM = re.compile(r"[+*-]?[0-9]+")
 UNREADABLE = "?"
 """What the calculator answers to an expression that it can't read."""
 

@@ -82,7 +82,7 @@ class Taskset(Sequence[Task]):
         except ImportError as error:
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
         with TemporaryDirectory() as scratch:
-            # A cache that outlives this call would serve rows of a file that has changed since.
+            # The rows are read once and kept here: a copy in the user's cache would only lie about.
             rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             return cls(rows, row=row, size=size, name=name or path.stem)
 

@@ -1,1 +1,74 @@
-""""""
+"""From tape to gradient: rows, the stream, the objective's words, the trainer, the loop, and what they leave to read.
+
+Torch is imported by the names that need it, at their first use. Knows nothing of the command line.
+"""
+
+if __name__ == "finetune":
+    raise ImportError("import tapereel.finetune, not finetune: the repository root is the package `tapereel` "
+                      "(pip install -e .)")
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ..tapes.extras import raise_missing
+
+try:
+    # Not lazy: a function and its module share a name, and whoever imports the module first would hide the function.
+    from .evaluate import Evaluation, evaluate
+    from .rows import Row, all_rows, rows
+except ModuleNotFoundError as _error:
+    raise_missing(_error, "tapereel.finetune")
+
+if TYPE_CHECKING:
+    from .classic import (
+        RLConfig,
+        populate_rl_data,
+        prepare_rl_fields,
+        rl_step,
+        to_dataset,
+        update_rewards_and_advantages,
+    )
+    from .config import LoopConfig, OptimiserConfig, WarmStartConfig
+    from .history import History
+    from .loop import Loop
+    from .recipes import RECIPES, Recipe, get_recipe
+    from .report import ReportData, write_report
+    from .sft import warm_start
+    from .stream import Episode, Stream
+    from .trainer import Trainer, UpdateStats
+
+__all__ = [
+    "RECIPES", "Episode", "Evaluation", "History", "Loop", "LoopConfig", "OptimiserConfig", "RLConfig", "Recipe",
+    "ReportData", "Row", "Stream", "Trainer", "UpdateStats", "WarmStartConfig", "all_rows", "evaluate", "get_recipe",
+    "populate_rl_data", "prepare_rl_fields", "rl_step", "rows", "to_dataset", "update_rewards_and_advantages",
+    "warm_start", "write_report",
+]  # fmt: skip
+
+_HOME = {
+    **dict.fromkeys(("RLConfig", "populate_rl_data", "prepare_rl_fields", "rl_step", "to_dataset",
+                     "update_rewards_and_advantages"), "classic"),
+    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "config"),
+    "History": "history",
+    "Loop": "loop",
+    **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
+    **dict.fromkeys(("ReportData", "write_report"), "report"),
+    "warm_start": "sft",
+    **dict.fromkeys(("Episode", "Stream"), "stream"),
+    **dict.fromkeys(("Trainer", "UpdateStats"), "trainer"),
+}  # fmt: skip
+"""name -> module inside this package."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise_missing(error, f"tapereel.finetune.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
 """`tapereel export`: the rows of a run's tapes as a Hugging Face dataset, in JSONL, Parquet or a dataset folder.
 
-One row per token sequence, with the classic columns (`classic.to_dataset`) and, of its tape, `reward`, `status`, `split`
-and `task_hash`. Unknown numbers are null, never 0. A tape that has no token ids is counted, not guessed at: give the
-tokenizer of the model that will be trained. Running tapes are left out. The run is only read.
+One row per token sequence, with the classic columns (`classic.to_dataset`) and, of its tape, `reward`, `status`,
+`split` and `task_hash`. Unknown numbers are null, never 0. A tape without token ids is counted, not guessed at: give
+the tokenizer of the model that will be trained. Running tapes are left out. The run is only read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def export(tapes: Iterable[Tape], path: str | Path, *, renderer: Any | None = No
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
     if path.suffix not in (".jsonl", ".parquet", ""):
-        raise UsageError(f"{path}: rows go to a .jsonl or .parquet file, or to a folder (no ending), not {path.suffix!r}")
+        raise UsageError(f"{path}: rows go to a .jsonl or .parquet file, or to a folder without an ending")
     try:
         from .classic import to_dataset
         from .rows import rows

@@ -92,6 +92,7 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "train", "drawing a curve") from error
     # Text is never mathematics: a name with a `$` in it stays as it is.
@@ -106,6 +107,10 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
         axes = figure.add_subplot()
         _lines(axes, curves, levels)
         axes.set(title=safe(title), xlabel=safe(xlabel), ylabel=safe(ylabel))
+        if all(float(x).is_integer() for curve in curves for x in curve.x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if _is_share(curves, levels):
+            axes.set_ylim(-0.03, 1.03)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=FAINT, alpha=0.5, linewidth=0.6)
         axes.tick_params(length=0)
@@ -118,6 +123,12 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
                 figure.savefig(target, format="png", dpi=200, facecolor=PAPER)
             else:
                 figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+
+
+def _is_share(curves: Sequence[Curve], levels: Sequence[Level]) -> bool:
+    """All numbers are from 0 to 1, so that the whole of that range is the honest frame."""
+    values = [y for curve in curves for y in curve.y if not math.isnan(y)] + [level.value for level in levels]
+    return bool(values) and min(values) >= 0 and max(values) <= 1
 
 
 def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:

@@ -188,5 +188,5 @@ def _parts(values: dict[str, float]) -> list[tuple[str, float, float, int]]:
     whole = sum(values.values())
     ordered = sorted(values.items(), key=lambda item: -item[1])
     colours = [0 if not value else min(i, 7) for i, (_, value) in enumerate(ordered, start=1)]
-    return [(name, value, value / whole if whole else 0.0, colour)
+    return [(name.replace("_", " "), value, value / whole if whole else 0.0, colour)
             for (name, value), colour in zip(ordered, colours, strict=True)]  # fmt: skip

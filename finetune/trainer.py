@@ -224,7 +224,11 @@ class Trainer:
             if not bool(scores.logprob.isfinite().all()):
                 done.skipped, done.loss = "log-prob", float("nan")
                 break
-            self._observe(scores.logprob.detach(), scores.entropy, micro.index, part, done.sums)
+            done.sums.add("logprob", scores.logprob.detach(), extremes=True)
+            if scores.entropy is not None:
+                done.sums.add("entropy", scores.entropy.detach())
+            if self.recipe.surrogate.advantages:
+                observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
             if whole is not None:
                 tensors = [t for t in scores if t is not None]
                 torch.autograd.backward(tensors, [g[micro.index] for g in whole[:len(tensors)]])
@@ -262,18 +266,6 @@ class Trainer:
         return forward(self.model, micro, entropy=self.recipe.needs_entropy,
                        unit_temperature=self.recipe.score.temperature == "one")
 
-    def _observe(self, lp: Tensor, entropy: Tensor | None, index: Tensor, part: objective.Part, sums: Sums) -> None:
-        sums.add("logprob", lp, extremes=True)
-        if entropy is not None:
-            sums.add("entropy", entropy.detach())
-        if self.recipe.surrogate.advantages:
-            delta = (lp.cpu() - part.batch.stream.old[index].to(lp.dtype)).double()
-            sums.add("mismatch", delta.abs(), extremes=True)
-            sums.add("kl/old", -delta)
-            ratio = delta.clamp(max=20).exp()
-            sums.add("ratio", ratio, extremes=True)
-            sums.add("ratio/square", ratio.square())
-
     def _after(self, sums: Sums, part: objective.Part) -> None:
         """What follows an applied update: the count, the controllers, the running average."""
         self.steps += 1
@@ -306,3 +298,13 @@ class Trainer:
             raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
         for name, tensor in state["averaged"].items():
             self.averaged[name].copy_(tensor)
+
+
+def observe(lp: Tensor, old: Tensor, sums: Sums) -> None:
+    """Adds up how far the log-probs now (n,) are from those at sampling (n,): what ESS and KL follow from."""
+    delta = lp.cpu().double() - old.double()
+    sums.add("mismatch", delta.abs(), extremes=True)
+    sums.add("kl/old", -delta)
+    ratio = delta.clamp(max=20).exp()
+    sums.add("ratio", ratio, extremes=True)
+    sums.add("ratio/square", ratio.square())

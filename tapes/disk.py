@@ -66,6 +66,10 @@ class Disk(Protocol):
 
     def size(self, path: Path) -> int: ...
 
+    def nonce(self) -> str:
+        """6 random hex digits."""
+        ...
+
 
 class RealDisk:
     """The operating system's files. POSIX only, as the locks are `flock`."""
@@ -136,6 +140,9 @@ class RealDisk:
 
     def size(self, path: Path) -> int:
         return os.stat(path).st_size
+
+    def nonce(self) -> str:
+        return os.urandom(3).hex()
 
 
 REAL = RealDisk()

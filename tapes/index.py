@@ -16,27 +16,27 @@ from pydantic_core import to_json
 
 from .disk import REAL, Disk
 from .reader import Break, SegmentReader
-from .segment import BadLine, Line, parse_line, peek, read_body
+from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
 
 _FORMAT = 1
 _SCHEMA = """
 create table if not exists segments (
-    number integer primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
+    name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
     sealed text, next text, pins text);
 create table if not exists tapes (
-    id text primary key, number integer, n integer, split text, task_hash text, task text, group_id text,
+    id text primary key, segment text, n integer, split text, task_hash text, task text, group_id text,
     attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
     reward real, calls integer, actions integer, sampled integer);
 create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
 create table if not exists records (
-    tape text, number integer, n integer, t text, offset integer, length integer,
-    primary key (tape, number, n)) without rowid;
+    tape text, segment text, n integer, t text, offset integer, length integer,
+    primary key (tape, segment, n)) without rowid;
 create index if not exists tapes_by_status on tapes (status);
 create index if not exists tapes_by_group on tapes (group_id);
 create index if not exists tapes_by_task on tapes (task_hash);
 """
 _COLUMNS = (
-    "id", "number", "n", "split", "task_hash", "task", "group_id", "attempt", "agent", "env", "effect", "parent",
+    "id", "segment", "n", "split", "task_hash", "task", "group_id", "attempt", "agent", "env", "effect", "parent",
     "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled",
 )  # fmt: skip
 _BATCH = 20_000
@@ -46,7 +46,7 @@ _ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role
 class Segment(NamedTuple):
     """What is known of one segment's intact part."""
 
-    number: int
+    name: str
     offset: int
     """Bytes."""
     last: int
@@ -63,16 +63,12 @@ class Segment(NamedTuple):
     pins: str
     """JSON of `open.pins`."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.number:06d}"
-
 
 class Summary(NamedTuple):
     """What a list of tapes shows of one, without reading it."""
 
     id: str
-    number: int
+    segment: str
     """The segment that it begins in."""
     n: int
     """The ordinal of its `begin` there."""
@@ -104,7 +100,7 @@ class Summary(NamedTuple):
 class Place(NamedTuple):
     """Where one record's line stands."""
 
-    number: int
+    segment: str
     n: int
     t: str
     offset: int
@@ -153,15 +149,15 @@ class Index:
         self._db, self._path = _connect(None), None
 
     def _refresh(self) -> dict[str, Break]:
-        known = {row.number: row for row in self.segments()}
-        numbers = segment_numbers(self.disk, self.folder)
-        if not all(number in numbers and self._still(row) for number, row in known.items()):
+        known = {row.name: row for row in self.segments()}
+        names = segment_names(self.disk.names(self.folder))
+        if not all(name in names and self._still(row) for name, row in known.items()):
             for table in ("segments", "tapes", "versions", "records"):
                 self._db.execute(f"delete from {table}")
             known = {}
         breaks: dict[str, Break] = {}
-        for number in numbers:
-            found = self._read(number, known.get(number))
+        for name in names:
+            found = self._read(name, known.get(name))
             if found is not None:
                 breaks[found.segment] = found
         return breaks
@@ -175,8 +171,7 @@ class Index:
         except BadLine:
             return False
 
-    def _read(self, number: int, row: Segment | None) -> Break | None:
-        name = f"{number:06d}"
+    def _read(self, name: str, row: Segment | None) -> Break | None:
         if row is not None and row.offset == self.disk.size(self.folder / f"{name}.jsonl"):
             return None
         reader = SegmentReader(self.folder, name, disk=self.disk)
@@ -189,7 +184,7 @@ class Index:
         places: list[tuple[Any, ...]] = []
         for at, line, length in reader:
             last = at
-            places.append(self._note(number, line, at, length))
+            places.append(self._note(name, line, at, length))
             if len(places) >= _BATCH:
                 self._flush(places)
                 places = []
@@ -199,21 +194,21 @@ class Index:
             pins = read_pins(chain.opened) if chain.opened else (row.pins if row is not None else "{}")
             self._db.execute(
                 "insert or replace into segments values (?,?,?,?,?,?,?,?,?,?)",
-                (number, reader.offset, last, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier, sealed.get("reason"),
-                 sealed.get("next"), pins),
+                (name, reader.offset, last, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier,
+                 sealed.get("reason"), sealed.get("next"), pins),
             )  # fmt: skip
         return reader.broken()
 
-    def _note(self, number: int, line: Line, at: int, length: int) -> tuple[Any, ...]:
+    def _note(self, segment: str, line: Line, at: int, length: int) -> tuple[Any, ...]:
         t, tape = peek(line.body)
         if tape is not None and t in ("begin", "step", "call", "reward", "end"):
-            self._summarise(tape, t, line, number)
-        return tape or "", number, line.n, t, at, length
+            self._summarise(tape, t, line, segment)
+        return tape or "", segment, line.n, t, at, length
 
-    def _summarise(self, tape: str, t: str, line: Line, number: int) -> None:
+    def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
         row = self._tapes.get(tape) or self._stored(tape)
         if t == "begin":
-            row = self._begin(tape, read_body(line.body), number, line.n)
+            row = self._begin(tape, read_body(line.body), segment, line.n)
         if row is None:
             return  # a record of a tape that never began: `verify` says so
         self._tapes[tape] = row
@@ -231,10 +226,10 @@ class Index:
             row["status"], row["ended"] = body.get("status"), body.get("at")
             row["cause"] = (body.get("cause") or {}).get("type")
 
-    def _begin(self, tape: str, body: dict[str, Any], number: int, n: int) -> dict[str, Any]:
+    def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
         task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
         return {
-            "id": tape, "number": number, "n": n, "split": body.get("split"), "task_hash": body.get("task_hash"),
+            "id": tape, "segment": segment, "n": n, "split": body.get("split"), "task_hash": body.get("task_hash"),
             "task": task.get("id", ""), "group_id": body.get("group"), "attempt": body.get("attempt"),
             "agent": agent.get("name"), "env": env.get("name"), "effect": env.get("effect"),
             "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
@@ -262,12 +257,12 @@ class Index:
 
     def segments(self) -> list[Segment]:
         """In the order of their creation."""
-        return [Segment(*row) for row in self._db.execute("select * from segments order by number")]
+        return [Segment(*row) for row in self._db.execute("select * from segments order by name")]
 
     def tapes(self, where: str = "1", values: Iterable[Any] = ()) -> list[Summary]:
         """Summaries, in the order in which the tapes began."""
         return [Summary(*row) for row in
-                self._db.execute(f"select tapes.* from tapes where {where} order by number, n", tuple(values))]
+                self._db.execute(f"select tapes.* from tapes where {where} order by segment, n", tuple(values))]
 
     def ids(self, prefix: str) -> list[str]:
         """Ids that start so, at most 3."""
@@ -278,12 +273,7 @@ class Index:
     def places(self, tape: str) -> list[Place]:
         """The records that name this tape, in order; of the empty id: those that name none."""
         return [Place(*row) for row in self._db.execute(
-            "select number, n, t, offset, length from records where tape = ? order by number, n", (tape,))]
-
-
-def segment_numbers(disk: Disk, folder: Path) -> list[int]:
-    """Numbers of the segments in the folder, in order."""
-    return sorted(int(name[:-6]) for name in disk.names(folder) if name.endswith(".jsonl") and name[:-6].isdigit())
+            "select segment, n, t, offset, length from records where tape = ? order by segment, n", (tape,))]
 
 
 def read_pins(opened: dict[str, Any]) -> str:

@@ -106,6 +106,8 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     chained by hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that
     counts.
     """
+    if not any(run.frontier > chain.n for run in _runs_after(file, chain, chain.first, offset)):
+        return None
     mended = _mend(file, chain, offset)
     heads, first = {chain.head} - {ZERO}, chain.first
     if mended is not None:

@@ -19,11 +19,11 @@ from pydantic_core import from_json
 
 from .disk import REAL, Disk, put_file
 from .errors import Corrupt
-from .index import Index, Place, Segment, Summary, segment_numbers
+from .index import Index, Place, Segment, Summary
 from .reader import Break, SegmentReader
 from .records import Cause, CauseType, End, Status
-from .segment import ZERO, parse_line, read_body
-from .writer import FolderLock, SegmentWriter, new_segment, segment_name
+from .segment import ZERO, parse_line, read_body, segment_names
+from .writer import FolderLock, SegmentWriter, new_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
     settled = {segment.name for segment in segments
                if segment.sealed is not None and (segment.name, segment.head) in pinned}
     held: dict[str, int] = {}
-    for number in segment_numbers(disk, folder):
-        name = segment_name(number)
+    for name in segment_names(disk.names(folder)):
         if name in settled:
             continue
         handle = disk.edit(folder / f"{name}.jsonl")
@@ -200,7 +199,7 @@ def unmet_pins(segments: list[Segment], folder: Path, disk: Disk,
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     """The segment whose writer this open tape belongs to: where its last record stands, or that writer's newest."""
     by_name = {segment.name: segment for segment in segments}
-    name = segment_name(index.places(tape.id)[-1].number)
+    name = index.places(tape.id)[-1].segment
     while (segment := by_name.get(name)) is not None and segment.next is not None:
         name = segment.next
     return name
@@ -225,6 +224,6 @@ def _end(tape: Summary, index: Index, folder: Path, disk: Disk, writer: SegmentW
 
 def read_place(folder: Path, disk: Disk, place: Place) -> bytes:
     """The body at a place that the index gave; its hash is checked again."""
-    with disk.open(folder / f"{segment_name(place.number)}.jsonl") as file:
+    with disk.open(folder / f"{place.segment}.jsonl") as file:
         file.seek(place.offset)
         return parse_line(file.read(place.length)[:-1]).body

@@ -12,6 +12,7 @@ This module knows nothing of files, locks or what bodies mean beyond `t` and `ta
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -24,9 +25,21 @@ ZERO = b"0" * 64
 MAX_LINE = 64 * 1024 * 1024
 """Bytes. Bounds what a reader holds in memory; what is larger belongs into a media file."""
 
+_NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
 _PEEK = re.compile(rb'\{"t":"([a-z]+)"(?:,"tape":"([^"\\]*)")?')
 _TAIL = len(b',"h":""}') + 64
+
+
+def segment_names(entries: Iterable[str]) -> list[str]:
+    """Names of the segments among a folder's entries, in the order of their creation."""
+    return sorted(entry[:-6] for entry in entries if entry.endswith(".jsonl") and _NAME.fullmatch(entry[:-6]))
+
+
+def next_name(names: list[str], nonce: str) -> str:
+    """The name after these. Numbers sort as segments were created, whatever the clock says; the nonce (6 hex digits)
+    keeps old bytes of another run's segment from passing for this one's first line."""
+    return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
 
 
 class BadLine(NotATape):

@@ -19,16 +19,16 @@ from pydantic_core import to_json
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
 from .errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
-from .index import Index, Place, Summary, segment_numbers
+from .index import Index, Place, Summary
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import Break, SegmentReader
 from .records import Record, Status, parse_record
 from .recovery import Recovered, start_writer
-from .segment import parse_line, peek
+from .segment import parse_line, peek, segment_names
 from .tape import Tape
 from .verify import PINS
-from .writer import Durability, FolderLock, SegmentWriter, segment_name
+from .writer import Durability, FolderLock, SegmentWriter
 
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 
@@ -78,7 +78,7 @@ class Store:
         """
         path = Path(path)
         disk.make_folder(path / "tapes")
-        if segment_numbers(disk, path / "tapes"):
+        if segment_names(disk.names(path / "tapes")):
             raise RunExists(f"{path} holds a run already: open it with Store.open(path, write=True), or choose another "
                             "path")
         return cls.open(path, write=True, disk=disk, cache=cache, **options)
@@ -193,16 +193,16 @@ class Store:
             where.append("status is not null" if closed or durable else "status is null")
         if durable:
             mine, lines = self._own_frontier()
-            where.append("not exists (select 1 from records r join segments s using (number) where r.tape = id "
-                         "and r.n >= s.frontier and s.sealed is null and not (r.number = ? and r.n < ?))")
+            where.append("not exists (select 1 from records r join segments s on s.name = r.segment where r.tape = id "
+                         "and r.n >= s.frontier and s.sealed is null and not (r.segment = ? and r.n < ?))")
             values += [mine, lines]
         return self.index.tapes(" and ".join(where) or "1", values)
 
-    def _own_frontier(self) -> tuple[int, int]:
+    def _own_frontier(self) -> tuple[str, int]:
         """Our own segment, and how many of its lines are durable, which its file need not say yet."""
         if self._writer is None:
-            return 0, 0
-        return int(self._writer.segment), self._writer.durable_lines
+            return "", 0
+        return self._writer.segment, self._writer.durable_lines
 
     def tapes(self, **where: Any) -> Iterator[Tape]:
         """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
@@ -254,8 +254,8 @@ class Store:
 
     def _bodies(self, places: list[Place]) -> Iterator[bytes]:
         """Bodies at these places; the hash of each line is checked again."""
-        for number, group in groupby(places, lambda place: place.number):
-            with self.disk.open(self.folder / f"{segment_name(number)}.jsonl") as file:
+        for name, group in groupby(places, lambda place: place.segment):
+            with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:
                     file.seek(place.offset)
                     yield parse_line(file.read(place.length)[:-1]).body
@@ -264,10 +264,13 @@ class Store:
         """What was added to the tape after its end."""
         return self.tape(tape).layers
 
+    def _names(self) -> list[str]:
+        return segment_names(self.disk.names(self.folder))
+
     def records(self) -> Iterator[Stored]:
         """Every record of every segment, segment by segment, up to a torn tail. Raises Corrupt where bytes changed."""
-        for number in segment_numbers(self.disk, self.folder):
-            reader = SegmentReader(self.folder, segment_name(number), disk=self.disk)
+        for name in self._names():
+            reader = SegmentReader(self.folder, name, disk=self.disk)
             yield from self._stored(reader)
             broken = reader.broken()
             if broken is not None and broken.verdict == "corrupt":
@@ -277,8 +280,7 @@ class Store:
         """What was written since `cursor` by anybody, and the cursor for the next time. Never waits."""
         places = dict(cursor.places) if cursor is not None else {}
         found: list[Stored] = []
-        for number in segment_numbers(self.disk, self.folder):
-            name = segment_name(number)
+        for name in self._names():
             reader = SegmentReader(self.folder, name, disk=self.disk)
             chain = reader.chain
             if name in places:
@@ -302,7 +304,7 @@ class Store:
         self.refresh()
         places = [place for place in self.index.places("") if not kinds or place.t in kinds]
         for place, body in zip(places, self._bodies(places), strict=True):
-            yield Stored(segment_name(place.number), place.n, place.t, None, body)
+            yield Stored(place.segment, place.n, place.t, None, body)
 
     def lineages(self) -> Lineages:
         """Every `use` and `void` record, folded."""
@@ -327,12 +329,12 @@ class Store:
     def collect_media(self) -> list[str]:
         """Remove the media files that no record names; gives their names. StoreFailed while any writer is at work."""
         with FolderLock(self.disk, self.folder):
-            for number in segment_numbers(self.disk, self.folder):
-                handle = self.disk.edit(self.folder / f"{segment_name(number)}.jsonl")
+            for name in self._names():
+                handle = self.disk.edit(self.folder / f"{name}.jsonl")
                 free = self.disk.lock(handle)
                 self.disk.close(handle)
                 if not free:
-                    raise StoreFailed(f"segment {segment_name(number)} has a writer, which may be about to name a "
+                    raise StoreFailed(f"segment {name} has a writer, which may be about to name a "
                                       "media file; close it first")
             return self.media.collect(stored.body for stored in self.records())
 

@@ -18,16 +18,15 @@ from pydantic_core import from_json
 from .books import Books, BooksFold
 from .disk import REAL, Disk
 from .errors import NoRun
-from .index import segment_numbers
 from .media import Media, digest_of, references
 from .reader import SegmentReader
 from .records import DIGEST_START, Begin, Parent, fold, parse_record
-from .segment import Line, peek
-from .writer import FolderLock, segment_name
+from .segment import Line, peek, segment_names
+from .writer import FolderLock
 
 PINS = "pins.json"
 """Beside the run's other files: the heads as of the last `close`."""
-_PIN = re.compile(r"(?:(\d+):)?([0-9a-f]{64})")
+_PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 
@@ -169,42 +168,43 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
     """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. NoRun, ValueError."""
     path, folder = Path(path), Path(path) / "tapes"
     try:
-        numbers, names = segment_numbers(disk, folder), disk.names(folder)
+        entries = disk.names(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
-    wanted = _gather_pins(path, numbers, pins, disk)
+    names = segment_names(entries)
+    wanted = _gather_pins(path, names, pins, disk)
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
-    reports = [_segment(folder, segment_name(number), disk, found, wanted, torn) for number in numbers]
+    reports = [_segment(folder, name, disk, found, wanted, torn) for name in names]
     found.broken += wanted.unmet()
-    missing = sorted(set(range(1, max(numbers, default=0))) - set(numbers))
-    holes = tuple(segment_name(number) for number in missing)
-    _check_forks(folder, numbers, disk, found)
+    numbers = {int(name[:6]) for name in names}
+    holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
+    _check_forks(folder, names, disk, found)
     unnamed = _check_media(folder, disk, found)
     books = found.books.books()
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
-        run=str(path), exit_code=1 if found.broken else 2 if torn or holes or not numbers else 0,
+        run=str(path), exit_code=1 if found.broken else 2 if torn or holes or not names else 0,
         records=found.records, episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
         segments=tuple(reports), broken=tuple(found.broken), torn=tuple(torn), holes=holes,
-        set_aside=tuple(sorted(name for name in names if ".torn-" in name)), pins=pinned,
+        set_aside=tuple(sorted(name for name in entries if ".torn-" in name)), pins=pinned,
         media=len(found.media), unnamed_media=unnamed, open=books.open, books=books,
         not_checked=tuple(_not_checked(reports, wanted)),
     )  # fmt: skip
 
 
-def _gather_pins(path: Path, numbers: list[int], pins: Iterable[str], disk: Disk) -> _Pins:
+def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
     """Those that were given, those kept beside the run, and those that each segment's first line states."""
     wanted = _Pins()
     for pin in pins:
         wanted.add(disk, pin)
     with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
         wanted.add_file(disk, path / PINS)
-    for number in numbers:
-        reader = SegmentReader(path / "tapes", segment_name(number), disk=disk)
+    for name in names:
+        reader = SegmentReader(path / "tapes", name, disk=disk)
         for _ in reader:
-            wanted.of_segment |= {(str(name), str(head)) for name, head in reader.chain.opened["pins"].items()}
+            wanted.of_segment |= {(str(of), str(head)) for of, head in reader.chain.opened["pins"].items()}
             break
     return wanted
 
@@ -240,13 +240,13 @@ def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
         return None  # a read-only copy, say
 
 
-def _check_forks(folder: Path, numbers: list[int], disk: Disk, found: _Fold) -> None:
+def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
     """Each fork's parent, as far as it is in this run, has the digest that the fork recorded."""
     wanted = {parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
               for _, parent in found.forks if parent.tape in found.digests}  # fmt: skip
     met: set[tuple[str, int]] = set()
     if wanted:
-        for tape, n, digest in _digests(folder, numbers, disk, wanted):
+        for tape, n, digest in _digests(folder, names, disk, wanted):
             if wanted[tape].get(n) == digest:
                 met.add((tape, n))
     for fork, parent in found.forks:
@@ -255,10 +255,10 @@ def _check_forks(folder: Path, numbers: list[int], disk: Disk, found: _Fold) -> 
                                 f"{parent.records} records, which that tape does not have")
 
 
-def _digests(folder: Path, numbers: list[int], disk: Disk, tapes: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     state: dict[str, tuple[int, bytes]] = dict.fromkeys(tapes, (0, DIGEST_START))
-    for number in numbers:
-        for _, line, _ in SegmentReader(folder, segment_name(number), disk=disk):
+    for name in names:
+        for _, line, _ in SegmentReader(folder, name, disk=disk):
             t, tape = peek(line.body)
             if tape in state and t in _IN_TAPE:
                 n, digest = state[tape]

@@ -3,7 +3,7 @@
 
     python verify_tape.py RUN [--pin SEGMENT:HASH] ...
 
-The format. RUN/tapes/000001.jsonl, 000002.jsonl, ...: one line per record,
+The format. RUN/tapes/000001-<6 hex>.jsonl, 000002-..., ...: one line per record,
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
 h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c says how many lines were
 durable when this one was written.   p is the h of the line before; on the first line a head that its body pins, or 64
@@ -98,11 +98,11 @@ def check(folder, pins):
     run = {"hashes": {}, "pins": list(pins), "digests": {}, "closed": set(), "corrupt": [], "torn": []}
     if (folder / "pins.json").exists():
         run["pins"] += list(json.loads((folder / "pins.json").read_text()).items())
-    paths = sorted((folder / "tapes").glob("[0-9]*.jsonl"), key=lambda path: int(path.stem))
+    paths = sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))
     segments = {path.stem: read_segment(path, run) for path in paths}
     run["corrupt"] += [f"segment {name} does not hold the pinned {h}"
                        for name, h in dict.fromkeys(run["pins"]) if h not in run["hashes"].get(name, ())]
-    numbers = {int(name) for name in segments}
+    numbers = {int(name[:6]) for name in segments}
     holes = sorted(set(range(1, max(numbers, default=0))) - numbers)
     code = 1 if run["corrupt"] else 2 if run["torn"] or holes or not segments else 0
     return code, {"verdict": ("holds", "broken", "can't be told")[code], "corrupt": run["corrupt"], "torn": run["torn"],

@@ -17,12 +17,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 from .disk import REAL, Disk, write_all
 from .errors import StoreFailed
 from .records import SCHEMA, Commit, Open, Seal
-from .segment import MAX_LINE, ZERO, encode_line
+from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
 
 Done = Callable[[StoreFailed | None], None]
 
@@ -42,18 +43,12 @@ class Durability(StrEnum):
     """Nothing waits for the disk: survives the death of the process, not that of the machine."""
 
 
-def segment_name(number: int) -> str:
-    """Names sort as they were created, whatever the clock says."""
-    return f"{number:06d}"
-
-
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
     """Create the next segment's file; gives its name and the locked handle.
 
     The folder's lock must be held: between creating a file and locking it, recovery would take it for a dead one.
     """
-    numbers = [int(name[:-6]) for name in disk.names(folder) if name.endswith(".jsonl") and name[:-6].isdigit()]
-    name = segment_name(max(numbers, default=0) + 1)
+    name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
     handle = disk.create(path)
     if not disk.lock(handle):
@@ -112,8 +107,8 @@ class SegmentWriter:
         if self._thread is not None:
             self._thread.start()
         atexit.register(self._at_exit)
-        me = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (writer := me()) and writer._forked())
+        _watch_forks()
+        _writers.add(self)
 
     # Appending
 
@@ -372,10 +367,25 @@ class SegmentWriter:
             self.close("exit")
 
     def _forked(self) -> None:
-        """In a forked child: the copied handle would keep the lock when the parent is long dead."""
+        """In a forked child: this writer is the parent's."""
         if not self._closed:
             self._closed = self._closing = True
             self.disk.close(self._handle)
+
+
+_writers: weakref.WeakSet[SegmentWriter] = weakref.WeakSet()
+"""Of this process. A fork copies their handles, and a copied handle keeps the lock when the parent is long dead."""
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    for writer in list(_writers):
+        writer._forked()
+    _writers.clear()
 
 
 def _resolve(future: Future[None] | asyncio.Future[None], error: StoreFailed | None) -> None:

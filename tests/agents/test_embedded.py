@@ -256,7 +256,8 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
         await shared.publish(bad, "bad")
         failed = await asyncio.gather(*running, return_exceptions=True)
         await shared.publish(good, "v1")
-        requests = [ask(prompt_of(n, 4), seed=n, max_tokens=60, key=f"c{n}") for n in range(4)]
+        # of uneven length, so that the short ones see what the failed ones left behind their own tokens
+        requests = [ask(prompt_of(n, 40 if n == 3 else 1), seed=n, max_tokens=60, key=f"c{n}") for n in range(4)]
         return failed, list(zip(requests, await asyncio.gather(*(shared.complete(r) for r in requests)), strict=True))
 
     failed, after = asyncio.run(main())

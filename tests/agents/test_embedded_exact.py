@@ -106,6 +106,26 @@ def test_draining_gives_each_completion_one_version() -> None:
     assert [completion.spans[0][0] for _, completion in pairs] == ["v0"] * 4 + ["v3"] * 2
 
 
+def test_nobody_joins_while_the_batch_drains_but_what_was_begun_goes_on() -> None:
+    models = {f"v{k}": decoder(seed=k) for k in range(3)}
+    requests = [ask(prompt_of(n, 5 + n), seed=n, max_tokens=length) for n, length in enumerate((30, 60, 60, 9, 9))]
+
+    async def main() -> list[Completion]:
+        shared = engine(models["v0"], slots=3, prefill_tokens=1, end_ids=())
+        running = [asyncio.ensure_future(shared.complete(request)) for request in requests]
+        await until(lambda: shared.stats.max_batch == 3)
+        # evicts all three, which come back one by one; before they are all back, the next swap waits for them
+        await shared.publish(models["v1"].state_dict(), "v1")
+        await shared.publish(models["v2"].state_dict(), "v2", "drain")
+        assert [task.done() for task in running] == [True, True, True, False, False]
+        return await asyncio.gather(*running)
+
+    completions = asyncio.run(main())
+    assert [[v for v, _, _ in c.spans] for c in completions] == [["v0", "v1"]] * 3 + [["v2"]] * 2
+    for request, completion in zip(requests, completions, strict=True):
+        assert_faithful(dict(models), request, completion)
+
+
 def test_what_mixed_old_and_new_weights_is_never_parked() -> None:
     models = {"v0": decoder(seed=0), "v1": decoder(seed=1)}
 

@@ -126,5 +126,5 @@ def test_ragged_extension_moving_and_parking_keep_the_logits(family: str) -> Non
     slots.move(3, 1, 13)
     check(feed([2, 1], [(13, 14), (8, 9)]), [2, 1], [14, 9])
     slots.wipe(2)
-    slots.restore(2, parked, 18)
-    check(feed([2, 0], [(14, 16), (18, 24)]), [2, 0], [16, 24])
+    slots.restore(2, parked, 20)
+    check(feed([2, 0], [(9, 16), (20, 24)]), [2, 0], [16, 24])  # full to the last position, beside padding

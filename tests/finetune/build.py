@@ -91,4 +91,17 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any)
     }
     model = LlamaForCausalLM(LlamaConfig(**{**defaults, **config})).to(dtype)
     torch.set_rng_state(state)
+    if dtype == torch.float64:
+        _exact_norms(model)
     return model
+
+
+def _exact_norms(module: torch.nn.Module) -> None:
+    """Llama's norm goes through float32; torch's own does not."""
+    for name, child in module.named_children():
+        if type(child).__name__ == "LlamaRMSNorm":
+            norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
+            norm.load_state_dict(child.state_dict())
+            setattr(module, name, norm)
+        else:
+            _exact_norms(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import types
@@ -44,7 +45,7 @@ def test_every_verb_has_help_with_an_example_that_parses(name: str, capsys: pyte
     assert "--json" in shown
     assert f"example:\n  tapereel {name}" in shown
     for line in cli.load(name).EXAMPLE.strip().splitlines():
-        program, verb, *rest = line.split()
+        program, verb, *rest = shlex.split(line)
         assert (program, verb) == ("tapereel", name)
         cli.verb_parser(name).parse_args(rest)
 

@@ -38,7 +38,8 @@ class Inode:
 class SimDisk:
     """Implements `Disk`. `journal` holds every operation, with what tests add to it."""
 
-    def __init__(self, image: Image | None = None) -> None:
+    def __init__(self, image: Image | None = None, *, seed: int = 0) -> None:
+        self.seed, self._nonces = seed, 0
         self.inodes: list[Inode] = []
         self.names_now: dict[str, int] = {}
         self.names_safe: dict[str, int] = {}
@@ -62,7 +63,8 @@ class SimDisk:
     def names(self, folder: Path) -> list[str]:
         if str(folder) not in self.folders:
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
-        return [Path(path).name for path in self.names_now if Path(path).parent == folder]
+        parts = (path.rpartition("/") for path in self.names_now)
+        return [name for parent, _, name in parts if parent == str(folder)]
 
     def create(self, path: Path) -> int:
         if str(path) in self.names_now:
@@ -143,6 +145,10 @@ class SimDisk:
 
     def size(self, path: Path) -> int:
         return len(self.inodes[self.names_now[str(path)]].data)
+
+    def nonce(self) -> str:
+        self._nonces += 1
+        return hashlib.sha256(f"{self.seed} {self._nonces}".encode()).hexdigest()[:6]
 
     # What a test asks for
 

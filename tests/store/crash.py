@@ -1,0 +1,255 @@
+"""The crash enumerator: run writers on a simulated disk, cut the power after every operation, recover, and check.
+
+After each operation of the workload every legal disk image is recovered (each distinct image once) and compared with what
+had been acknowledged by then. `Enumerator.counts` says honestly how many operations, images and distinct images that was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .lab import Clock, Lab
+from .simdisk import Image, SimDisk, fingerprint
+
+RUN = Path("/run")
+TAPES = "/run/tapes"
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Recovery:
+    """What recovering one image gave."""
+
+    bodies: frozenset[bytes]
+    segments: dict[str, bytes]
+    """Every segment that the image had, as recovery left it."""
+    disk: SimDisk
+
+
+@dataclass
+class Trace:
+    """A workload as it runs: what it wrote, and what it was told is safe."""
+
+    lab: Lab
+    disk: SimDisk
+    acknowledged: set[bytes] = field(default_factory=set)
+    """Bodies that a writer said are durable."""
+    media: dict[str, bytes] = field(default_factory=dict)
+
+    def append(self, writer: Any, *bodies: bytes) -> None:
+        for body in bodies:
+            writer.append(body)
+
+    def ask(self, writer: Any, *bodies: bytes) -> None:
+        """Append, and note in the very moment in which the writer acknowledges."""
+        self.append(writer, *bodies)
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self.acknowledged.update(bodies)
+                self.disk.after_operation()
+
+        writer.when_durable(done)
+
+
+def two_writers(trace: Trace) -> Iterator[None]:
+    """Two writers, several segments, media, a training record, a clean end of one and none of the other."""
+    lab, disk, clock = trace.lab, trace.disk, Clock()
+    options = {"disk": disk, "thread": False, "clock": clock}
+    one = lab.Store.create(RUN, rotate_bytes=2200, **options)
+    yield
+    trace.ask(one.writer, lab.begin("a"), lab.step("a", "first", action=False))
+    one.writer.commit()
+    two = lab.Store.open(RUN, write=True, rotate_bytes=1 << 20, **options)
+    trace.ask(two.writer, lab.begin("b", split="eval"))
+    trace.append(one.writer, lab.call("a", "a.1", 5))
+    one.writer.commit(sync=False)
+    two.writer.commit()
+    reference = two.media.put(b"a picture " * 30, ".png")
+    trace.media[reference] = b"a picture " * 30
+    trace.ask(two.writer, lab.step("b", f"look at {reference}", action=False))
+    trace.ask(one.writer, lab.step("a", "done"), lab.reward("a"), lab.end("a"))
+    two.writer.commit(sync=False)
+    one.writer.commit()
+    two.writer.commit()
+    trace.ask(one.writer, lab.use(0, [("a", "a.1", 0, 5, 0.2)]), lab.begin("c"))
+    one.writer.commit()  # goes on in a new segment
+    trace.append(two.writer, lab.call("b", "b.1", 3), lab.step("b", "act"))
+    trace.ask(one.writer, lab.step("c", "second", action=False), lab.call("c", "c.1", 4), lab.step("c", "x" * 600))
+    one.writer.commit()
+    two.writer.commit(sync=False)
+    trace.ask(two.writer, lab.end("b"))
+    two.writer.commit()
+    trace.ask(one.writer, lab.reward("c"), lab.end("c"))
+    one.writer.commit()
+    one.close()
+    trace.append(two.writer, lab.begin("d"), lab.step("d", "never acknowledged", action=False))
+    two.writer.commit(sync=False)
+    two.abandon()
+    yield
+
+
+class Enumerator:
+    """Runs a workload once and checks every legal image after each of its operations."""
+
+    def __init__(self, lab: Lab, *, thorough: bool = True, stride: int = 1, deep: int = 0) -> None:
+        """`stride`: check after every so many operations. `deep`: cut recovery itself short, on one image in so many."""
+        self.lab, self.thorough, self.stride, self.deep = lab, thorough, stride, deep
+        self.counts: Counter[str] = Counter()
+        self._seen: dict[bytes, Recovery] = {}
+        self.stale = _old_segment(lab)
+
+    def run(self, workload: Callable[[Trace], Iterator[None]] = two_writers) -> Counter[str]:
+        """Counts. Raises Broken at the first image that breaks an invariant."""
+        trace = Trace(self.lab, SimDisk())
+        trace.disk.after_operation = lambda: self._after(trace)  # type: ignore[method-assign]
+        for _ in workload(trace):
+            pass
+        self.counts["acknowledged"] = len(trace.acknowledged)
+        return self.counts
+
+    def _after(self, trace: Trace) -> None:
+        self.counts["moments"] += 1
+        if self.counts["moments"] % self.stride:
+            return
+        written = _written(trace.disk)
+        safe = {path: inode.safe for path, inode in _segments(trace.disk)}
+        for image in itertools.chain([trace.disk.image()], trace.disk.crash_images(self.stale, thorough=self.thorough)):
+            self.counts["images"] += 1
+            self.check(image, written, safe, trace)
+
+    def check(self, image: Image, written: dict[str, bytes], safe: dict[str, bytes], trace: Trace) -> None:
+        key = fingerprint(image)
+        found = self._seen.get(key)
+        if found is None:
+            self.counts["distinct"] += 1
+            found = self._seen[key] = self.recover(image)
+            if self.deep and self.counts["distinct"] % self.deep == 0:
+                self._cut_recovery(image, written, safe, trace)
+        self.compare(found, written, safe, trace)
+
+    def recover(self, image: Image) -> Recovery:
+        """Recover one image and check what must hold of any recovery."""
+        if not any(path.startswith(f"{TAPES}/") for path in image):
+            image = {f"{TAPES}/lock": b"", **image}  # power went before the first file had a name
+        disk = SimDisk(image)
+        return self._recover(disk, image)
+
+    def _recover(self, disk: SimDisk, image: Image) -> Recovery:
+        lab = self.lab
+        before = lab.verify.verify(RUN, disk=disk)
+        _expect(not before.broken, f"a crash is called tampering: {before.broken}")
+        store = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+        torn = {t.segment: t for t in store.recovered.torn}
+        if self.counts["distinct"] % 2:
+            store.close()
+        else:
+            store.abandon()
+        after = disk.image()
+        segments = {path: after[path] for path in image if path.endswith(".jsonl")}
+        for path, data in segments.items():
+            name = Path(path).stem
+            kept = after.get(f"{TAPES}/{torn[name].kept}", b"") if name in torn else b""
+            _expect(data + kept == image[path], f"bytes of {path} are neither in place nor kept")
+        report = lab.verify.verify(RUN, disk=disk)
+        _expect(not report.broken and not report.torn, f"after recovery: {report.broken} {report.torn}")
+        _expect(report.open == 0, f"{report.open} episodes are open after recovery")
+        records = list(lab.Store.open(RUN, disk=disk).records())
+        ends = Counter(stored.tape for stored in records if stored.t == "end")
+        _expect(all(n == 1 for n in ends.values()), f"tapes with more than one end: {ends}")
+        self._check_media(disk, records)
+        self._check_used(records)
+        if self.counts["distinct"] % 4 == 0:
+            again = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+            _expect(not again.recovered.crashed and not again.recovered.torn, "a second recovery finds more to do")
+            again.abandon()
+        return Recovery(frozenset(stored.body for stored in records), segments, disk)
+
+    def _check_media(self, disk: SimDisk, records: list[Any]) -> None:
+        media = self.lab.Store.open(RUN, disk=disk).media
+        for stored in records:
+            for name in self.lab.media.references(stored.body):
+                try:
+                    media.get(f"media:{name}")
+                except ValueError as error:
+                    raise Broken(f"a recovered record names a media file that is not whole: {error}") from None
+
+    def _check_used(self, records: list[Any]) -> None:
+        """Begun >= trained: nothing is trained on that did not begin, and end, among what was recovered."""
+        ended = {stored.tape for stored in records if stored.t == "end"}
+        used = {item[0] for stored in records if stored.t == "use" for item in stored.record.items}
+        _expect(used <= ended, f"trained on tapes that are not there: {used - ended}")
+
+    def compare(self, found: Recovery, written: dict[str, bytes], safe: dict[str, bytes], trace: Trace) -> None:
+        """Against what had been written, synced and acknowledged at this moment."""
+        for path, data in found.segments.items():
+            _expect(written[path].startswith(data), f"what is recovered of {path} is no prefix of what was written")
+        for path, data in safe.items():
+            kept = found.segments.get(path)
+            _expect(not data or kept is None or len(kept) >= data.rfind(b"\n") + 1,
+                    f"synced lines of {path} are called torn")  # fmt: skip
+        lost = trace.acknowledged - found.bodies
+        _expect(not lost, f"acknowledged and lost: {sorted(lost)[:3]}")
+
+    def _cut_recovery(self, image: Image, written: dict[str, bytes], safe: dict[str, bytes], trace: Trace) -> None:
+        """Cut the power after every operation of the recovery, too, and recover from that."""
+        if not any(path.startswith(f"{TAPES}/") for path in image):
+            return
+        disk = SimDisk(image)
+        moments: list[tuple[list[Image], set[bytes]]] = []
+
+        def after() -> None:
+            images = [disk.image(), *disk.crash_images(self.stale, thorough=False)]
+            moments.append((images, set()))
+
+        disk.after_operation = after  # type: ignore[method-assign]
+        store = self.lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+        store.close()
+        every = _written(disk)
+        for images, _ in moments:
+            for cut in images:
+                self.counts["images in recovery"] += 1
+                key = fingerprint(cut)
+                if key not in self._seen:
+                    self.counts["distinct in recovery"] += 1
+                    self._seen[key] = self.recover(cut)
+                found = self._seen[key]
+                old = {path: data for path, data in found.segments.items() if path in written}
+                self.compare(Recovery(found.bodies, old, found.disk), written, safe, trace)
+                for path, data in found.segments.items():
+                    if path not in written:
+                        _expect(every[path].startswith(data), f"{path}, which recovery wrote, is not what it wrote")
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise Broken(what)
+
+
+def _segments(disk: SimDisk) -> Iterator[tuple[str, Any]]:
+    for path, inode in disk.names_now.items():
+        if path.endswith(".jsonl"):
+            yield path, disk.inodes[inode]
+
+
+def _written(disk: SimDisk) -> dict[str, bytes]:
+    return {path: bytes(inode.data) for path, inode in _segments(disk)}
+
+
+def _old_segment(lab: Lab) -> bytes:
+    """A segment of another, earlier run with the same name: what a reused block may still hold."""
+    disk = SimDisk(seed=1)
+    with lab.Store.create(RUN, disk=disk, thread=False, clock=Clock(1_600_000_000.0)) as store:
+        for k in range(6):
+            for body in lab.episode(f"old{k}"):
+                store.writer.append(body)
+            store.writer.commit()
+    return next(data for path, data in disk.image().items() if path.endswith(".jsonl"))
