@@ -193,8 +193,6 @@ class Batch:
         slot, length = generation.slot, int(self._length[generation.slot])
         if park and generation.key and generation.clean and length <= self.parked.budget:
             self.parked.put(generation.key, Parked(_history(generation)[:length], self.decoder.park(slot, length)))
-        if generation.finish == "broken":
-            self.decoder.wipe(slot)
         last = self.rows.pop()
         generation.slot = -1
         if last is not generation:
@@ -247,6 +245,7 @@ class Batch:
             if logprob != logprob:
                 generation.finish, generation.clean = "broken", False
                 out.append(generation)
+                self.decoder.wipe(generation.slot)  # before anybody moves in, or out of here with what is not finite
                 continue
             self.stats.sampled += 1
             generation.ids.append(token)

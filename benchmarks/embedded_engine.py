@@ -129,8 +129,8 @@ def throughput(model: PreTrainedModel, new: int, repeat: int) -> dict[str, dict[
     for name, (lengths, width) in cases.items():
         engine = EmbeddedEngine(model, NoText(), version="v0", slots=width, capacity=PROMPT + 2 * new)
         with_eager = EmbeddedEngine(eager, NoText(), version="v0", slots=width, capacity=PROMPT + 2 * new)
-        ways = {"engine": by_engine(engine, lengths), "eager": by_engine(with_eager, lengths), "raw": in_batches(raw, lengths, width),
-                "generate": in_batches(generate, lengths, width)}
+        ways = {"engine": by_engine(engine, lengths), "eager": by_engine(with_eager, lengths),
+                "raw": in_batches(raw, lengths, width), "generate": in_batches(generate, lengths, width)}
         out[name] = {way: sum(lengths) / cpu_seconds(work, repeat) for way, work in ways.items()}
     return out
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from .demo import Demo
 
 
+_PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
+"""Of the wall-clock time, one after the other; the engine's and the trainer's seconds lie inside `rl`."""
+
+
 def write_demo_report(demo: Demo) -> None:
     """Write reward.png and report.html into the run directory."""
     plot = reward_plot(demo)
@@ -33,7 +37,7 @@ def write_demo_report(demo: Demo) -> None:
         ),
         plots=(plot,),
         scores=scores(demo),
-        seconds=summary["seconds"],
+        seconds={part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
         tokens=books["tokens"],
         tapes=pages(demo),
         config=(demo.out / "config.yaml").read_text(),

@@ -9,6 +9,7 @@ impossible. Every episode counts in exactly one update or is accounted for by th
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import time
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from ..agents import Agent, rollout
 from ..agents.llm import derive_seed
 from ..envs.base import Environment
+from ..envs.watch import LoopWatch, Stall
 from ..tapes import Tape, Task
 from ..tapes.errors import TapereelError
 from ..tapes.store import Store
@@ -29,6 +31,11 @@ from .rows import Row, rows
 from .stream import Episode
 from .trainer import UpdateStats
 from .use import episode_of
+
+log = logging.getLogger("tapereel.loop")
+
+STALL_SECONDS = 5.0
+"""How long the event loop may stand still before the line that holds it is named. A forward pass takes far less."""
 
 
 class SamplerMismatch(TapereelError, AssertionError):
@@ -125,17 +132,21 @@ class Loop:
         engine_before = self.engine.stats.busy_seconds
         self._resume_groups()
         try:
-            async with asyncio.TaskGroup() as jobs:
-                feeder = jobs.create_task(self._feed())
-                try:
-                    await self._train()
-                finally:
-                    feeder.cancel()
+            with LoopWatch(_stalled, seconds=STALL_SECONDS):
+                await self._run()
         except BaseExceptionGroup as group:
             raise _first(group) from group
         finally:
             self.wall_seconds += time.perf_counter() - started
             self.engine_seconds = self.engine.stats.busy_seconds - engine_before
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as jobs:
+            feeder = jobs.create_task(self._feed())
+            try:
+                await self._train()
+            finally:
+                feeder.cancel()
 
     @property
     def idle_share(self) -> float:
@@ -306,6 +317,11 @@ class Loop:
                     total += (self.history.updates - 1 - int(version.rpartition(":")[2])) * (end - start)
                     n += end - start
         return total / n if n else 0.0
+
+
+def _stalled(stall: Stall) -> None:
+    log.warning("the event loop has stood still for %.1f s at %s: every episode waits for it; run blocking code in a "
+                "thread (an environment says so with `blocking = True`)", stall.seconds, stall.where())  # fmt: skip
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, Ty
 from pydantic_core import to_json
 
 from .arrays import Floats, Ints
-from .steps import Role, Step, read_step
+from .steps import Role, Step, Unknown, read_step
 
 SCHEMA = "tapereel/1"
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
@@ -182,10 +182,9 @@ class StepRecord(Record):
 
     def body(self) -> bytes:
         """As `Record.body`; an unknown step is written back as it was read."""
-        raw = getattr(self.content, "original", None)
-        if raw is None:
+        if not isinstance(self.content, Unknown):
             return to_json(self, inf_nan_mode="strings")
-        return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")  # type: ignore[attr-defined]
+        return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")
 
 
 class Sampling(BaseModel):

@@ -142,22 +142,24 @@ class ToolResults(Observation):
     results: tuple[ToolResult, ...]
 
 
-class _Unknown(BaseModel):
+class Unknown(BaseModel):
+    """What the three classes for steps of unknown kinds share."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
     original: str
     """The kind written on the tape."""
     content: dict[str, JsonValue]
 
 
-class UnknownObservation(_Unknown, Observation):
+class UnknownObservation(Unknown, Observation):
     """An observation whose class this process has not imported; its content as it was written."""
 
 
-class UnknownThought(_Unknown, Thought):
+class UnknownThought(Unknown, Thought):
     """A thought whose class this process has not imported; its content as it was written."""
 
 
-class UnknownAction(_Unknown, Action):
+class UnknownAction(Unknown, Action):
     """An action whose class this process has not imported; its content as it was written."""
 
 

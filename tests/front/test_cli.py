@@ -89,10 +89,18 @@ def test_json_is_one_object_on_stdout_and_the_rest_is_progress(verb, capsys: pyt
     assert capsys.readouterr().out == "n is 3\n"
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), ModuleNotFoundError("No module named 'x'", name="x")])
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(verb, error: Exception):
+    verb(_raise(error))
+    with pytest.raises(type(error)):
+        cli.main(["probe"])
+
+
 @pytest.mark.parametrize(("error", "code", "says"), [
     (TapereelError("the tape is torn at byte 9; run recover"), 1, "the tape is torn at byte 9; run recover"),
     (UsageError("there is no run 'x'"), 64, "there is no run 'x'"),
     (MissingExtra("torch", "train", "training"), 1, 'pip install "tapereel[train]"'),
+    (ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium"), 1, 'pip install "tapereel[gym]"'),
     (PermissionError(13, "Permission denied", "/x"), 1, "PermissionError: [Errno 13] Permission denied: '/x'"),
 ])  # fmt: skip
 def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: int, says: str):
@@ -105,12 +113,6 @@ def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: 
     assert "Traceback" not in err
     with pytest.raises(type(error)):
         cli.main(["probe", "--traceback"])
-
-
-def test_an_error_that_nobody_foresaw_keeps_its_traceback(verb):
-    verb(_raise(ZeroDivisionError("x")))
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["probe"])
 
 
 def test_an_interrupt_is_told(verb, capsys: pytest.CaptureFixture[str]):

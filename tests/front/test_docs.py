@@ -95,6 +95,12 @@ def test_the_links_of_a_document_lead_somewhere(path: Path):
     assert [target for target in targets if target and not (path.parent / target).exists()] == []
 
 
+def test_every_page_is_reached_from_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
+
+
 @pytest.mark.parametrize(("heading", "ends"), [
     ("### Run it", '.[demo]" && .venv/bin/tapereel demo'),
     ("### Test it", '.[dev]" && .venv/bin/python -m pytest'),

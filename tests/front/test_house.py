@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import tapereel
+from tapereel.tapes.extras import extra_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = ["tapes", "envs", "agents", "finetune"]
@@ -124,8 +125,9 @@ def test_a_file_is_one_idea():
 
 
 def test_every_module_says_what_it_is():
-    said = {_name(path): ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in _all_files()}
-    assert [name for name, text in said.items() if not (text or "").strip()] == []
+    trees = {_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in _all_files()}
+    silent = [name for name, tree in trees.items() if tree.body and not (ast.get_docstring(tree) or "").strip()]
+    assert silent == []
 
 
 def test_every_public_function_is_typed():
@@ -164,6 +166,35 @@ def test_the_front_door_tells_type_checkers_what_it_tells_python():
     assert sorted(tapereel.__all__) == sorted(tapereel._HOME)
     with pytest.raises(AttributeError, match="no attribute 'Taep'"):
         _ = tapereel.Taep  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("module", "extra"), [
+    ("torch.nn", "train"), ("reasoning_gym", "demo"), ("gymnasium", "gym"), ("vllm", "vllm"), ("litellm", "litellm"),
+    ("aiohttp", "http"), ("mcp", "mcp"), ("hypothesis", "dev"), ("yaml", None), ("no_such_package", None),
+])  # fmt: skip
+def test_an_optional_package_belongs_to_an_extra(module: str, extra: str | None):
+    assert extra_of(module) == extra
+
+
+def test_a_name_that_needs_a_missing_package_says_which_extra_brings_it(tmp_path: Path):
+    code = """
+import sys
+sys.modules["torch"] = None
+import tapereel
+from tapereel.tapes.extras import extra_of
+from tapereel.tapes import MissingExtra
+for get in (lambda: tapereel.Trainer, lambda: tapereel.finetune.Trainer):
+    try:
+        get()
+    except MissingExtra as error:
+        assert error.extra == "train" and isinstance(error, ImportError)
+        print(error)
+"""
+    done = _python(code, tmp_path)
+    assert done.stdout.splitlines() == [
+        f"{name} needs the package 'torch', which is not installed: pip install \"tapereel[train]\""
+        for name in ("tapereel.finetune.Trainer", "tapereel.finetune.Trainer")
+    ], done.stderr
 
 
 def _requirements() -> dict[str, list[str]]:

@@ -122,6 +122,8 @@ class Enumerator:
             return
         written = _written(trace.disk)
         safe = {path: inode.safe for path, inode in _segments(trace.disk)}
+        if self.deep and self.counts["moments"] % 4 == 0:
+            self._cut_recovery(trace.disk.after_death(), written, safe, trace)
         for image in itertools.chain([trace.disk.image()], trace.disk.crash_images(self.stale, thorough=self.thorough)):
             self.counts["images"] += 1
             self.check(image, written, safe, trace)
@@ -132,13 +134,13 @@ class Enumerator:
         if found is None:
             self.counts["distinct"] += 1
             found = self._seen[key] = self.recover(image)
-            if self.deep and self.counts["distinct"] % self.deep == 0:
-                self._cut_recovery(image, written, safe, trace)
+            if self.deep and self.counts["distinct"] % self.deep == 0 and _has_files(image):
+                self._cut_recovery(SimDisk(image), written, safe, trace)
         self.compare(found, written, safe, trace)
 
     def recover(self, image: Image) -> Recovery:
         """Recover one image and check what must hold of any recovery."""
-        if not any(path.startswith(f"{TAPES}/") for path in image):
+        if not _has_files(image):
             image = {f"{TAPES}/lock": b"", **image}  # power went before the first file had a name
         disk = SimDisk(image)
         return self._recover(disk, image)
@@ -199,34 +201,30 @@ class Enumerator:
         lost = trace.acknowledged - found.bodies
         _expect(not lost, f"acknowledged and lost: {sorted(lost)[:3]}")
 
-    def _cut_recovery(self, image: Image, written: dict[str, bytes], safe: dict[str, bytes], trace: Trace) -> None:
-        """Cut the power after every operation of the recovery, too, and recover from that."""
-        if not any(path.startswith(f"{TAPES}/") for path in image):
-            return
-        disk = SimDisk(image)
-        moments: list[tuple[list[Image], set[bytes]]] = []
-
-        def after() -> None:
-            images = [disk.image(), *disk.crash_images(self.stale, thorough=False)]
-            moments.append((images, set()))
-
-        disk.after_operation = after  # type: ignore[method-assign]
+    def _cut_recovery(self, disk: SimDisk, written: dict[str, bytes], safe: dict[str, bytes], trace: Trace) -> None:
+        """Cut the power after every operation of a recovery, too, and recover from that."""
+        acknowledged = Trace(self.lab, disk, set(trace.acknowledged))
+        moments: list[list[Image]] = []
+        disk.after_operation = lambda: moments.append(  # type: ignore[method-assign]
+            [disk.image(), *disk.crash_images(self.stale, thorough=False)])
         store = self.lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
         store.close()
         every = _written(disk)
-        for images, _ in moments:
-            for cut in images:
-                self.counts["images in recovery"] += 1
-                key = fingerprint(cut)
-                if key not in self._seen:
-                    self.counts["distinct in recovery"] += 1
-                    self._seen[key] = self.recover(cut)
-                found = self._seen[key]
-                old = {path: data for path, data in found.segments.items() if path in written}
-                self.compare(Recovery(found.bodies, old, found.disk), written, safe, trace)
-                for path, data in found.segments.items():
-                    if path not in written:
-                        _expect(every[path].startswith(data), f"{path}, which recovery wrote, is not what it wrote")
+        for cut in itertools.chain.from_iterable(moments):
+            self.counts["images in recovery"] += 1
+            key = fingerprint(cut)
+            if key not in self._seen:
+                self.counts["distinct in recovery"] += 1
+                self._seen[key] = self.recover(cut)
+            found = self._seen[key]
+            old = {path: data for path, data in found.segments.items() if path in written}
+            self.compare(Recovery(found.bodies, old, found.disk), written, safe, acknowledged)
+            for path in found.segments.keys() - written.keys():
+                _expect(every[path].startswith(found.segments[path]), f"{path} is not what recovery wrote there")
+
+
+def _has_files(image: Image) -> bool:
+    return any(path.startswith(f"{TAPES}/") for path in image)
 
 
 def _expect(holds: bool, what: str) -> None:

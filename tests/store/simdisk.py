@@ -49,6 +49,8 @@ class SimDisk:
         self.locks: dict[int, int] = {}
         self.journal: list[tuple[Any, ...]] = []
         self.folders: set[str] = set()
+        self.failing_syncs = 0
+        """How many of the next syncs fail."""
         self._next = 3
         for path, data in (image or {}).items():
             self.inodes.append(Inode(data, [], bytearray(data)))
@@ -104,6 +106,15 @@ class SimDisk:
 
     def sync(self, handle: int) -> None:
         inode = self.inodes[self.handles[handle]]
+        if self.failing_syncs:
+            # What Linux does: the pages are marked clean all the same, so that the next sync finds nothing to do.
+            self.failing_syncs -= 1
+            inode.pending = [("lost", 0, b"")]
+            self._log("failed sync", self.handles[handle])
+            raise OSError(errno.EIO, "the disk says no")
+        if ("lost", 0, b"") in inode.pending:
+            self._log("sync", self.handles[handle])
+            return
         inode.safe, inode.pending = bytes(inode.data), []
         self._log("sync", self.handles[handle])
 
@@ -158,6 +169,14 @@ class SimDisk:
 
     def after_operation(self) -> None:
         """A place for tests to look at the disk after every operation."""
+
+    def after_death(self) -> SimDisk:
+        """The disk as it is when every process has died but the power stays on: no locks, nothing safer than before."""
+        copy = SimDisk(seed=self.seed + 100)
+        copy.inodes = [Inode(i.safe, list(i.pending), bytearray(i.data)) for i in self.inodes]
+        copy.names_now, copy.names_safe = dict(self.names_now), dict(self.names_safe)
+        copy.names_pending, copy.folders = list(self.names_pending), set(self.folders)
+        return copy
 
     def image(self) -> Image:
         """What a machine that lost no power sees: the death of a process."""

@@ -1,0 +1,170 @@
+"""Mutation run: flips signs, operators, comparisons and constants of the objective, one at a time, and runs its tests.
+
+    python benchmarks/mutate_objective.py                     every mutant of every file (about 20 minutes on one core)
+    python benchmarks/mutate_objective.py words/baseline.py   of one file, or of several
+
+A mutant is *killed* when a test fails. One that survives is printed with its line: a number that no test holds. Each runs
+in a fork of a process that has imported the heavy libraries once; sources on disk are never touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib.machinery
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests" / "finetune"
+LIMIT = 150
+"""Seconds after which a mutant that hangs counts as killed."""
+FILES = {
+    "words/baseline.py": "baseline", "words/credit.py": "credit", "segments.py": "credit baseline", "words/adjust.py":
+    "credit baseline", "words/weigh.py": "surrogate trainer", "words/surrogate.py": "surrogate trainer", "words/anchor.py":
+    "surrogate trainer", "words/kl.py": "regulariser", "words/regulariser.py": "regulariser trainer", "words/shape.py":
+    "regulariser", "words/select.py": "baseline surrogate", "words/reward.py": "baseline", "words/word.py":
+    "regulariser trainer baseline", "schedule.py": "regulariser", "head.py": "score", "objective.py":
+    "baseline regulariser trainer surrogate", "stream.py": "credit trainer baseline", "recipes/grpo.py": "recipes",
+    "recipes/reinforce.py": "recipes", "score.py": "score",
+}
+"""Each file, and the test files that answer for it."""
+EQUIVALENT: dict[tuple[str, str], str] = {}
+"""Survivors that change nothing: (file, text of the mutated line) and why."""
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Lt: ast.GtE, ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}
+
+
+def mutants(source: str) -> Iterator[tuple[int, str, ast.Module]]:
+    """(line, what changed, mutated tree) for every place in turn."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    skipped = {id(n) for outer in nodes if _is_talk(outer) for n in ast.walk(outer)}
+    for i, node in enumerate(nodes):
+        if id(node) in skipped:
+            continue
+        for change in _changes(node):
+            mutated = copy.deepcopy(tree)
+            twin: Any = list(ast.walk(mutated))[i]
+            line = getattr(node, "lineno", 0)
+            yield line, change, _apply(mutated, twin, change)
+
+
+def _is_talk(node: ast.AST) -> bool:
+    """Type hints, messages and raised errors hold no numbers of the objective."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.ImportFrom | ast.Import):
+        return True
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in (
+        "Literal", "Annotated", "tuple", "dict", "list", "Sequence", "Mapping", "Callable", "TypeVar")
+
+
+def _changes(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in SWAPS:
+        both_types = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and _names_types(node)
+        return [] if both_types else ["operator"]
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        return ["comparison"]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert):
+        return ["sign"]
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return ["constant"]
+    return []
+
+
+def _names_types(node: ast.BinOp) -> bool:
+    ends = (node.left, node.right)
+    return any(isinstance(e, ast.Constant) and e.value is None for e in ends) or all(
+        isinstance(e, ast.Name) and e.id[0].isupper() or isinstance(e, ast.BinOp) and _names_types(e) for e in ends)
+
+
+def _apply(tree: ast.Module, node: Any, change: str) -> ast.Module:
+    if change == "operator":
+        node.op = SWAPS[type(node.op)]()
+    elif change == "comparison":
+        node.ops[0] = SWAPS[type(node.ops[0])]()
+    elif change == "constant":
+        value = node.value
+        node.value = (1 - value if value in (0, 1) else value + 1) if isinstance(value, int) else value * 2 + 0.5 * (value == 0)
+    else:
+        swap = _Drop(node)
+        tree = swap.visit(tree)
+    return ast.fix_missing_locations(tree)
+
+
+class _Drop(ast.NodeTransformer):
+    def __init__(self, target: ast.UnaryOp) -> None:
+        self.target = target
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        return node.operand if node is self.target else self.generic_visit(node)
+
+
+def survives(file: Path, tree: ast.Module, tests: list[str]) -> bool:
+    """True when every test passes on the mutant. In a fork, so that nothing is left of it."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(LIMIT)
+        os._exit(_run(file, tree, tests))
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def _run(file: Path, tree: ast.Module, tests: list[str]) -> int:
+    import pytest
+
+    get_code = importlib.machinery.SourceFileLoader.get_code
+
+    def mutated(self: Any, name: str) -> Any:
+        return compile(tree, str(file), "exec") if self.path == str(file) else get_code(self, name)
+
+    importlib.machinery.SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="below finetune/; default: all")
+    wanted = parser.parse_args().files or list(FILES)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(ROOT)
+    import hypothesis  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    torch.set_num_threads(1)
+    print(f"{'file':<24}{'mutants':>8}{'killed':>8}{'same':>6}{'alive':>6}{'s':>6}", flush=True)
+    alive_in_all = 0
+    for name in wanted:
+        file = ROOT / "finetune" / name
+        source = file.read_text(encoding="utf-8")
+        lines = source.splitlines()
+        tests = [str(TESTS / f"test_{t}.py") for t in FILES[name].split()]
+        start, total, same, alive = time.monotonic(), 0, 0, []
+        for line, change, tree in mutants(source):
+            total += 1
+            if survives(file, tree, tests):
+                if (name, lines[line - 1].strip()) in EQUIVALENT:
+                    same += 1
+                else:
+                    alive.append(f"    {name}:{line} {change}: {lines[line - 1].strip()}")
+        killed = total - same - len(alive)
+        print(f"{name:<24}{total:>8}{killed:>8}{same:>6}{len(alive):>6}{time.monotonic() - start:>6.0f}", flush=True)
+        print("\n".join(alive), flush=True, end="\n" if alive else "")
+        alive_in_all += len(alive)
+    return 1 if alive_in_all else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
