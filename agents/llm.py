@@ -212,6 +212,8 @@ class LLM:
             tape = tape.parent
         for call in calls:
             self._calls[call.by] = self._calls.get(call.by, -1) + 1
+            if call.finish == "error":
+                continue
             tracks = self._tracks.setdefault((call.by, ""), [])
             messages = prefix.call_messages(call)
             if renderer is None:
@@ -355,15 +357,21 @@ class _CallWriter:
                 **common,
             )  # fmt: skip
             llm._recorder.write(record)
-            tracks = llm._tracks.setdefault((self.path, self.conversation), [])
-            assert llm._engine is not None and llm._engine.renderer is not None
-            track = llm._engine.renderer.track(rendered, call=self.call, reply=record.reply, completion=ids)
-            if base is not None and rendered.split is None and base in tracks:
-                tracks[tracks.index(base)] = track
-            else:
-                tracks.append(track)
-        llm._pending.setdefault(self.path, []).append(self.call)
-        llm._newest[self.path] = self.call
+            if finish != "error":
+                self._track(ids, record)
+        if finish not in ("error", "cancelled"):  # what nobody heard is nobody's answer
+            llm._pending.setdefault(self.path, []).append(self.call)
+            llm._newest[self.path] = self.call
+
+    def _track(self, ids: array[int], record: Call) -> None:
+        llm, base = self.llm, self.rendered.base
+        tracks = llm._tracks.setdefault((self.path, self.conversation), [])
+        assert llm._engine is not None and llm._engine.renderer is not None
+        track = llm._engine.renderer.track(self.rendered, call=self.call, reply=record.reply, completion=ids)
+        if base is not None and self.rendered.split is None and base in tracks:
+            tracks[tracks.index(base)] = track
+        else:
+            tracks.append(track)
 
     def _ids(self, completion: Completion) -> array[int]:
         """What was sampled or, of text that nobody sampled, the ids an engine would have given."""

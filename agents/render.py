@@ -243,37 +243,17 @@ class Renderer:
             return None, f"message {shared} ({messages[shared].get('role')}) differs from the earlier conversation's"
         if tools != base.tools:
             return None, "the tools changed"
-        said = self._codec.mark(self.decode(base.completion), "the last answer", self._framing)
-        tail = self._behind(base, said, text)
-        if tail is not None:
-            return tail, None
+        ended = self._ended(base)
+        said = self._codec.decode(base.completion if ended is None else base.completion[:-1])
+        said = self._codec.mark(said, "the last answer", self._framing)
+        stop = "" if ended is None else self._codec.token(ended)
+        # SentencePiece drops the space before the first word of an answer when it is decoded on its own.
+        for shown in (base.text + said + stop, f"{base.text} {said}{stop}"):
+            if text.startswith(shown) and (stop or text.startswith(self._template.closing, len(shown))):
+                return text[len(shown):], None
         if self.history == "sampled":
             return self._behind_rewritten(base, marked, marked_tools, text)
-        return None, _difference(base.text + said + self._template.closing, text, len(base.text))
-
-    def _behind(self, base: Track, said: str, text: str) -> str | None:
-        """What follows the base's answer in `text`, if the template left all of it as it was."""
-        if not text.startswith(base.text):
-            return None
-        for answer in (said, " " + said):
-            # SentencePiece drops the space before the first word of an answer when it is decoded on its own.
-            if text.startswith(answer, len(base.text)):
-                tail = self._behind_closing(base, text[len(base.text) + len(answer):])
-                if tail is not None:
-                    return tail
-        return None
-
-    def _behind_closing(self, base: Track, rest: str) -> str | None:
-        """`rest` starts at the end of an answer. If that came to its end, what ends it was sampled already."""
-        closing, ended = self._template.closing, self._ended(base)
-        if not closing or (ended is None and rest.startswith(closing)):
-            return rest
-        if ended is None or (self.history == "template" and self._codec.token(ended) != self._template.end_text):
-            return None
-        for end in (closing, self._template.end_text):
-            if rest.startswith(end):
-                return rest[len(end):]
-        return None
+        return None, _difference(base.text + said + (stop or self._template.closing), text, len(base.text))
 
     def _behind_rewritten(self, base: Track, marked: tuple[Message, ...], marked_tools: Any,
                           text: str) -> tuple[str | None, str | None]:
@@ -289,15 +269,17 @@ class Renderer:
                     for i, m in enumerate(marked)]
         full = self._template.render(skeleton, marked_tools)
         # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
-        heads = [self._template.render(skeleton[:last], marked_tools, prompt=prompt) for prompt in (True, False)]
-        head = next((head for head in heads if full.startswith(head)), None)
-        if head is None:
-            return None, _difference(heads[0].replace(blank, "…"), full.replace(blank, "…"), len(heads[0]))
+        head = self._template.render(skeleton[:last], marked_tools)
+        if not full.startswith(head):
+            head = self._template.render(skeleton[:last], marked_tools, prompt=False)
+        if not full.startswith(head):
+            return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
         # Some templates show no text beside a tool call; then the answer starts where the head ends.
         rest = full[max(full.find(blank, len(head)) + 1, len(head)):]
         found = rest.find(self._template.closing)
-        tail = self._behind_closing(base, rest[found:]) if found >= 0 else None
-        return tail, None if tail is not None else "the end of the last answer can't be found in the template's text"
+        if found < 0:
+            return None, "the end of the last answer can't be found in the template's text"
+        return rest[found if self._ended(base) is None else found + len(self._template.closing):], None
 
 
 def _longest(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..tapes.errors import MissingExtra
 from ..tapes.records import Message
 from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, digest
 
@@ -31,7 +32,10 @@ def template_text(tokenizer: ChatTokenizer) -> str:
         raise NoChatTemplate(f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
                              "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
                              "template (tapereel.agents.tiny has a short one)")
-    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    if isinstance(template, Mapping) and "default" not in template:
+        raise NoChatTemplate(f"the tokenizer has the chat templates {', '.join(map(repr, sorted(template)))} and none "
+                             "named 'default'; set tokenizer.chat_template to the one to use")
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True, ensure_ascii=False)
 
 
 class Template:
@@ -44,6 +48,14 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
+        # Held here, so that what is rendered is what the hash says whatever becomes of the tokenizer's own.
+        template = tokenizer.chat_template
+        self._by_name: dict[str, str] = dict(template) if isinstance(template, Mapping) else {"default": template}
+        try:
+            from jinja2.exceptions import TemplateError
+        except ImportError:
+            raise MissingExtra("jinja2", "train", "a chat template") from None
+        self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
@@ -60,15 +72,14 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str:
         """Text of a conversation; `prompt` adds what asks for the next answer."""
-        from jinja2.exceptions import TemplateError
-
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
+        template = self._by_name.get("tool_use") if tools else None
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt,
-                **self._kwargs)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+                chat_template=template or self._by_name["default"], **self._kwargs)
+        except self._refusals as error:
             roles = "/".join(str(message.get("role")) for message in messages[-6:])
             raise RenderError(f"the chat template refused {len(messages)} messages (roles end in {roles}): {error}; "
                               "Renderer.probe() lists what this template can't take") from error

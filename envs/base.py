@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from ..tapes import Action, Observation, Status
+from ..tapes import Action, Observation, Status, TapereelError
 
 if TYPE_CHECKING:
     from ..tapes import Tape
@@ -106,5 +106,5 @@ class Environment(Generic[ActionT]):
         """Release what the instance holds. Called once, whatever happened."""
 
 
-class RestoreMismatch(ValueError):
+class RestoreMismatch(TapereelError, ValueError):
     """The environment did not come back to the recorded state."""

@@ -217,8 +217,6 @@ def _difference(a: Play, b: Play) -> str | None:
         difference = _outcomes_differ(one, other)
         if difference:
             return f"turn {turn} gave {difference}"
-    if len(a.turns) != len(b.turns) or a.status != b.status:
-        return f"it ended as `{a.status}` after {len(a.turns)} turns and then as `{b.status}` after {len(b.turns)}"
     if a.last != b.last:
         return f"finish gave {a.last!r:.120} and then {b.last!r:.120}"
     return None

@@ -217,7 +217,8 @@ class Probe:
             if outcome.observation is None:
                 self.found("types", f"{self.name}.step gave no observation on {action!r:.120} though the episode goes "
                            "on: the agent would act without seeing what its action did", warning=True)
-            seen = outcome.observation or seen
+            else:
+                seen = outcome.observation
         play.status = Status.LIMIT
 
     async def close(self, env: Environment[Any]) -> None:

@@ -7,12 +7,10 @@ loop needs to go on and what an auditor needs to check. Nothing is unpickled: te
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agents.pretrained import quiet_transformers, weights_digest
 from ..tapes.errors import TapereelError
 
 
@@ -50,16 +49,6 @@ class Checkpoint:
         return weights
 
 
-def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the weights, by name, dtype, shape and bytes (hex). A tied weight counts under each of its names."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter and buffer that `state_dict` has, safe to hand to another thread."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -69,7 +58,8 @@ def save_checkpoint(
     directory: Path, model: Any, trainer_state: Mapping[str, Any], state: Mapping[str, Any], *, update: int,
     tokenizer: Any | None = None, keep: int | None = 3,
 ) -> Checkpoint:  # fmt: skip
-    """Write `directory/update-NNNNNN` and make it durable, then delete all but the last `keep` (None: keep all) and the pinned ones.
+    """Write `directory/update-NNNNNN` and make it durable, then delete all but the last `keep` (None: keep all) and the
+    pinned ones.
 
     The new one is whole before an old one goes; a crash leaves at worst a `.partial` directory, which is ignored.
     """
@@ -83,7 +73,7 @@ def save_checkpoint(
     torch.save(weights, partial / "policy.pt")
     torch.save(dict(trainer_state), partial / "trainer.pt")
     if hasattr(model, "save_pretrained"):
-        with _quiet():
+        with quiet_transformers():
             model.save_pretrained(partial / "hf")
     if tokenizer is not None:
         tokenizer.save_pretrained(partial / "hf")
@@ -107,23 +97,10 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
         try:
             state = json.loads((path / "state.json").read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise BadCheckpoint(f"{path}: state.json can't be read ({error}); delete the directory to go on without it") from error
+            raise BadCheckpoint(f"{path}: state.json can't be read ({error}); delete the directory to go on without "
+                                "it") from error  # fmt: skip
         found.append(Checkpoint(path, int(state["update"]), state))
     return sorted(found, key=lambda c: c.update)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bar that transformers shows for every file."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _sync_tree(root: Path) -> None:

@@ -15,21 +15,21 @@ from .schedule import Schedule
 class OptimiserConfig(Config):
     """AdamW and its schedule."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float | None = Field(1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float | None = Field(default=1.0, gt=0)
     """Largest gradient norm; None for no bound."""
     schedule: Schedule = Schedule()
-    micro_tokens: int = Field(4096, ge=1)
+    micro_tokens: int = Field(default=4096, ge=1)
     """Tokens forwarded at once, padding included."""
 
 
 class WarmStartConfig(Config):
     """SFT on recorded tapes."""
 
-    updates: int = Field(300, ge=0)
-    batch: int = Field(64, ge=1)
+    updates: int = Field(default=300, ge=0)
+    batch: int = Field(default=64, ge=1)
     """Tapes per update."""
     optimiser: OptimiserConfig = OptimiserConfig(lr=3e-3)
 
@@ -37,14 +37,14 @@ class WarmStartConfig(Config):
 class LoopConfig(Config):
     """The async loop: rollouts of groups go on while the trainer updates on those that closed."""
 
-    updates: int = Field(40, ge=0)
-    groups: int = Field(16, ge=1)
+    updates: int = Field(default=40, ge=0)
+    groups: int = Field(default=16, ge=1)
     """Groups per update."""
-    group_size: int = Field(16, ge=1)
+    group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
-    max_lag: int = Field(1, ge=0)
+    max_lag: int = Field(default=1, ge=0)
     """Updates that a trained token's policy may be behind; 0 is synchronous."""
-    max_concurrent: int = Field(512, ge=1)
+    max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     recipe: str = "grpo"
     changes: dict[str, Any] = {}
@@ -54,12 +54,12 @@ class LoopConfig(Config):
     limits: Limits = Limits(turns=8, seconds=120.0)
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What becomes of completions in flight when weights change; both keep log-probs exact."""
-    sampler_tolerance: float | None = Field(1e-4, gt=0)
+    sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """With max_lag 0, the largest |log-prob at sampling - log-prob in training| allowed (nats); None: not checked."""
-    group_deadline: float = Field(300.0, gt=0)
+    group_deadline: float = Field(default=300.0, gt=0)
     """Seconds after which a group's failed attempts are no longer sampled again."""
-    checkpoint_every: int = Field(10, ge=1)
+    checkpoint_every: int = Field(default=10, ge=1)
     """Updates."""
-    keep_checkpoints: int | None = Field(3, ge=1)
+    keep_checkpoints: int | None = Field(default=3, ge=1)
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group before the update."""

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..tapes.config import add_config_arguments, dump_config, load_config
-from ..tapes.console import Exit, answer, say
-
-if TYPE_CHECKING:
-    from .demo import Progress
+from ..tapes.console import Exit, answer
+from ..tapes.progress import live_progress
 
 EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
 
@@ -27,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-size", choices=["micro", "tiny", "small", "base"], default=None,
                         help="25 thousand to 770 thousand parameters (small: 340 thousand)")  # fmt: skip
     parser.add_argument("--controls", action="store_true",
-                        help="two more runs with as many trained tokens: imitation only, and rewards shuffled")  # fmt: skip
+                        help="two more runs of as many trained tokens: imitation only; rewards shuffled")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, wherever it stopped")
     add_config_arguments(parser)
 
@@ -43,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
-    with _progress() as progress:
+    with live_progress() as progress:
         demo = Demo(config, out, controls=args.controls, progress=progress)
         summary = demo.run(resume=args.resume)
     answer(args, summary, _table(demo, scores(demo)), _closing(demo, summary, next_commands(demo)))
@@ -53,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 def _table(demo: Any, rows: Any) -> Any:
     from rich.table import Table
 
-    table = Table(title=f"Held-out reward (exact answers), {len(demo.held_out)} tasks, seed {demo.config.seed}", title_justify="left")
+    title = f"Held-out reward (exact answers), {len(demo.held_out)} tasks, seed {demo.config.seed}"
+    table = Table(title=title, title_justify="left")
     for name, right in (("policy", False), ("sampled", True), ("greedy", True), ("note", False)):
         table.add_column(name, justify="right" if right else "left")
     for row in rows:
@@ -66,45 +61,9 @@ def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> s
     lines = [
         f"{seconds['total']:.0f} s in all: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
         f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, side by side).",
-        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them trained on.",
+        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
+        "trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
         "", "Next, on this very run:", *(f"  {command}" for command in commands),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A live line per phase on a terminal; elsewhere a line of text every few seconds."""
-    if sys.stderr.isatty():
-        with _bars() as report:
-            yield report
-        return
-    last = {"at": 0.0, "phase": ""}
-
-    def report(phase: str, done: int, of: int, note: str) -> None:
-        now = time.monotonic()
-        if phase != last["phase"] or done == of or now - last["at"] > 5:
-            last.update(at=now, phase=phase)
-            say(f"{phase}: {done}/{of} {note}".rstrip())
-
-    yield report
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from ..tapes.console import console_for
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-               TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console_for(sys.stderr)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def report(phase: str, done: int, of: int, note: str) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=of, note=note)
-            bars.update(tasks[phase], completed=done, total=of, note=note)
-
-        yield report

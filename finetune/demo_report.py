@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..tapes import Tape
-from .plots import Curve, Level, plot_curve
+from ..tapes.rundir import METRICS
+from .curves import held_out_levels, reward_curve
+from .plots import plot_curve
 from .report import Fact, Plot, ReportData, Score, TapePage, tape_page, write_report
 
 if TYPE_CHECKING:
@@ -48,17 +48,13 @@ def write_demo_report(demo: Demo) -> None:
 
 def reward_plot(demo: Demo) -> Plot:
     """Reward per update, with the held-out levels."""
-    curves = [_curve("GRPO" if demo.config.algo == "grpo" else "REINFORCE", demo.out / "metrics.jsonl")]
-    shuffled = demo.out / "controls" / "shuffled" / "metrics.jsonl"
+    curves = [reward_curve("GRPO" if demo.config.algo == "grpo" else "REINFORCE", demo.out / METRICS)]
+    shuffled = demo.out / "controls" / "shuffled" / METRICS
     if shuffled.exists():
-        curves.append(_curve("control: shuffled rewards", shuffled))
-    levels = []
-    for name in ("before", "after"):
-        part = demo.results.get(name)
-        if part and part["sampled"]["mean"] is not None:
-            levels.append(Level(name=f"held out, {name}", value=part["sampled"]["mean"]))
-    return Plot(title="Mean reward of each update's episodes", curves=tuple(curves), levels=tuple(levels), xlabel="update",
-                ylabel="mean reward", caption="Thin: each update; thick: mean over five.")  # fmt: skip
+        curves.append(reward_curve("control: shuffled rewards", shuffled))
+    return Plot(title="Mean reward of each update's episodes", curves=tuple(curves),
+                levels=held_out_levels(demo.results, "sampled"), xlabel="update", ylabel="mean reward",
+                caption="Thin: each update; thick: mean over five.")  # fmt: skip
 
 
 def scores(demo: Demo) -> tuple[Score, ...]:
@@ -87,12 +83,14 @@ def next_commands(demo: Demo) -> tuple[str, ...]:
 
 def pages(demo: Demo) -> tuple[TapePage, ...]:
     """A handful of tapes: a demonstration, and wrong and right answers before and after."""
-    decode = demo.tokenizer.decode
     chosen: list[TapePage] = []
 
+    def decode(token: int) -> str:
+        return str(demo.tokenizer.decode([token]))
+
     def add(split: str, caption: str, reward: float, count: int = 1) -> None:
-        for summary in demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]:
-            chosen.append(tape_page(demo.store.tape(summary.id, refresh=False), caption, lambda i: decode([i])))
+        found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
+        chosen.extend(tape_page(demo.store.tape(s.id, refresh=False), caption, decode) for s in found)
 
     add("demo", "a demonstration that goes about it the right way", 1.0)
     add("demo", "one that doesn't", 0.0)
@@ -105,16 +103,6 @@ def pages(demo: Demo) -> tuple[TapePage, ...]:
 def mixed_version_tape(tapes: list[Tape]) -> Tape | None:
     """A tape whose tokens come from more than one policy, if there is one."""
     return next((t for t in tapes if len({v for c in t.calls for v, _, _ in c.spans}) > 1), None)
-
-
-def _curve(name: str, path: Path) -> Curve:
-    updates, rewards = [], []
-    for line in path.read_text().splitlines():
-        row: dict[str, Any] = json.loads(line)
-        if row.get("phase") == "rl":
-            updates.append(float(len(updates) + 1))
-            rewards.append(float("nan") if row.get("reward") is None else float(row["reward"]))
-    return Curve(name=name, x=tuple(updates), y=tuple(rewards), mean_of=5)
 
 
 def _partial_credit(part: dict[str, Any]) -> str:

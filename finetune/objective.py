@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .recipes import Recipe
 from .stream import BadBatch, Stream
-from .words import KL, Context, TokenKL
+from .words import KL, Context, Demonstrations, TokenKL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Part:
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
         for word, beta in zip(recipe.regulariser, betas, strict=True):
-            if word.active:
+            if word.active and not isinstance(word, Demonstrations):
                 per_token = per_token + word(lp, entropy, index, stream, beta, context)
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)

@@ -95,14 +95,19 @@ def _micro(rows: Sequence[Row], group: list[int], wanted: list[Any], length: Any
 def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
     body, output = parts(model)
-    device = output.weight.device
-    states = body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state
-    states = states.reshape(-1, states.shape[-1]).index_select(0, micro.at.to(device))
+    hidden = states(body, micro)
     temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
     if not bool((temperature > 0).all()):
         raise ValueError("a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
                          "tapes out of RL data, or score with temperature 1")
-    return Scores(*head.log_probs(states, output.weight, output.bias, micro.token, temperature, entropy=entropy))
+    return Scores(*head.log_probs(hidden, output.weight, output.bias, micro.token, temperature, entropy=entropy))
+
+
+def states(body: nn.Module, micro: Micro) -> Tensor:
+    """(n, D) the hidden states that predict the micro-batch's tokens."""
+    device = next(body.parameters()).device
+    hidden = body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(device))
 
 
 def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: bool = False,

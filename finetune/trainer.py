@@ -13,78 +13,24 @@ thread the same batches in the same order give bit-equal weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from . import objective
-from .recipes import Recipe
+from .critic import CriticTrainer
+from .ranks import Ranks
+from .recipes import Recipe, get_recipe
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, forward, plan, score
+from .score import MICRO_TOKENS, Micro, Scores, forward, plan, score
 from .stream import BadBatch, Episode, Stream
-from .words import KL, Context, Moments, Sums
+from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
+from .words import KL, Context, Demonstrations, Moments, Sums
 
-Skip = Literal["log-prob", "loss", "gradient", "nothing to train on"]
-
-
-@dataclass(kw_only=True)
-class UpdateStats:
-    """What one optimiser step did."""
-
-    step: int
-    """Applied updates of the trainer, this one included if it was applied."""
-    skipped: Skip | None
-    """None: applied. Else what wasn't finite, or that no token had a gradient; weights are as before."""
-    loss: float
-    """sum of w l; NaN when it wasn't finite."""
-    grad_norm: float
-    """Before clipping; NaN when the update was skipped before."""
-    lr: float
-    sums: Sums
-    """Every metric as a sum and a count."""
-    stream: Stream
-    weight: Tensor
-    """(T,) float64 what each own token's loss counted; 0 for those that took no part."""
-    advantage: Tensor
-    """(T,) float64."""
-
-    @property
-    def applied(self) -> bool:
-        return self.skipped is None
-
-    @property
-    def mismatch(self) -> float | None:
-        """Largest |log-prob now - at sampling| of a scored token; None when none was scored."""
-        return self.sums.highs.get("mismatch")
-
-    @property
-    def ess(self) -> float | None:
-        """Effective share of the sample: (sum r)^2 / sum r^2 / n of r = exp(now - at sampling); 1 on policy."""
-        if not self.sums.counts.get("ratio"):
-            return None
-        return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A rollout batch with its advantages, ready for one or several updates."""
-
-    rows: Sequence[Row]
-    batch: objective.Batch
-    sums: Sums
-    """What was counted while preparing; reported with the first update."""
-
-
-@dataclass(kw_only=True)
-class _Accumulated:
-    """What the micro-batches of one update came to."""
-
-    loss: float = 0.0
-    skipped: Skip | None = None
-    sums: Sums = field(default_factory=Sums)
+__all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
 
 class Trainer:
@@ -102,19 +48,30 @@ class Trainer:
         grad_clip: float | None = 1.0,
         schedule: Schedule | None = None,
         reference: nn.Module | Literal["adapters-off"] | None = None,
+        critic: CriticTrainer | None = None,
+        critic_first: int = 0,
         ema: float | None = None,
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        ranks: Ranks | None = None,
         micro_tokens: int = MICRO_TOKENS,
     ) -> None:
-        """reference: a frozen model, or the model itself without its LoRA adapters. ema: decay of a running average of
-        the weights, kept in `averaged`. grad_clip: largest gradient norm; None: no bound."""
-        objective.check_needs(recipe, reference=reference is not None, critic=False)
+        """grad_clip: largest gradient norm; None: no bound. reference: a frozen model, or the model without its LoRA
+        adapters. critic_first: updates in which the critic learns and the policy stays as it is. ema: decay of a
+        running average of the weights, kept in `averaged`. autocast: forward in this dtype (bfloat16), weights and
+        output layer in their own. ranks: the processes that step together."""
+        objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
         self.model = model
         self.recipe = recipe
         self.lr = lr
         self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
         self.reference = reference
+        self.critic = critic
+        self.critic_first = critic_first
         self.ema = ema
+        self.autocast = autocast
+        self.ranks = ranks or Ranks()
         self.micro_tokens = micro_tokens
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
@@ -128,10 +85,12 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
         self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()} if ema is not None else {}
+        _still(model, gradient_checkpointing)
 
-    def update(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> UpdateStats:
-        """One optimiser step on one rollout batch, groups whole."""
-        return self.step(self.prepare(rows, episodes))
+    def update(self, rows: Sequence[Row], episodes: Sequence[Episode],
+               demonstrations: Sequence[Row] = ()) -> UpdateStats:
+        """One optimiser step on one rollout batch, groups whole; demonstrations are for a recipe with an `nll`."""
+        return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
 
     def updates(self, rows: Sequence[Row], episodes: Sequence[Episode], *, epochs: int = 1, minibatches: int = 1,
                 seed: int | None = None) -> Iterator[UpdateStats]:
@@ -160,44 +119,74 @@ class Trainer:
             cuts.append(mask)
         return cuts
 
-    def prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], *, several: bool = False) -> Prepared:
+    def prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], *, several: bool = False,
+                demonstrations: Sequence[Row] = ()) -> Prepared:
         """Advantages and everything else that is computed once per rollout batch.
 
         several: more than one step will follow, so that a recomputed anchor must be written down now.
         """
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
-        unit = recipe.score.temperature == "one"
         if recipe.needs_reference:
-            stream = stream.having(ref=self._reference(rows, unit))
+            stream = stream.having(ref=self._reference(rows))
+        if self.critic is not None:
+            stream = stream.having(value=self.critic.values(rows))
         top = recipe.select.entropy_top is not None
         if top or (recipe.anchor.to == "recomputed" and several):
-            now = score(self.model, rows, entropy=top, unit_temperature=unit, micro_tokens=self.micro_tokens)
+            now = self._score(self.model, rows, entropy=top)
             stream = stream.having(anchor=now.logprob, entropy=now.entropy)
-        context = Context(moments=self.moments)
+        context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare(recipe, stream, context)
-        return Prepared(rows=rows, batch=batch, sums=context.sums)
+        return Prepared(rows=rows, batch=batch, sums=context.sums, demonstrations=self._demonstrations(demonstrations))
 
-    def _reference(self, rows: Sequence[Row], unit: bool) -> Tensor:
+    def _demonstrations(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
+        """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
+        wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
+        if wanted != bool(rows):
+            raise BadBatch(f"recipe {self.recipe.name!r} has an nll regulariser but got no demonstrations" if wanted else
+                           f"{len(rows)} demonstrations for recipe {self.recipe.name!r}, which has no nll regulariser")
+        if not rows:
+            return None
+        episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
+        batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
+        return rows, batch.part(add_up=self.ranks.add_up)
+
+    def _reference(self, rows: Sequence[Row]) -> Tensor:
         if isinstance(self.reference, nn.Module):
-            return score(self.reference, rows, unit_temperature=unit, micro_tokens=self.micro_tokens).logprob
-        return score(self.model, rows, ref=True, unit_temperature=unit, micro_tokens=self.micro_tokens).logprob
+            return self._score(self.reference, rows).logprob
+        return self._score(self.model, rows, ref=True).logprob
+
+    def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
+        with self._casting():
+            return score(model, rows, unit_temperature=self._unit, micro_tokens=self.micro_tokens, **options)
+
+    @property
+    def _unit(self) -> bool:
+        return self.recipe.score.temperature == "one"
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
-        part = prepared.batch.part(episodes)
+        batch = prepared.batch
+        part = batch.part(episodes, self.ranks.add_up)
         lr = self.lr * self.schedule.factor(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
-        norm = float("nan")
-        if done.skipped is None:
-            norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip or float("inf")))
-            if not torch.isfinite(torch.tensor(norm)):
-                done.skipped = "gradient"
+        if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
+            self._add_demonstrations(prepared.demonstrations, done)
+        norm = self._agree(done)
         if done.skipped is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            if self.steps >= self.critic_first:
+                self.optimizer.step()
+        if self.critic is not None and batch.target is not None and batch.stream.value is not None:
+            done.sums.merge(self.critic.update(prepared.rows, batch.stream.value, batch.target, part.entered))
+        if done.skipped is None:
             self._after(done.sums, part)
         else:
             self.skips[done.skipped] = self.skips.get(done.skipped, 0) + 1
@@ -206,11 +195,26 @@ class Trainer:
         sums.merge(prepared.sums)
         sums.merge(done.sums)
         return UpdateStats(step=self.steps, skipped=done.skipped, loss=done.loss, grad_norm=norm, lr=lr, sums=sums,
-                           stream=prepared.batch.stream, weight=part.weight, advantage=prepared.batch.advantage)
+                           stream=batch.stream, weight=part.weight, advantage=batch.advantage)
 
-    def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> _Accumulated:
+    def _agree(self, done: Accumulated) -> float:
+        """The gradient norm over all ranks, clipped; decides with them whether anyone steps."""
+        bad = done.skipped not in (None, "nothing to train on")
+        if self.ranks.any(bad):
+            done.skipped = done.skipped if bad else "another rank"
+            return float("nan")
+        if not self.ranks.any(done.skipped is None):
+            return float("nan")
+        done.skipped = None
+        self.ranks.add_up_gradients(self.parameters.values())
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip or float("inf"))
+        if not bool(norm.isfinite()):
+            done.skipped = "gradient"
+        return float(norm)
+
+    def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
-        done = _Accumulated()
+        done = Accumulated()
         micros = plan(rows, live=part.live, micro_tokens=self.micro_tokens)
         if not micros:
             done.skipped = "nothing to train on"
@@ -231,7 +235,8 @@ class Trainer:
                 observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
             if whole is not None:
                 tensors = [t for t in scores if t is not None]
-                torch.autograd.backward(tensors, [g[micro.index] for g in whole[:len(tensors)]])
+                pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
+                torch.autograd.backward(tensors, pulls)
                 continue
             loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
             done.loss += float(loss.detach())
@@ -241,10 +246,9 @@ class Trainer:
             loss.backward()
         return done
 
-    def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: _Accumulated) -> list[Tensor]:
+    def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
         """The loss's gradient by all log-probs (and entropies), for a recipe that compares across tokens."""
-        scores = score(self.model, rows, entropy=self.recipe.needs_entropy, micro_tokens=self.micro_tokens,
-                       live=part.live, unit_temperature=self.recipe.score.temperature == "one")
+        scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
         loss = part.loss(leaves[0], leaves[1] if len(leaves) > 1 else None, index, context, tuple(self.betas))
@@ -262,9 +266,25 @@ class Trainer:
             out.append(column)
         return out
 
-    def _forward(self, micro: Micro) -> Any:
-        return forward(self.model, micro, entropy=self.recipe.needs_entropy,
-                       unit_temperature=self.recipe.score.temperature == "one")
+    def _forward(self, micro: Micro) -> Scores:
+        with self._casting():
+            return forward(self.model, micro, entropy=self.recipe.needs_entropy, unit_temperature=self._unit)
+
+    def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
+        """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
+        rows, part = demonstrations
+        scale = sum(w.coefficient for w in self.recipe.regulariser if isinstance(w, Demonstrations))
+        done.skipped = None
+        for micro in plan(rows, live=part.live, micro_tokens=self.micro_tokens):
+            with self._casting():
+                lp = forward(self.model, micro, unit_temperature=True).logprob
+            done.sums.add("demonstrations/nll", -lp.detach())
+            loss = scale * part.loss(lp, None, micro.index, Context(), ())
+            if not bool(loss.isfinite()):
+                done.skipped, done.loss = "loss", float("nan")
+                return
+            done.loss += float(loss.detach())
+            loss.backward()
 
     def _after(self, sums: Sums, part: objective.Part) -> None:
         """What follows an applied update: the count, the controllers, the running average."""
@@ -285,7 +305,7 @@ class Trainer:
         moments = self.moments
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "skips": dict(self.skips),
                 "betas": list(self.betas), "moments": [moments.n, moments.mean, moments.m2],
-                "averaged": dict(self.averaged)}
+                "averaged": dict(self.averaged), "critic": self.critic.state_dict() if self.critic else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`, bit for bit once the model has the weights of then."""
@@ -298,13 +318,18 @@ class Trainer:
             raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
         for name, tensor in state["averaged"].items():
             self.averaged[name].copy_(tensor)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
 
 
-def observe(lp: Tensor, old: Tensor, sums: Sums) -> None:
-    """Adds up how far the log-probs now (n,) are from those at sampling (n,): what ESS and KL follow from."""
-    delta = lp.cpu().double() - old.double()
-    sums.add("mismatch", delta.abs(), extremes=True)
-    sums.add("kl/old", -delta)
-    ratio = delta.clamp(max=20).exp()
-    sums.add("ratio", ratio, extremes=True)
-    sums.add("ratio/square", ratio.square())
+def _still(model: nn.Module, checkpointing: bool) -> None:
+    """No dropout: what is trained must be what sampled. Checkpointing needs the training mode."""
+    if not checkpointing:
+        model.eval()
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise BadBatch(f"gradient checkpointing runs the model in training mode, where {name} drops {module.p:.0%} "
+                           "of its inputs at random: set its dropout to 0")
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]

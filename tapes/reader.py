@@ -94,8 +94,20 @@ class _Run:
     first: Line
     head: bytes
     frontier: int
+    sealed: bool
     own: bool
     """Shown to be of this segment, whatever its hashes link to."""
+
+    def proves(self, chain: Chain) -> str | None:
+        """What it says, if it is of this segment, that makes the place after `chain` one that was durable."""
+        first = self.first
+        if self.sealed:
+            return "the segment was sealed after it"
+        if self.frontier > chain.n:
+            return f"a later line was written when {self.frontier} lines were durable"
+        if first.n == first.c == chain.n and first.p != chain.head:
+            return f"the line after line {chain.n - 1} knew another one, which was durable"
+        return None
 
 
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
@@ -106,7 +118,7 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     chained by hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that
     counts.
     """
-    if not any(run.frontier > chain.n for run in _runs_after(file, chain, chain.first, offset)):
+    if not any(run.proves(chain) for run in _runs_after(file, chain, chain.first, offset)):
         return None
     mended = _mend(file, chain, offset)
     heads, first = {chain.head} - {ZERO}, chain.first
@@ -120,8 +132,9 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
         if not linked:
             return None
         for run in linked:
-            if run.frontier > chain.n:
-                return f"a later line was written when {run.frontier} lines were durable"
+            proof = run.proves(chain)
+            if proof is not None:
+                return proof
             heads.add(run.head)
         runs = [run for run in runs if run not in linked]
 
@@ -134,15 +147,17 @@ def _runs_after(file: BinaryIO, chain: Chain, first: bytes, offset: int) -> list
     while piece := file.readline(MAX_LINE):
         try:
             line = parse_line(piece.rstrip(b"\n"))
-            own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain))
+            sealed = line.body.startswith(b'{"t":"seal"')
+            own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain)) or line.h == chain.head
         except BadLine:
             pass  # no evidence; the break that it is part of is reported
         else:
             if runs and line.p == runs[-1].head:
                 run = runs[-1]
                 run.head, run.frontier, run.own = line.h, max(run.frontier, line.c), run.own or own
+                run.sealed = run.sealed or sealed
             else:
-                runs.append(_Run(line, line.h, line.c, own))
+                runs.append(_Run(line, line.h, line.c, sealed, own))
         at_break = False
     return runs
 
@@ -196,9 +211,9 @@ def _line_here(region: bytearray, chain: Chain) -> tuple[Line, int] | None:
         return None
     try:
         line = parse_line(bytes(region[:end]))
+        fits = line.p == chain.head and line.n == chain.n
+        if chain.n == 0:
+            fits = line.n == 0 and read_body(line.body).get("segment") == chain.segment
     except BadLine:
         return None
-    fits = line.p == chain.head and line.n == chain.n
-    if chain.n == 0:
-        fits = line.n == 0 and read_body(line.body).get("segment") == chain.segment
     return (line, end + 1) if fits else None

@@ -7,6 +7,7 @@ records have no tape. Bodies name tapes and calls by id, never by ordinal. This 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -105,8 +106,10 @@ class Task(BaseModel):
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the public and the private part (hex): one instance, one hash, whatever its name."""
-        return hashlib.sha256(to_json([self.public, self.private])).hexdigest()
+        """SHA-256 over the public and the private part (hex): one instance, one hash, whatever its name or the order of
+        its keys."""
+        parts = json.dumps([self.public, self.private], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(parts.encode()).hexdigest()
 
 
 class Identity(BaseModel):

@@ -75,12 +75,18 @@ def read_segment(path, run):
             if broken is None and line is not None:
                 state = (state[0] + 1, line[5], line[1], line[4]["t"] == "seal", state[4] or line[5])
                 take(line, name, run)
-            elif state[3] or (line is not None and line[1] > state[0]):
+            elif state[3] or (line is not None and proves(line, state)):
                 run["corrupt"].append(f"segment {name}, {broken}, and that place was durable")
                 break
         else:
             run["torn"] += [f"segment {name}, {broken}"] if broken else []
     return {"lines": state[0], "head": state[1], "sealed": state[3], "broken": broken}
+
+
+def proves(line, state):
+    """Whether a sound line says that the place of the break, or what stands before it, was durable and another."""
+    n, c, p, _, record, _ = line
+    return c > state[0] or record["t"] == "seal" or (n == c == state[0] and p != state[1])
 
 
 def take(line, name, run):

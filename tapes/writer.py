@@ -106,7 +106,7 @@ class SegmentWriter:
         self._thread = threading.Thread(target=self._run, name=f"tapereel-{name}", daemon=True) if thread else None
         if self._thread is not None:
             self._thread.start()
-        atexit.register(self._at_exit)
+            atexit.register(self._at_exit)
         _watch_forks()
         _writers.add(self)
 
@@ -334,8 +334,8 @@ class SegmentWriter:
         if self._thread is not None:
             self._thread.join()
         atexit.unregister(self._at_exit)
-        if self._failure is None:
-            self.commit()
+        while self._failure is None and (self._pending or self._durable < self._appended):
+            self.commit()  # which may itself add a line, that states the frontier
         if self._failure is None:
             self._finish(reason)
         try:

@@ -6,12 +6,34 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from . import grpo, reinforce, sft
+from . import (
+    cispo,
+    cpgd,
+    dapo,
+    decoupled_ppo,
+    distill,
+    dr_grpo,
+    grpo,
+    gspo,
+    minor_sft,
+    ppo,
+    reinforce,
+    reinforce_plain,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rft,
+    rloo,
+    sapo,
+    sft,
+)
 from .recipe import BadRecipe, Recipe, read
 
 RECIPES: dict[str, Recipe] = {
     module.recipe.name: module.recipe
-    for module in (sft, grpo, reinforce)
+    for module in (
+        sft, grpo, reinforce, reinforce_plain, rloo, reinforce_pp, reinforce_pp_baseline, ppo, cpgd, dr_grpo, dapo,
+        gspo, cispo, sapo, decoupled_ppo, rft, minor_sft, distill,
+    )
 }
 """Every named recipe."""
 

@@ -16,6 +16,7 @@ from ..words import (
     Anchor,
     Baseline,
     Credit,
+    Demonstrations,
     EpisodeKL,
     Regulariser,
     Reward,
@@ -96,7 +97,8 @@ class Recipe(Word):
     @property
     def idle_at_zero(self) -> bool:
         """True when a token with advantage 0 has loss and gradient exactly 0."""
-        return self.surrogate.advantages and self.local and not any(word.active for word in self.regulariser)
+        others = any(word.active for word in self.regulariser if not isinstance(word, Demonstrations))
+        return self.surrogate.advantages and self.local and not others
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]

@@ -5,12 +5,13 @@ from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
-from .regulariser import KL, Adaptive, Entropy, Regulariser
+from .regulariser import KL, Adaptive, Demonstrations, Entropy, Regulariser
 from .reward import Reward
 from .score import Score
 from .select import Select
 from .shape import Clip, EpisodeKL, Overlong, Running, Shape, TokenKL
 from .surrogate import CISPO, CPG, NLL, PPO, SAPO, MinorNLL, NoSurrogate, Reinforce, Surrogate
+from .value import Value
 from .weigh import Weigh
 from .word import Context, Moments, Sums, Word
 
@@ -29,6 +30,7 @@ __all__ = [
     "ClipAdvantage",
     "Context",
     "Credit",
+    "Demonstrations",
     "Entropy",
     "EpisodeKL",
     "GroupWeights",
@@ -47,6 +49,7 @@ __all__ = [
     "Sums",
     "Surrogate",
     "TokenKL",
+    "Value",
     "Weigh",
     "Whiten",
     "Word",

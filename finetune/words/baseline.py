@@ -40,12 +40,10 @@ class Baseline(Word):
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         """(U,) float64 from x (U,) over the units where `scored` (U,) bool; 0 elsewhere."""
         y = torch.zeros_like(x)
-        if not bool(scored.any()):
-            return y
         if self.kind == "none":
             return torch.where(scored, x, y)
-        _, owner = torch.unique(self._owner(len(x), stream)[scored], return_inverse=True)
-        y[scored] = self._compare(x[scored], owner, int(owner.max()) + 1, context)
+        owners, owner = torch.unique(self._owner(len(x), stream)[scored], return_inverse=True)
+        y[scored] = self._compare(x[scored], owner, len(owners), context)
         return y
 
     def _owner(self, units: int, stream: Stream) -> Tensor:
@@ -67,9 +65,9 @@ class Baseline(Word):
         y = x - segments.mean(x, owner, n)[owner]
         match self.kind:
             case "loo":
-                y = y * (size / (size - 1).clamp(min=1))[owner]
+                y = y * (size / (size - 1))[owner]
             case "std":
-                spread = segments.total(y * y, owner, n) / (size - self.ddof).clamp(min=1)
+                spread = segments.total(y * y, owner, n) / (size - self.ddof)
                 y = y / (spread.sqrt() + self.eps)[owner]
             case "batch_std":
                 count, _, square = context.mean_and_square(x)

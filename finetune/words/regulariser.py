@@ -2,6 +2,7 @@
 
     kl       beta * estimate(lp, reference or sampler)
     entropy  -coefficient * H,  H the exact entropy of the policy at the token
+    nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
 
 A coefficient is fixed, or a controller's: after each update  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 with the mean k1 of the update and its n episodes.
@@ -98,4 +99,20 @@ class Entropy(Word):
         return -self.coefficient * entropy
 
 
-Regulariser = Annotated[KL | Entropy, Field(discriminator="kind")]
+class Demonstrations(Word):
+    """Keep what was shown: cross-entropy on rows given beside the batch, in the same update."""
+
+    kind: Literal["nll"] = "nll"
+    coefficient: float = Field(default=0.0, ge=0)
+
+    @property
+    def active(self) -> bool:
+        """False when it adds exactly nothing."""
+        return self.coefficient > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+
+Regulariser = Annotated[KL | Entropy | Demonstrations, Field(discriminator="kind")]

@@ -32,7 +32,8 @@ class Select(Word):
     """What is left out."""
 
     flat: Literal["keep", "drop"] = "keep"
-    bounds: tuple[float, float] | None = None
+    bounds: tuple[float | None, float | None] | None = None
+    """(low, high), None for an open end; an unscored episode is outside."""
     keep: int | None = Field(default=None, ge=1)
     keep_how: Literal["best", "spread"] = "best"
     entropy_top: float | None = Field(default=None, gt=0, le=1)
@@ -57,7 +58,10 @@ class Select(Word):
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
         if self.bounds is not None:
-            outside = (table.reward < self.bounds[0]) | (table.reward > self.bounds[1])
+            low, high = self.bounds
+            outside = table.reward.isnan()
+            outside = outside if low is None else outside | (table.reward < low)
+            outside = outside if high is None else outside | (table.reward > high)
             context.sums.add("episode/outside", outside & entered)
             entered = entered & ~outside
         if self.keep is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -184,6 +185,32 @@ def test_a_timeout_around_a_call_is_a_cancellation() -> None:
     asyncio.run(main())
     assert len(partials) == 1
     assert len(partials[0].ids or ()) >= 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cancelling_one_that_has_just_landed_loses_nothing(fails: bool) -> None:
+    partials: list[Completion] = []
+    complaints: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        model = faulty()
+        shared = engine(model, end_ids=(), copy=False)
+        call = asyncio.ensure_future(shared.complete(ask((5,), max_tokens=4, stop=(13,), on_partial=partials.append)))
+        await until(lambda: shared.stats.sampled >= 2)
+        model.broken = fails
+        await until(lambda: not shared._flights)
+        assert not call.done()  # landed, but not told yet
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())
+    gc.collect()
+    partial, = partials
+    assert partial.finish == "cancelled"
+    assert len(partial.ids or ()) == (2 if fails else 4)
+    assert complaints == []
 
 
 class Faulty(LlamaForCausalLM):

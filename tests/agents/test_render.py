@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tapereel.agents.render import NoChatTemplate, Rendered, Renderer, RenderError, SpecialText, Track
 from tapereel.agents.tiny import char_tokenizer
+from tapereel.finetune.rows import rows
+from tapereel.tapes import Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.errors import TapereelError
+from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 
 TOKENIZER = char_tokenizer()
 SYSTEM, USER, ASSISTANT, TOOL, END = 2, 3, 4, 5, 6
@@ -32,9 +37,44 @@ def answer(renderer: Renderer, rendered: Rendered, ids: list[int], call: str = "
     return renderer.track(rendered, call=call, reply=say("assistant", renderer.decode(ids)), completion=ids)
 
 
+def episode(renderer: Renderer, turns: list[dict[str, Any]]) -> tuple[list[Rendered], Tape]:
+    """What each prompt was, and the tape of it."""
+    begin = Begin(tape="t", task=Task(), task_hash="", agent=Identity(name="a"), env=Identity(name="e"), env_seed=0,
+                  seed=0, at=0.0)
+    prompts, bodies = [], [begin.body()]
+    messages: list[dict[str, Any]] = []
+    tracks: list[Track] = []
+    for n, turn in enumerate(turns):
+        messages.append(say("user", turn["say"]))
+        rendered = renderer.prompt(messages, None, tracks)
+        call = Call(tape="t", call=f"call{n}", by="a", base=rendered.base.call if rendered.base else None,
+                    keep=rendered.keep, keep_messages=rendered.keep_messages, messages=rendered.new_messages,
+                    prompt=rendered.new, completion=turn["sampled"], logprobs=[-1.0] * len(turn["sampled"]),
+                    text=renderer.decode(turn["sampled"]), spans=(("v:0", 0, len(turn["sampled"])),), at=0.0)
+        tracks = [renderer.track(rendered, call=call.call, reply=call.reply, completion=turn["sampled"])]
+        messages.append(call.reply)
+        prompts.append(rendered)
+        bodies.append(call.body())
+    return prompts, Tape.of([*bodies, End(tape="t", status=Status.FINISHED, at=0.0).body()])
+
+
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
     return Renderer(TOKENIZER)
+
+
+LEDGER = json.loads((Path(__file__).parents[1] / "ledger" / "rendering.json").read_text("utf-8"))["cases"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["name"], marks=pytest.mark.ledger(*case["rows"]))
+                                  for case in LEDGER])
+def test_the_ids_and_targets_of_the_ledger(renderer: Renderer, case: dict[str, Any]) -> None:
+    prompts, tape = episode(renderer, case["turns"])
+    assert [list(rendered.new) for rendered in prompts] == case["new"]
+    assert [rendered.keep for rendered in prompts] == case["keep"]
+    (row,) = rows(tape)
+    assert row.input_ids.tolist() == case["input_ids"]
+    assert row.own.tolist() == case["own"]
 
 
 def test_a_first_prompt_costs_a_role_token_the_characters_and_an_end_token_a_message(renderer: Renderer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.render import Renderer, RenderError, Track
+from tapereel.agents.render import NoChatTemplate, Renderer, RenderError, Track
 from tapereel.finetune.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
@@ -62,9 +62,10 @@ def test_spliced_ids_equal_the_whole_conversation_encoded_at_once(name: str, his
         messages.append(reply)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str) -> None:
-    renderer = Renderer(tokenizer(name))
+@pytest.mark.parametrize(("name", "history"), [*((name, "sampled") for name in FAMILIES),
+                                               *((name, "template") for name in KEEPS_ANSWERS)])
+def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str, history: Any) -> None:
+    renderer = Renderer(tokenizer(name), history=history)
     odd = [id for character in "The answer is 3901." for id in encode(name, character)]
     assert odd != encode(name, "The answer is 3901.")
     track = sample(renderer, [say("user", "q")], [*odd, renderer.end_ids[0]], [])
@@ -330,6 +331,11 @@ def test_several_templates_in_one_tokenizer_are_chosen_by_whether_there_are_tool
     renderer = Renderer(both)
     assert both.decode(renderer.prompt([say("user", "q")], [LOOKUP]).ids).startswith('[{"type": "function"')
     assert both.decode(renderer.prompt([say("user", "q")]).ids).startswith("<|im_start|>system")
+    both.chat_template = {"tool_use": "x"}
+    again = both.decode(renderer.prompt([say("user", "q")]).ids)
+    assert again.startswith("<|im_start|>system"), "a renderer keeps the template that it was made with"
+    with pytest.raises(NoChatTemplate, match="'tool_use' and none named 'default'"):
+        Renderer(both)
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted() -> None:

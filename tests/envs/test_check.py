@@ -99,7 +99,7 @@ class ShadyScore(Dice):
 
 
 class SyncStep(Dice):
-    def step(self, action: Press) -> Outcome:  # type: ignore[override]
+    def step(self, action: Press) -> Outcome:
         return Outcome(reward=1.0, terminated=True)
 
 
@@ -135,6 +135,10 @@ class CloseRaises(Dice):
 
 
 class CloseNeedsReset(Dice):
+    async def reset(self, task: int) -> Roll:
+        self.sum, self.left = 0, 3
+        return Roll(value=task)
+
     async def close(self) -> None:
         self.left = self.left + 1
 
@@ -166,25 +170,36 @@ class GlobalRandom(Dice):
         return Outcome(Roll(value=random.random()), reward=1.0, terminated=True)
 
 
+class RandomStart(Dice):
+    async def reset(self, task: int) -> Roll:
+        await super().reset(task)
+        return Roll(value=random.random())
+
+
+class RandomEnd(Dice):
+    async def finish(self, status: Any) -> Outcome:
+        return Outcome(metrics={"luck": random.random()})
+
+
 class OnTheClass(Dice):
+    """Never waits, so its instances meet only between their calls."""
+
     count: ClassVar[int] = 0
 
     async def reset(self, task: int) -> Roll:
         type(self).count = 0
-        return await super().reset(task)
+        return Roll(value=task)
 
     async def step(self, action: Press) -> Outcome:
         type(self).count += 1
-        outcome = await super().step(action)
-        return Outcome(outcome.observation, reward=outcome.reward, terminated=outcome.terminated,
-                       metrics={"count": type(self).count})  # fmt: skip
+        return Outcome(Roll(value=self.count), reward=0.1, terminated=self.count == 3)
 
 
 class ForgetsTheGenerator(Dice):
     async def restore(self, task: int, tape: Tape) -> None:
         await self.reset(task)
         self.left -= len(tape.actions)
-        self.sum = tape.observations[-1].value  # type: ignore[attr-defined]
+        self.sum = tape.observations[-1].value
 
 
 class RestoreRaises(Dice):
@@ -226,6 +241,8 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     HoldsAnObject: ("records", "can't be written on a tape: PydanticSerializationError", None),
     TooMuch: ("rewards", "an episode earned 7, outside the promised 0 to 1", None),
     GlobalRandom: ("determinism", "turn 1 gave observation Roll(value=0.", None),
+    RandomStart: ("determinism", "with the same seed and actions, reset gave Roll(value=0.", None),
+    RandomEnd: ("determinism", "with the same seed and actions, finish gave Outcome(", None),
     OnTheClass: ("concurrency", "keep state on the instance, not on its class", None),
     ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode went on otherwise", None),
     RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
@@ -292,6 +309,22 @@ def test_what_may_be_meant_is_a_warning(odd: type[Dice], check: str, says: str):
     assert report.checks[check] == "warned"
 
 
+def test_the_policy_sees_the_newest_observation():
+    seen: list[Any] = []
+
+    def watch(observation: Observation, rng: random.Random) -> Press:
+        seen.append(observation.value)
+        return Press(n=0)
+
+    class Counts(Dice):
+        async def step(self, action: Press) -> Outcome:
+            self.left -= 1
+            return Outcome(Roll(value=self.left), reward=1.0, terminated=self.left == 0)
+
+    _check(Counts, tasks=["start"], actions=watch)
+    assert seen == ["start", 2, 1]
+
+
 def test_an_episode_that_does_not_end_is_cut_and_scored_as_a_limit():
     asked: list[Any] = []
 
@@ -313,9 +346,9 @@ def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
     noticed = threading.Event()
     found = Probe.found
 
-    def telling(self: Probe, check: str, *args: Any, **options: Any) -> None:
-        found(self, check, *args, **options)
-        if check == "blocks":
+    def telling(self: Probe, check: str, sentence: str, where: str | None = None, **options: Any) -> None:
+        found(self, check, sentence, where, **options)
+        if check == "blocks" and "slow_tool" in (where or ""):
             noticed.set()
 
     monkeypatch.setattr(Probe, "found", telling)
@@ -326,11 +359,11 @@ def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
             return await super().step(action)
 
         def slow_tool(self) -> None:
-            assert noticed.wait(60)
+            noticed.wait(1.0)
 
     report = _check(Blocks, stall=0.02)
-    (finding,) = report.findings
-    assert finding.check == "blocks"
+    assert {finding.check for finding in report.findings} == {"blocks"}
+    (finding,) = [finding for finding in report.findings if "slow_tool" in (finding.where or "")]
     assert "Blocks.slow_tool held the event loop" in finding.sentence
     assert "threading.py" in finding.sentence
     assert "set `blocking = True` on Blocks" in finding.sentence
@@ -340,17 +373,17 @@ def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_declared_blocking_environment_is_played_in_threads():
-    threads: list[set[int]] = []
+    threads: list[set[threading.Thread]] = []
 
     class Threaded(Dice):
         blocking = True
 
         def __init__(self) -> None:
-            self.threads: set[int] = set()
+            self.threads: set[threading.Thread] = set()
             threads.append(self.threads)
 
         async def step(self, action: Press) -> Outcome:
-            self.threads.add(threading.get_ident())
+            self.threads.add(threading.current_thread())
             return await super().step(action)
 
     report = _check(Threaded)
@@ -360,7 +393,9 @@ def test_a_declared_blocking_environment_is_played_in_threads():
     assert report.checks["concurrency"] == "ok"
     stepped = [one for one in threads if one]
     assert len(stepped) == 3 + 3 + 3 + 1  # first plays, again, beside each other, restored
-    assert all(len(one) == 1 and threading.get_ident() not in one for one in stepped)
+    assert all(len(one) == 1 for one in stepped)
+    assert len(set.union(*stepped)) == len(stepped), "each instance has a thread of its own"
+    assert threading.current_thread() not in set.union(*stepped)
 
 
 @pytest.mark.parametrize("declared", [False, True])

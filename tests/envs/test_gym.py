@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -191,7 +192,32 @@ def test_an_error_in_the_simulator_is_not_taken_for_a_wrong_action():
         _walk(env, 1)
 
 
-def test_a_whole_episode_on_a_tape_off_the_event_loop():
+def test_the_simulator_runs_off_the_event_loop_in_one_thread():
+    threads: list[int] = []
+
+    class Where(Grid):
+        def reset(self, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().reset(**options)
+
+        def step(self, action: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().step(action)
+
+        def close(self) -> None:
+            threads.append(threading.get_ident())
+
+    s = _spaces()
+    env = GymEnvironment(lambda: Where(s.Discrete(2), s.Discrete(2), 1))
+    agent = ChatAgent(parse=lambda text: GymAction(value=int(text)))
+    tape = asyncio.run(rollout(agent, env, task=None, engine=ScriptedEngine(["1"])))
+    assert tape.status is Status.TRUNCATED
+    assert len(threads) == 3
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_a_whole_episode_on_a_tape():
     lake = GymEnvironment("FrozenLake-v1", is_slippery=False)
     agent = ChatAgent("Get to 15.", parse=lambda text: GymAction(value=int(text)))
     engine = ScriptedEngine(["1", "1", "9", "2", "2", "1", "2"])

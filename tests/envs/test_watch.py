@@ -71,20 +71,25 @@ def test_the_thread_names_the_line_that_holds_the_loop():
     stalls: list[Stall] = []
 
     def told(stall: Stall) -> None:
-        stalls.append(stall)
-        noticed.set()
+        # On a machine with too much to do, the loop may also rest somewhere else.
+        if stall.where(__file__).endswith("in hold"):
+            stalls.append(stall)
+            noticed.set()
 
     def hold() -> bool:
-        return noticed.wait(60)
+        return noticed.wait(1.0)
 
     async def main() -> None:
         with LoopWatch(told, seconds=0.02):
-            assert hold()
+            for _ in range(60):
+                if hold():
+                    return
+                await asyncio.sleep(0)
 
     asyncio.run(main())
-    assert stalls[0].where(__file__).endswith("in hold")
-    assert "threading.py" in stalls[0].where()
-    assert stalls[0].seconds >= 0.02
+    (stall,) = stalls
+    assert "threading.py" in stall.where()
+    assert stall.seconds >= 0.02
 
 
 def test_a_stall_lasts_some_time():

@@ -98,7 +98,7 @@ def test_the_links_of_a_document_lead_somewhere(path: Path):
 def test_every_page_is_reached_from_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert {page for page in pages if f"]({page})" not in index} == set()
+    assert {page for page in pages if f"]({page})" not in index} == set(), "link it in docs/index.md"
 
 
 @pytest.mark.parametrize(("heading", "ends"), [

@@ -23,7 +23,7 @@ from tapereel.finetune.report import (
     write_report,
 )
 
-from .making import sampled_tape
+from .making import played, sampled_tape
 
 EVIL = "</title></pre><script>alert(1)</script>\" onmouseover='x' {{ 7*7 }} $x_1$ & \x1b[2J\u202e"
 
@@ -148,6 +148,22 @@ def test_the_svg_takes_the_colours_of_the_page_and_is_the_same_each_time():
     assert {"var(--ink)", "var(--faint)", "var(--series-1)", "var(--series-2)"} <= set(re.findall(r"var\([^)]*\)", svg))
     assert re.findall(r"#[0-9a-f]{6}\b", svg) == []
     assert svg == curve_svg([_curve(), _curve("b")], levels=[Level(name="l", value=0.5)])
+
+
+def test_rewards_from_0_to_1_are_framed_by_that_range_and_others_by_their_own():
+    def frame(*values: float) -> list[str]:
+        svg = curve_svg([Curve(name="c", x=tuple(range(len(values))), y=values)])
+        return re.findall(r">\s*(-?[0-9.]+)\s*</text>", svg[svg.index('id="matplotlib.axis_2"') :])
+
+    assert {"0.0", "1.0"} <= set(frame(0.4, 0.5, 0.6))
+    assert "0.0" not in frame(4.0, 5.0, 6.0)
+
+
+def test_an_end_with_a_cause_tells_it_in_full_inside_and_in_a_word_outside():
+    tape = played("x")
+    text = render_report(ReportData(title="t", tapes=(tape_page(tape, "c"),)))
+    assert '<span class="pill">error (agent)</span>' in text
+    assert "ended by agent: ValueError: invalid literal" in text
 
 
 def test_a_running_mean_leaves_unknown_values_out():

@@ -68,10 +68,10 @@ def two_writers(trace: Trace) -> Iterator[None]:
     yield
     trace.ask(one.writer, lab.begin("a"), lab.step("a", "first", action=False))
     one.writer.commit()
-    two = lab.Store.open(RUN, write=True, rotate_bytes=1 << 20, **options)
-    trace.ask(two.writer, lab.begin("b", split="eval"))
     trace.append(one.writer, lab.call("a", "a.1", 5))
     one.writer.commit(sync=False)
+    two = lab.Store.open(RUN, write=True, rotate_bytes=1 << 20, **options)
+    trace.ask(two.writer, lab.begin("b", split="eval"))
     two.writer.commit()
     reference = two.media.put(b"a picture " * 30, ".png")
     trace.media[reference] = b"a picture " * 30
@@ -135,14 +135,14 @@ class Enumerator:
             self.counts["distinct"] += 1
             found = self._seen[key] = self.recover(image)
             if self.deep and self.counts["distinct"] % self.deep == 0 and _has_files(image):
-                self._cut_recovery(SimDisk(image), written, safe, trace)
+                self._cut_recovery(SimDisk(image, seed=8), written, safe, trace)
         self.compare(found, written, safe, trace)
 
     def recover(self, image: Image) -> Recovery:
         """Recover one image and check what must hold of any recovery."""
         if not _has_files(image):
             image = {f"{TAPES}/lock": b"", **image}  # power went before the first file had a name
-        disk = SimDisk(image)
+        disk = SimDisk(image, seed=7)
         return self._recover(disk, image)
 
     def _recover(self, disk: SimDisk, image: Image) -> Recovery:

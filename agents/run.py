@@ -1,0 +1,197 @@
+"""`run`: an agent rolled out over tasks into a run directory, as many episodes at once as are allowed.
+
+Every (task, attempt) is one place to fill. A run that goes on looks at what is on tape, fills the places that are empty
+and no others, with the seeds that an uninterrupted run would have used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..tapes import Sampling, Tape, Task
+from ..tapes.progress import Progress, silent
+from ..tapes.records import CauseType, Status, trains
+from ..tapes.rundir import RunDir, open_run
+from ..tapes.store import Store, Summary
+from .engine import Engine
+from .engines import EngineConfig, make_engine
+from .limits import Limits
+from .llm import derive_seed
+from .references import Loaded, Scene
+from .rollout import rollout
+
+
+class RunConfig(Scene):
+    """What to roll out."""
+
+    engine: EngineConfig
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each task; they are one group, and share the environment's seed."""
+    split: str = "eval"
+    """What the tapes are recorded for; only `train` and `demo` may be trained on."""
+    seed: int = 0
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    concurrency: int = Field(default=64, ge=1)
+    """Episodes in flight."""
+    refills: int = Field(default=1, ge=0)
+    """How often an attempt is made again that the environment, the model, the clock or we ourselves broke."""
+
+
+FREE = ("concurrency",)
+"""Settings that may change when a run goes on: they change no tape."""
+
+
+class Ended(BaseModel):
+    """Episodes that ended alike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    status: str
+    cause: str | None
+    """Whose fault or which limit; None for an end that needs no cause."""
+    episodes: int
+
+
+class RunSummary(BaseModel):
+    """What a run came to: every tape of its split, whichever process recorded it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: str
+    tasks: int
+    attempts: int
+    """For each task."""
+    episodes: int
+    recorded: int
+    """Episodes of this process; the others were there."""
+    ends: tuple[Ended, ...]
+    reward: float | None
+    """Mean over the scored episodes; None when there is none."""
+    error: float | None
+    """Standard error of that mean, episodes taken as independent; None below two."""
+    scored: int
+    usable: int
+    """Episodes that ended as a result of the agent's own doing."""
+    turns: float | None
+    """Mean actions of an episode."""
+    tokens: dict[str, int]
+    """`sampled` and `authored` completion tokens."""
+    seconds: float
+    """Of this process."""
+
+
+def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> RunSummary:
+    """Roll `config.agent` out into the run directory `out`. RunExists where one is and `resume` is false.
+
+    Raises UsageError before anything is written where the configuration names what isn't there.
+    """
+    started = time.perf_counter()
+    scene = config.load()
+    made = make_engine(config.engine)
+    with open_run(out, config, resume=resume, free=FREE) as directory:
+        store = directory.store
+        if made.publish is not None and made.publish.version not in _published(store):
+            store.append_layer(made.publish)
+        places = Places(config, scene, directory)
+        recorded = asyncio.run(_fill(places, made.engine, progress))
+        store.writer.sync()
+        return _summary(config, len(scene.tasks), recorded, store, Path(out), time.perf_counter() - started)
+
+
+class Places:
+    """The episodes that the run is to have, and those it has."""
+
+    def __init__(self, config: RunConfig, scene: Loaded, directory: RunDir) -> None:
+        self.config = config
+        self.scene = scene
+        self.journal = directory.store.writer
+        self.tapes: dict[tuple[str, int], list[bool]] = {}
+        """(group, attempt) -> for each tape there, in order: may it be trained on."""
+        for summary in directory.store.summaries(split=config.split, closed=True):
+            if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
+                self.tapes.setdefault((summary.group, summary.attempt), []).append(_trains(summary))
+
+    def group(self, task: Task) -> str:
+        """The id of a task's group: the same whatever the order of the tasks."""
+        return f"{self.config.split}/{task.hash[:24]}"
+
+    @property
+    def open(self) -> list[tuple[Task, int]]:
+        """What is left to fill, task by task."""
+        every = ((task, k) for task in self.scene.tasks for k in range(self.config.attempts))
+        return [(task, k) for task, k in every if not self.full(self.group(task), k)]
+
+    def full(self, group: str, attempt: int) -> bool:
+        """True when the attempt needs no more episodes."""
+        there = self.tapes.get((group, attempt), [])
+        return any(there) or len(there) > self.config.refills
+
+    async def fill(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
+        """Roll out until the place is full."""
+        config, group = self.config, self.group(task)
+        there = self.tapes.setdefault((group, attempt), [])
+        tapes: list[Tape] = []
+        while not self.full(group, attempt):
+            tape = await rollout(
+                self.scene.agent, self.scene.env, task, engine=engine, group=group, attempt=attempt, split=config.split,
+                seed=derive_seed(config.seed, group, attempt, len(there)),
+                env_seed=derive_seed(config.seed, group, "env"), limits=config.limits, sampling=config.sampling,
+                journal=self.journal,
+            )  # fmt: skip
+            there.append(tape.trains)
+            tapes.append(tape)
+        return tapes
+
+
+async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
+    """Fill what is open; gives the number of episodes recorded."""
+    todo = places.open
+    of = len(places.scene.tasks) * places.config.attempts
+    done, recorded, rewards = of - len(todo), 0, list[float]()
+    progress("rolling out", done, of, "")
+    work = iter(todo)
+
+    async def worker() -> None:
+        nonlocal done, recorded
+        for task, attempt in work:
+            tapes = await places.fill(task, attempt, engine)
+            done, recorded = done + 1, recorded + len(tapes)
+            rewards.extend(tape.reward for tape in tapes if tape.reward is not None)
+            mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
+            progress("rolling out", done, of, mean)
+
+    try:
+        await asyncio.gather(*(worker() for _ in range(min(places.config.concurrency, len(todo)))))
+    finally:
+        await engine.close()
+    return recorded
+
+
+def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:
+    found = store.summaries(split=config.split)
+    rewards = [s.reward for s in found if s.reward is not None]
+    n = len(rewards)
+    mean = sum(rewards) / n if n else None
+    error = (sum((r - mean) ** 2 for r in rewards) / (n - 1) / n) ** 0.5 if mean is not None and n > 1 else None
+    ends = Counter((s.status or "running", s.cause) for s in found)
+    books = store.books()
+    return RunSummary(
+        run=str(out), tasks=tasks, attempts=config.attempts, episodes=len(found), recorded=recorded,
+        ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
+        reward=mean, error=error, scored=n, usable=sum(map(_trains, found)),
+        turns=sum(s.actions for s in found) / len(found) if found else None,
+        tokens={"sampled": books.sampled, "authored": books.authored}, seconds=round(seconds, 3),
+    )  # fmt: skip
+
+
+def _published(store: Store) -> set[str]:
+    return {stored.record.version for stored in store.run_records("publish")}
+
+
+def _trains(summary: Summary) -> bool:
+    status = Status(summary.status) if summary.status is not None else None
+    return trains(status, CauseType(summary.cause) if summary.cause is not None else None)

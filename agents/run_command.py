@@ -1,0 +1,93 @@
+"""`tapereel run`: roll an agent out over tasks, and keep every episode."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..tapes.config import add_config_arguments, dump_config, load_config
+from ..tapes.console import Exit, UsageError, answer, safe, table
+from ..tapes.progress import live_progress
+
+if TYPE_CHECKING:
+    from .run import RunSummary
+
+EXAMPLE = """
+tapereel run --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
+--set engine.answers='["7"]' --out runs/digits-script
+tapereel run --config run.yaml --set attempts=4 --out runs/digits --resume
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    add_scene_arguments(parser)
+    parser.add_argument("--attempts", metavar="N", help="episodes of each task (1)")
+    add_config_arguments(parser)
+
+
+def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
+    """Short ways to say who acts, where, on what and with which model; what they say goes on top of the file."""
+    parser.add_argument("--agent", metavar="NAME", help="module:name or file.py:name of an agent")
+    parser.add_argument("--env", metavar="NAME", help="module:name of an environment class or factory")
+    parser.add_argument("--tasks", metavar="NAME", help="module:name of tasks, or a JSONL, JSON, Parquet or CSV file")
+    parser.add_argument("--model", metavar="DIR", help="a model and tokenizer in Hugging Face format")
+    parser.add_argument("--seed", metavar="N", help="seed of sampling and environments (0)")
+    parser.add_argument("--out", metavar="DIR", help="run directory")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, wherever it stopped")
+
+
+def scene_settings(args: argparse.Namespace, *more: str) -> list[str]:
+    """What the short arguments say, as settings, and then the settings that were typed."""
+    sets = [f"{name}={value}" for name in ("agent", "env", "tasks", "seed", *more) if (value := getattr(args, name))]
+    if args.model is not None:
+        sets += ["engine.kind=embedded", f"engine.model={args.model}"]
+    elif any(text.startswith(("engine.answers", "engine.policy")) for text in args.sets):
+        sets.append("engine.kind=scripted")
+    return [*sets, *args.sets]
+
+
+def run_directory(args: argparse.Namespace) -> str:
+    """`--out`. UsageError where it wasn't given."""
+    if args.out is None:
+        raise UsageError("where to? name a run directory: --out DIR")
+    return args.out
+
+
+def run(args: argparse.Namespace) -> int:
+    """Roll out, and print how the episodes ended."""
+    from .run import RunConfig
+    from .run import run as roll_out
+
+    config = load_config(RunConfig, args.config, scene_settings(args, "attempts"))
+    if args.dry_run:
+        answer(args, config, dump_config(config))
+        return Exit.HOLDS
+    out = run_directory(args)
+    with live_progress() as progress:
+        summary = roll_out(config, out, resume=args.resume, progress=progress)
+    answer(args, summary, _table(summary), *_lines(summary))
+    return Exit.HOLDS if summary.usable or not summary.episodes else Exit.BROKEN
+
+
+def _table(summary: RunSummary) -> Any:
+    made = table("ended", "cause", "#episodes", "#share")
+    for end in summary.ends:
+        made.add_row(end.status, end.cause or "", f"{end.episodes:,}", f"{end.episodes / summary.episodes:.1%}")
+    return made
+
+
+def _lines(summary: RunSummary) -> list[str]:
+    reward = "nothing was scored"
+    if summary.reward is not None:
+        spread = "" if summary.error is None else f" ± {summary.error:.3f}"
+        reward = f"mean reward {summary.reward:.3f}{spread} over {summary.scored:,} scored episodes"
+    lines = [
+        f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
+        f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
+        f"{reward}; {summary.tokens['sampled']:,} tokens sampled.",
+        safe(f"Next: tapereel show {summary.run}"),
+    ]  # fmt: skip
+    if not summary.usable and summary.episodes:
+        lines.insert(0, "No episode ended by the agent's own doing: `tapereel show RUN TAPE` has the cause of each.")
+    return lines

@@ -1,0 +1,171 @@
+"""The critic: a value per own token, with its own loss, optimiser and schedule. It never touches the policy's gradient.
+
+The value of a token is that of the state before it, read off the hidden state that predicts it. A critic has a body of
+its own (`Critic.of`, a copy of the policy's), or reads the policy's states without gradient (`Critic.on`, a head alone:
+cheap, and it sees what the policy has learned).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .rows import Row
+from .schedule import Schedule
+from .score import MICRO_TOKENS, Micro, parts, plan, states
+from .words import Context, Sums
+from .words.value import Value
+from .words.word import Moments
+
+
+class Critic(nn.Module):
+    """Hidden states to values: V = mean + std * head(h), mean and std fixed at 0 and 1 unless `normalised`."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False) -> None:
+        super().__init__()
+        reference = next(body.parameters())
+        self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.owns_body = owns_body
+        # The policy's body is not a submodule: its weights are the policy's to save, to train and to move.
+        self._body = [body]
+        if owns_body:
+            self.body = body
+        self.normalised = normalised
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("std", torch.ones((), dtype=torch.float64))
+
+    @classmethod
+    def of(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
+        """A critic with a copy of the model's body."""
+        body, output = parts(model)
+        return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
+
+    @classmethod
+    def on(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
+        """A value head on the model's own states, which it reads and never moves."""
+        body, output = parts(model)
+        return cls(body, output.in_features, owns_body=False, normalised=normalised)
+
+    def forward(self, micro: Micro) -> Tensor:
+        """(n,) values of the micro-batch's tokens, float32 or wider."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
+            h = states(self._body[0], micro)
+        raw = self.head(h)[:, 0]
+        raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+        return raw * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
+
+    @torch.no_grad()
+    def rescale(self, mean: float, std: float) -> None:
+        """Another mean and deviation of the targets; what the critic says stays as it was."""
+        old_mean, old_std = float(self.mean), float(self.std)
+        self.head.weight.mul_(old_std / std)
+        self.head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
+        self.mean.fill_(mean)
+        self.std.fill_(std)
+
+
+class CriticTrainer:
+    """Trains a critic on the targets of the updates it is given."""
+
+    def __init__(
+        self,
+        critic: Critic,
+        *,
+        loss: Value | None = None,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        schedule: Schedule | None = None,
+        micro_tokens: int = MICRO_TOKENS,
+    ) -> None:
+        self.critic = critic
+        self.loss = loss or Value()
+        self.lr = lr
+        self.grad_clip = grad_clip
+        self.schedule = schedule or Schedule()
+        self.micro_tokens = micro_tokens
+        self.moments = Moments()
+        self.steps = 0
+        """Updates applied."""
+        self.skips = 0
+        """Updates that met a number which isn't finite and left the critic as it was."""
+        self.parameters = [p for p in critic.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+    def values(self, rows: Sequence[Row]) -> Tensor:
+        """(T,) value of the state before each own token, without gradient."""
+        n = sum(len(row.own) for row in rows)
+        out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
+        with torch.no_grad():
+            for micro in plan(rows, micro_tokens=self.micro_tokens):
+                out[micro.index] = self.critic(micro).cpu()
+        return out
+
+    def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
+        """One optimiser step towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said."""
+        sums = Sums()
+        context = Context(sums=sums)
+        if self.critic.normalised:
+            self._rescale(target[entered], context)
+        n = max(int(entered.sum()), 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        finite = True
+        for micro in plan(rows, live=entered, micro_tokens=self.micro_tokens):
+            value = self.critic(micro).cpu()
+            per_token = self.loss(value, old[micro.index].to(value.dtype), target[micro.index].to(value.dtype), context)
+            sums.add("value/loss", per_token.detach())
+            loss = per_token.sum() / n
+            finite = bool(loss.isfinite())
+            if not finite:
+                break
+            loss.backward()
+        if finite:
+            norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip or float("inf"))
+            sums.put("value/grad_norm", float(norm))
+            finite = bool(norm.isfinite())
+        if finite and int(entered.sum()):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * self.schedule.factor(self.steps)
+            self.optimizer.step()
+            self.steps += 1
+        elif not finite:
+            self.skips += 1
+            sums.put("value/skipped", 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        explained(old[entered], target[entered], sums)
+        return sums
+
+    def _rescale(self, target: Tensor, context: Context) -> None:
+        self.moments.take(*context.mean_and_square(target.double()))
+        if self.moments.std is not None:
+            self.critic.rescale(self.moments.mean, self.moments.std)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next update depends on, the critic's weights included."""
+        return {"critic": self.critic.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps,
+                "skips": self.skips, "moments": [self.moments.n, self.moments.mean, self.moments.m2]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.critic.load_state_dict(state["critic"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.skips = int(state["steps"]), int(state["skips"])
+        self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
+
+
+def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
+    """Adds up what the share of explained variance follows from: 1 - error / spread of the targets."""
+    sums.add("value", value)
+    sums.add("value/target", target)
+    sums.add("value/error", (target - value).square())
+    sums.add("value/target/square", target.square())

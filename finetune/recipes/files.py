@@ -1,0 +1,28 @@
+"""The recipes of a run, written beside its tapes, so that whoever reads the run knows what its updates computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from .recipe import BadRecipe, Recipe, read
+
+RECIPES_FILE = "recipes.json"
+
+
+def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
+    """Write `recipes.json`: the recipe of each phase, with every constant."""
+    plain = {phase: recipe.model_dump(mode="json") for phase, recipe in recipes.items()}
+    (directory / RECIPES_FILE).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def read_recipes(directory: Path) -> dict[str, Recipe]:
+    """The recipe of each phase; empty where the run has no such file. BadRecipe where it can't be read."""
+    path = directory / RECIPES_FILE
+    if not path.exists():
+        return {}
+    try:
+        return {phase: read(recipe) for phase, recipe in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (ValueError, AttributeError) as error:
+        raise BadRecipe(f"{path} holds no recipes: {error}") from error

@@ -1,0 +1,27 @@
+"""ppo: clipped ratio, generalised advantage estimation, and a critic.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}        gamma 1, lambda 0.95
+    A_t whitened over all tokens of the batch
+    loss = -1/T sum_t min(r A_t, clip(r, 0.8, 1.2) A_t)
+
+The critic learns A_t + V_t with its own loss, optimiser and schedule (`finetune.critic`).
+
+Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
+
+1. Time runs over own tokens only: what the environment says between two turns is no step, and the value before it
+   bootstraps from the value after it.
+2. A truncated episode bootstraps where its `bootstrap` value is known.
+"""
+
+from ..words import PPO, Baseline, Credit, Reward, TokenKL, Whiten
+from .recipe import Recipe
+
+recipe = Recipe(
+    name="ppo",
+    reward=Reward(per="turn"),
+    shape=(TokenKL(beta=0.0, estimator="k1"),),
+    baseline=Baseline(kind="none"),
+    credit=Credit(kind="gae", gamma=1.0, lam=0.95),
+    adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
+    surrogate=PPO(low=0.2, high=0.2),
+)

@@ -1,0 +1,209 @@
+"""Training: what every training run does in its run directory, whoever chose the agent, the tasks and the model.
+
+It holds the parts together: a history of updates in the store, engines with its weights, the loop, and evaluations on
+held-out tasks. Each method finds out from the directory what is done already. In what order they are called, and what
+is imitated, is the business of the caller (`demo.py`, `train.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..agents import Agent
+from ..agents.embedded import EmbeddedEngine
+from ..agents.llm import derive_seed
+from ..agents.render import Renderer
+from ..envs.base import Environment
+from ..tapes import Sampling, Task
+from ..tapes.progress import Progress, silent
+from ..tapes.rundir import RunDir
+from ..tapes.store import Store
+from .config import LoopConfig, OptimiserConfig, WarmStartConfig
+from .evaluate import evaluate
+from .history import History, Source
+from .loop import Loop, UpdateReport
+from .recipes import Recipe, get_recipe
+from .recipes.files import write_recipes
+from .sft import warm_start
+from .trainer import Trainer
+
+NO_WARM_START = WarmStartConfig(updates=0, batch=1)
+
+
+def new_results() -> dict[str, Any]:
+    """What a run's results begin with: a lineage that no other run has."""
+    return {"lineage": secrets.token_hex(4)}
+
+
+@dataclass
+class Training:
+    """One run directory at work. Torch's threads are the caller's choice."""
+
+    run: RunDir
+    model: Any
+    """With the base weights; updates change it in place."""
+    tokenizer: Any
+    renderer: Renderer
+    agent: Agent
+    env: Callable[[], Environment[Any]]
+    train_tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    loop: LoopConfig
+    recipe: Recipe
+    """Of the loop's updates."""
+    warm: WarmStartConfig = NO_WARM_START
+    """Imitation before the loop."""
+    evaluations: Mapping[str, Sampling] = field(default_factory=dict)
+    """name -> how an evaluation of that name samples."""
+    concurrent: int = 256
+    """Episodes of an evaluation in flight."""
+    seed: int = 0
+    slots: int = 64
+    capacity: int | None = None
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        # The frozen model that a recipe may compare with is the one that the run began with.
+        self._reference = copy.deepcopy(self.model).eval() if self.recipe.needs_reference else None
+        self.history = self.history_in(self.run.store, self.run.results["lineage"], self.run.path)
+
+    def history_in(self, store: Store, lineage: str, out: Path) -> History:
+        """The history of `lineage` in `store`, checkpointed under `out`."""
+        phases: dict[str, tuple[OptimiserConfig, Recipe]] = {
+            "sft": (self.warm.optimiser, get_recipe("sft")),
+            "sft-more": (self.loop.optimiser, get_recipe("sft")),
+            "rl": (self.loop.optimiser, self.recipe),
+        }
+        write_recipes(out, {phase: recipe for phase, (_, recipe) in phases.items()})
+
+        def make(phase: str) -> Trainer:
+            optimiser, recipe = phases[phase]
+            return Trainer(
+                self.model, recipe, lr=optimiser.lr, betas=optimiser.betas, weight_decay=optimiser.weight_decay,
+                grad_clip=optimiser.grad_clip, schedule=optimiser.schedule, micro_tokens=optimiser.micro_tokens,
+                reference=self._reference if recipe.needs_reference else None,
+            )  # fmt: skip
+
+        return History(store, lineage, out / "checkpoints", self.model, make, renderer=self.renderer,
+                       tokenizer=self.tokenizer, keep=self.loop.keep_checkpoints)  # fmt: skip
+
+    def engine(self, history: History) -> EmbeddedEngine:
+        """An engine with a copy of the weights as they are now."""
+        return EmbeddedEngine(self.model, self.renderer, version=history.version, slots=self.slots,
+                              capacity=self.capacity)  # fmt: skip
+
+    def restore(self) -> None:
+        """Bring the weights to the last recorded update."""
+        with self.run.timed("restore"):
+            again = self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""))
+        if again:
+            self.run.results["reapplied"] = self.run.results.get("reapplied", 0) + again
+
+    def imitate(self, tapes: Sequence[str], source: Source) -> None:
+        """The warm start's updates that are not done yet, on these tapes: the same ones, in the same order, at every
+        call."""
+        target = self.warm.updates
+        if self.history.updates >= target:
+            return
+
+        def report(done: int, line: dict[str, Any]) -> None:
+            self.run.metrics(line)
+            self.progress("imitating recorded tapes (SFT)", done, target, f"loss {line['loss']:.3f}")
+
+        with self.run.timed("sft"):
+            warm_start(self.warm, store=self.run.store, history=self.history, tapes=tapes, source=source,
+                       seed=self.seed, on_update=report)  # fmt: skip
+        self.run.save()
+
+    async def before(self) -> None:
+        """Evaluate ahead of the loop; where the loop has begun without it, the result is None."""
+        results = self.run.results
+        if self.history.updates == self.warm.updates and "before" not in results:
+            results["before"] = await self.evaluate(self.engine(self.history), "before")
+            self.run.save()
+        results.setdefault("before", None)
+
+    async def after(self) -> None:
+        """Evaluate the weights at the end, once."""
+        if "after" not in self.run.results:
+            self.run.results["after"] = await self.evaluate(self.engine(self.history), "after")
+        self.run.save()
+
+    async def improve(self, on_update: Callable[[UpdateReport], None] = lambda update: None) -> None:
+        """The loop's updates that are not done yet. `on_update` is called between two updates, in the event loop."""
+        start, results = self.warm.updates, self.run.results
+        if self.history.updates >= start + self.loop.updates:
+            return
+
+        def report(update: UpdateReport) -> None:
+            self.run.metrics(update.metrics)
+            on_update(update)
+
+        with self.run.timed("rl"):
+            loop = await self.run_loop(self.history, self.loop, report, name="improving by rollouts", start=start)
+        self.run.add_seconds("train", loop.train_seconds)
+        self.run.add_seconds("rollout", loop.engine_seconds)
+        results["idle_share"] = loop.idle_share
+        self.run.save()
+
+    async def run_loop(self, history: History, config: LoopConfig, on_update: Callable[[UpdateReport], None], *,
+                       name: str, start: int) -> Loop:  # fmt: skip
+        """The loop by `config` on `history` and in its store, which began at update `start`."""
+        engine = self.engine(history)
+        _, publish = history.publish_record("start")
+        if publish.version not in history.published:
+            history.store.append_layer(publish)
+        order = list(range(len(self.train_tasks)))
+        random.Random(derive_seed(self.seed, "tasks")).shuffle(order)
+
+        def report(update: UpdateReport) -> None:
+            on_update(update)
+            reward = "unscored" if update.reward is None else f"{update.reward:.3f}"
+            self.progress(name, update.update - start, config.updates, f"reward {reward}")
+
+        loop = Loop(
+            config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
+            tasks=lambda k: self.train_tasks[order[k % len(order)]], seed=self.seed, start=start, on_update=report,
+        )  # fmt: skip
+        try:
+            await loop.run()
+        finally:
+            await engine.close()
+        return loop
+
+    async def evaluate(self, engine: EmbeddedEngine, when: str) -> dict[str, Any]:
+        """Every evaluation on the held-out tasks, by that engine, which is closed then."""
+        found: dict[str, Any] = {}
+        phase = f"evaluating on held-out tasks, {when}"
+        done = 0
+
+        def count(_: Any) -> None:
+            nonlocal done
+            done += 1
+            self.progress(phase, done, len(self.held_out) * len(self.evaluations), "")
+
+        try:
+            for name, sampling in self.evaluations.items():
+                with self.run.timed("evaluation"):
+                    result = await evaluate(
+                        self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
+                        split=f"eval-{when}-{name}", limits=self.loop.limits, journal=self.run.store.writer,
+                        concurrent=self.concurrent, on_tape=count,
+                    )  # fmt: skip
+                found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
+                               "metrics": result.metrics}  # fmt: skip
+        finally:
+            await engine.close()
+        return found
+
+    def token_counts(self) -> dict[str, int]:
+        """The token books of `results["books"]`, as `--json` prints them."""
+        books = self.run.results["books"]
+        return {"sampled": books["sampled"], **books["tokens"], "authored": books["authored"],
+                "authored_trained": books["authored_trained"], "applied": books["applied"]}  # fmt: skip

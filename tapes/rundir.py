@@ -1,0 +1,133 @@
+"""A run directory at work: its configuration, its results so far, its metrics and its store.
+
+The configuration is written once, when the run begins, and a resumed run must have the same one. `results.json` is
+replaced as a whole whenever something is known that a later process must not find out again. What the results mean is
+the business of whoever runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from .config import ConfigError, dump_config, load_config
+from .errors import RunExists
+from .store import Store
+
+CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
+
+
+class RunDir:
+    """Made by `open_run`; holds the store open for writing."""
+
+    def __init__(self, path: Path, results: dict[str, Any], store: Store, *, resumed: bool) -> None:
+        self.path = path
+        self.results = results
+        """What is known so far, as plain values; `save()` writes it."""
+        self.store = store
+        self.resumed = resumed
+        """True when an earlier process began it."""
+
+    def save(self) -> None:
+        """Write the results, durable when this returns."""
+        _replace(self.path / RESULTS, json.dumps(self.results, indent=1) + "\n")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to `results["seconds"][name]`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, time.perf_counter() - started)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Adds to `results["seconds"][name]`."""
+        table = self.results.setdefault("seconds", {})
+        table[name] = round(table.get(name, 0.0) + seconds, 3)
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        append_metrics(self.path / METRICS, line)
+
+
+@contextmanager
+def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free: Collection[str] = (),
+             begin: Callable[[], dict[str, Any]] = dict) -> Iterator[RunDir]:  # fmt: skip
+    """Begin the run at `path`, or go on with it.
+
+    `begin()` gives the results that a new run starts from. The fields of `config` in `free` may differ in a resumed
+    run. RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
+    ConfigError where it was begun with another configuration. Leaving seals the store.
+    """
+    path = Path(path)
+    found = (path / CONFIG).exists()
+    if found and not resume:
+        raise RunExists(f"{path} holds a run already; go on with it by --resume, or choose another --out")
+    if not found and (path / "tapes").exists():
+        raise RunExists(f"{path} holds tapes that another program recorded (it has no {CONFIG}); choose another --out")
+    results = _resume(path, config, free) if found else begin()
+    path.mkdir(parents=True, exist_ok=True)
+    if found:
+        _drop_torn_line(path / METRICS)
+    else:
+        # The results come first: a directory with a configuration has them.
+        _replace(path / RESULTS, json.dumps(results, indent=1) + "\n")
+        _replace(path / CONFIG, dump_config(config))
+    with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
+        yield RunDir(path, results, store, resumed=found)
+
+
+def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
+    """One JSON line; a number that isn't finite is null."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(clean) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, Any]:
+    recorded = load_config(type(config), path / CONFIG)
+    then, now = (c.model_dump(mode="json", exclude=set(free)) for c in (recorded, config))
+    if then != now:
+        keys = ", ".join(_differences(then, now))
+        raise ConfigError(f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
+                          "with that file as --config, or choose another --out")
+    return json.loads((path / RESULTS).read_text(encoding="utf-8"))
+
+
+def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*then, *now]):
+            yield from _differences(then.get(key), now.get(key), f"{above}.{key}" if above else key)
+    elif then != now:
+        yield above
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Whatever a power cut left of the last line must not be glued to the next one."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a small file as a whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,80 @@
+"""The checks that a broken store must not survive. Each takes a `Lab` and raises when an invariant does not hold."""
+
+from __future__ import annotations
+
+from .crash import RUN, Broken, Enumerator
+from .lab import Clock, Lab
+from .simdisk import SimDisk
+from .tamper import closed_run, crashed_run, segment_paths, undetected
+
+
+def crash(lab: Lab) -> None:
+    """Two writers, rotation, media: every legal image after every operation."""
+    Enumerator(lab, thorough=False).run()
+
+
+def crash_in_recovery(lab: Lab) -> None:
+    """The same, with the power cut again in the middle of recovery."""
+    Enumerator(lab, thorough=False, stride=3, deep=10).run()
+
+
+def failed_sync(lab: Lab) -> None:
+    """A sync fails once; after that the disk forgets what it could not write, and says that all is well."""
+    disk = SimDisk()
+    store = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    told: list[bool] = []
+    body = lab.begin("a")
+    disk.failing_syncs = 1
+    store.writer.append(body)
+    store.writer.when_durable(lambda error: told.append(error is None))
+    store.writer.commit()
+    for image in disk.crash_images(b""):
+        kept = any(body in data for data in image.values())
+        if told != [False] and not kept:
+            raise Broken(f"acknowledged ({told}) after a failed sync, and lost")
+    try:
+        store.writer.append(lab.step("a", "more"))
+    except lab.errors.StoreFailed:
+        return
+    raise Broken("a writer whose sync failed takes more")
+
+
+def live_writer(lab: Lab) -> None:
+    """Somebody opens the run while its writer works: nothing of the writer's is touched."""
+    disk = SimDisk()
+    one = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    one.writer.append(lab.begin("a"))
+    one.writer.commit()
+    before = disk.image()
+    two = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+    if two.recovered.crashed or any(disk.image()[path] != data for path, data in before.items()):
+        raise Broken(f"a live writer's episodes were ended, or its files changed: {two.recovered}")
+
+
+def removed_segment(lab: Lab) -> None:
+    """A segment that a later one pins is gone, and so is the file with the pins."""
+    closed = closed_run(lab, episodes=2)
+    without = {path: data for path, data in closed.items()
+               if path != segment_paths(closed)[0] and not path.endswith("pins.json")}  # fmt: skip
+    if lab.verify.verify(RUN, disk=SimDisk(without)).exit_code != 1:
+        raise Broken("a segment that another pins was removed, and nobody noticed")
+
+
+def tampered(lab: Lab) -> None:
+    """Changed, moved, copied, forged and removed lines of a sealed run and of a crashed one."""
+
+    def check(disk: SimDisk) -> int:
+        return lab.verify.verify(RUN, disk=disk).exit_code
+
+    image, durable = crashed_run(lab, episodes=3)
+    below = {segment_paths(image)[0]: durable}
+    closed = closed_run(lab, episodes=2)
+    for run, lines in ((image, below), (closed, {path: closed[path].count(b"\n") for path in segment_paths(closed)})):
+        if check(SimDisk(run)) != 0:
+            raise Broken("a sound run does not verify")
+        _, missed = undetected(run, lines, check, flips=10)
+        if missed:
+            raise Broken(f"{len(missed)} changes went unseen: {missed[0]}")
+
+
+KILLERS = (failed_sync, live_writer, removed_segment, crash, crash_in_recovery, tampered)
