@@ -21,6 +21,8 @@ from .tapes.extras import extra_of
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("finetune.demo_command", "make a model, record it, train it, and see it learn: minutes on a CPU"),
+    "run": ("agents.run_command", "roll an agent out over tasks, and keep every episode"),
+    "train": ("finetune.train_command", "train a model on an agent's own rollouts, in the async loop"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
     "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
     "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),

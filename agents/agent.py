@@ -28,7 +28,9 @@ class Agent:
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         """One turn. Written as `async def act(...)` with `yield`, which makes it an async generator."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define `async def act(self, tape, llm)` with `yield`")
+        raise NotImplementedError(
+            f"{type(self).__qualname__} must define `async def act(self, tape, llm)` with `yield`"
+        )
 
     @property
     def path(self) -> str:

@@ -62,7 +62,11 @@ class ChatAgent(Agent):
         offered.extend(self.tools)
         for tries_left in range(self.misreads, -1, -1):
             reply = await llm(
-                tape.now(), system=self.system, tools=offered or None, temperature=self.temperature, max_tokens=self.max_tokens
+                tape.now(),
+                system=self.system,
+                tools=offered or None,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
             )
             try:
                 action = self.parse(reply.text) if self.parse is not None else self._read(reply)

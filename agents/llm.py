@@ -155,7 +155,9 @@ class LLM:
             raise ModelFailed(f"{type(failure.error).__name__}: {failure.error}") from failure.error
         write(completion, attempts, finish=completion.finish)
         if self._limits.tokens is not None and self.sampled >= self._limits.tokens:
-            self.latched = LimitReached(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
+            self.latched = LimitReached(
+                CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}"
+            )
         return Reply(completion.text or "", completion.finish, call, completion.tool_calls or ())
 
     # Who spoke: rollout asks, for each yielded step, which path it came from and which calls it was read from
@@ -254,15 +256,22 @@ class LLM:
         wanted = self._sampling.max_tokens if max_tokens is None else max_tokens
         if self._limits.tokens is not None:
             wanted = min(wanted, self._limits.tokens - self.sampled)
-        context = min((c for c in (self._limits.context, self._engine.context if self._engine else None) if c), default=None)
+        context = min(
+            (c for c in (self._limits.context, self._engine.context if self._engine else None) if c), default=None
+        )
         if context is not None and rendered is not None:
             room = context - len(rendered.ids)
             if room < 1:
-                raise self._latch(CauseType.CONTEXT, f"the prompt has {len(rendered.ids)} tokens, the context {context}")
+                raise self._latch(
+                    CauseType.CONTEXT, f"the prompt has {len(rendered.ids)} tokens, the context {context}"
+                )
             wanted = min(wanted, room)
         if temperature is None and wanted == self._sampling.max_tokens:
             return self._sampling
-        update = {"max_tokens": wanted, "temperature": self._sampling.temperature if temperature is None else temperature}
+        update = {
+            "max_tokens": wanted,
+            "temperature": self._sampling.temperature if temperature is None else temperature,
+        }
         return self._sampling.model_copy(update=update)
 
     def _offered(self, schemas: tuple[dict[str, Any], ...] | None) -> Tools | None:
@@ -336,10 +345,13 @@ class _CallWriter:
         llm, request, rendered = self.llm, self.request, self.rendered
         engine = engine or (llm._engine.name if llm._engine is not None else "")
         common: dict[str, Any] = {
-            "sampling": request.sampling, "seed": request.seed, "tools": self.tools, "attempts": attempts, "finish": finish,
+            "sampling": request.sampling, "seed": request.seed, "tools": self.tools, "attempts": attempts,
+            "finish": finish,
         }  # fmt: skip
         if engine != "authored":
-            llm.sampled += len(completion.ids) if completion.ids is not None else completion.usage.completion_tokens or 0
+            llm.sampled += (
+                len(completion.ids) if completion.ids is not None else completion.usage.completion_tokens or 0
+            )
         else:
             common.update(seed=None)
         if rendered is None:
@@ -366,7 +378,8 @@ class _CallWriter:
     def _track(self, ids: array[int], record: Call) -> None:
         llm, base = self.llm, self.rendered.base
         tracks = llm._tracks.setdefault((self.path, self.conversation), [])
-        assert llm._engine is not None and llm._engine.renderer is not None
+        assert llm._engine is not None
+        assert llm._engine.renderer is not None
         track = llm._engine.renderer.track(self.rendered, call=self.call, reply=record.reply, completion=ids)
         if base is not None and self.rendered.split is None and base in tracks:
             tracks[tracks.index(base)] = track
@@ -382,7 +395,8 @@ class _CallWriter:
         reply: Message = {"role": "assistant", "content": completion.text}
         if completion.tool_calls:
             reply["tool_calls"] = list(completion.tool_calls)
-        assert self.llm._engine is not None and self.llm._engine.renderer is not None
+        assert self.llm._engine is not None
+        assert self.llm._engine.renderer is not None
         return self.llm._engine.renderer.completion(self.rendered, reply)
 
 

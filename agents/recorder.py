@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..tapes import Tape
 from ..tapes.journal import Journal
-from ..tapes.records import Begin, Record
 from ..tapes.log import TapeLog
+from ..tapes.records import Begin, Record
 
 
 class Recorder:

@@ -51,7 +51,9 @@ class ReplayEngine:
         call = calls.pop()
         self._compare(call, request)
         if call.finish == "error":
-            raise EngineError(call.attempts[-1].error or "the recorded call failed" if call.attempts else "recorded failure")
+            raise EngineError(
+                call.attempts[-1].error or "the recorded call failed" if call.attempts else "recorded failure"
+            )
         return Completion(
             text=call.text, ids=call.completion, logprobs=call.logprobs, spans=call.spans, finish=call.finish,
             tool_calls=call.tool_calls, usage=call.usage,
@@ -73,8 +75,10 @@ class ReplayEngine:
             recorded.append(("prompt", self._tape.call_prompt(call).tolist(), request.prompt.tolist()))
         for field, then, now in recorded:
             if then != now:
-                raise Diverged(f"tape {self._tape.id}, call {call.call} by {call.by!r}: `{field}` was "
-                               f"{_short(then)}, it is now {_short(now)}")
+                raise Diverged(
+                    f"tape {self._tape.id}, call {call.call} by {call.by!r}: `{field}` was "
+                    f"{_short(then)}, it is now {_short(now)}"
+                )
 
 
 def _short(value: Any) -> str:

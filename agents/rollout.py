@@ -20,9 +20,9 @@ from typing import Any
 from ..envs.base import Environment, Outcome
 from ..tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ..tapes.journal import Journal
+from ..tapes.log import new_tape_id, step_record
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, End, Identity, Parent, Reward, trains
-from ..tapes.log import new_tape_id, step_record
 from .agent import Agent, configuration, qualified
 from .engine import Engine
 from .limits import LimitReached, Limits
@@ -123,7 +123,13 @@ class _Episode:
             self.llm.close()
         status, cause = await self._wind_up(status, cause)
         self.recorder.write(
-            End(tape=self.recorder.tape, status=status, cause=cause, seconds=time.perf_counter() - self.started, at=time.time())
+            End(
+                tape=self.recorder.tape,
+                status=status,
+                cause=cause,
+                seconds=time.perf_counter() - self.started,
+                at=time.time(),
+            )
         )
         if cause is not None and status is Status.ERROR:
             self._warn(cause)
@@ -133,7 +139,7 @@ class _Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause) -> None:
-        """A warning for each distinct fault, not for each episode that met it; an agent's own error is training data."""
+        """A warning for each distinct fault, not for each episode; an agent's own error is training data."""
         if cause.type is not CauseType.AGENT and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning("an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
                         cause.type.value, cause.error, cause.message, cause.frame or "no frame")  # fmt: skip
@@ -209,7 +215,9 @@ class _Episode:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()  # a coroutine that will never be awaited
-            raise AgentFault(f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`")
+            raise AgentFault(
+                f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
+            )
         try:
             async for step in steps:
                 if not isinstance(step, Step) or isinstance(step, Observation):
@@ -280,7 +288,9 @@ class _Episode:
         components = list(outcome.components())
         for k, (name, value) in enumerate(components):
             weight = 1.0 if k < len(components) - metrics else 0.0
-            self.recorder.write(Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight))
+            self.recorder.write(
+                Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
+            )
 
 
 def _no_action(agent: Agent) -> tuple[Status, Cause | None]:

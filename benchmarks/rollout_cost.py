@@ -42,7 +42,7 @@ class Done(Action, kind="bench_done"):
 
 
 def best(run: Callable[[], int], repetitions: int) -> float:
-    """CPU seconds per unit (whatever else the machine does), where `run` gives the number of units it did; the best of the repetitions."""
+    """CPU seconds per unit, the best of the repetitions; `run` gives the number of units that it did."""
     times = []
     for _ in range(repetitions):
         gc.collect()
@@ -53,18 +53,20 @@ def best(run: Callable[[], int], repetitions: int) -> float:
 
 
 def record(steps: int, prompt: array[int], completion: array[int], logprobs: array[float]) -> Tape:
-    """A tape written straight through the recorder's own path: an observation, a call, an action and a reward a turn."""
+    """A tape written through the recorder's own path: an observation, a call, an action and a reward a turn."""
     task = Task(public="q")
-    begin = Begin(tape="t", task=task, task_hash="0", agent=Identity(name="a"), env=Identity(name="e"), env_seed=0, seed=0, at=0.0)
+    begin = Begin(
+        tape="t", task=task, task_hash="0", agent=Identity(name="a"), env=Identity(name="e"), env_seed=0, seed=0, at=0.0
+    )
     log = TapeLog(begin)
     log.append(step_record("t", Seen(text=TEXT), by="env"))
     keep, base = 0, None
     for k in range(steps // 2):
         call = f"t.{k}"
         log.append(Call(
-            tape="t", call=call, by="a", base=base, keep=keep, keep_messages=2 * k, prompt=prompt, completion=completion,
-            messages=({"role": "user", "content": TEXT},), logprobs=logprobs, text=TEXT, spans=(("v:0", 0, len(completion)),),
-            sampling=Sampling(), at=0.0,
+            tape="t", call=call, by="a", base=base, keep=keep, keep_messages=2 * k, prompt=prompt, text=TEXT,
+            messages=({"role": "user", "content": TEXT},), completion=completion, logprobs=logprobs,
+            spans=(("v:0", 0, len(completion)),), sampling=Sampling(), at=0.0,
         ))  # fmt: skip
         base, keep = call, keep + len(prompt) + len(completion)
         log.append(step_record("t", Done(text=TEXT), by="a", calls=((call, 0, len(completion)),)))
@@ -135,7 +137,10 @@ def main() -> None:
     parser.add_argument("--tapeagents", metavar="PYTHON")
     parser.add_argument("--verifiers", metavar="PYTHON")
     options = parser.parse_args()
-    tapeagents, verifiers = peer(options.tapeagents, "tapeagents_loop.py"), peer(options.verifiers, "verifiers_rollout.py")
+    tapeagents, verifiers = (
+        peer(options.tapeagents, "tapeagents_loop.py"),
+        peer(options.verifiers, "verifiers_rollout.py"),
+    )
 
     prompt, completion = array("i", range(200)), array("i", range(91))
     logprobs = array("f", [-0.5] * 91)
@@ -152,8 +157,10 @@ def main() -> None:
     for concurrent, episodes, turns in ((64, 1024, 5), (256, 1024, 5), (64, 256, 20), (64, 128, 50)):
         ours = best(lambda c=concurrent, e=episodes, t=turns: roll(t, e, c), 3) * 1e3
         theirs = verifiers.get(f"{concurrent}x{turns}")
-        print(f"| {concurrent} x {turns} | {ours:.3f} | {f'{theirs:.3f}' if theirs else '-'} | "
-              f"{f'{theirs / ours:.1f}x' if theirs else '-'} |")
+        print(
+            f"| {concurrent} x {turns} | {ours:.3f} | {f'{theirs:.3f}' if theirs else '-'} | "
+            f"{f'{theirs / ours:.1f}x' if theirs else '-'} |"
+        )
 
     print("\n| turns | tokens | converter M tokens/s |\n|---|---|---|")
     for turns in (1, 5, 20, 50, 500):

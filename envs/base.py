@@ -38,7 +38,9 @@ class Outcome:
 
     def __post_init__(self) -> None:
         if self.observation is not None and not isinstance(self.observation, Observation):
-            raise TypeError(f"Outcome.observation must be an Observation or None, not {type(self.observation).__name__}")
+            raise TypeError(
+                f"Outcome.observation must be an Observation or None, not {type(self.observation).__name__}"
+            )
         for name, value in self.components():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"reward component {name!r} must be a float, not {value!r}")
@@ -98,9 +100,13 @@ class Environment(Generic[ActionT]):
         recorded = list(tape.observations)
         for k, (now, then) in enumerate(zip(seen, recorded, strict=False)):
             if now != then:
-                raise RestoreMismatch(f"observation {k} of tape {tape.id} was {then!r}; the environment now gives {now!r}")
+                raise RestoreMismatch(
+                    f"observation {k} of tape {tape.id} was {then!r}; the environment now gives {now!r}"
+                )
         if len(seen) != len(recorded):
-            raise RestoreMismatch(f"tape {tape.id} has {len(recorded)} observations; the environment now gives {len(seen)}")
+            raise RestoreMismatch(
+                f"tape {tape.id} has {len(recorded)} observations; the environment now gives {len(seen)}"
+            )
 
     async def close(self) -> None:
         """Release what the instance holds. Called once, whatever happened."""

@@ -47,7 +47,7 @@ class LoopConfig(Config):
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     recipe: str = "grpo"
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = Field(default_factory=dict)
     """Changes to the recipe's words, as in `{"baseline": {"eps": 1e-4}}`."""
     optimiser: OptimiserConfig = OptimiserConfig()
     sampling: Sampling = Sampling(max_tokens=64)

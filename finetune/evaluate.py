@@ -75,5 +75,7 @@ async def evaluate(
         for name, value in components:
             values.setdefault(name, []).append(value)
     return Evaluation(
-        tuple(r for r, _, _ in results), {name: sum(v) / len(v) for name, v in values.items()}, tuple(t for _, _, t in results)
+        tuple(r for r, _, _ in results),
+        {name: sum(v) / len(v) for name, v in values.items()},
+        tuple(t for _, _, t in results),
     )

@@ -55,7 +55,10 @@ class Row:
 
     def where(self, keep: NDArray[np.bool_]) -> Row:
         """The row with only those of its own tokens that `keep` (n,) holds; the others become context."""
-        own = {name: getattr(self, name)[keep] for name in ("own", "old", "temperature", "version", "call", "turn", "offset")}
+        own = {
+            name: getattr(self, name)[keep]
+            for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
+        }
         return replace(self, **own)
 
     def labels(self) -> NDArray[np.int64]:
@@ -99,8 +102,13 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | N
         elif call.base is not None:
             del leaves[call.base]
         row.context(new)
-        row.complete(call, completion, turn_of.get(call.call, tape.turns), labels.get(call.call),
-                     agents is None or call.by in agents)
+        row.complete(
+            call,
+            completion,
+            turn_of.get(call.call, tape.turns),
+            labels.get(call.call),
+            agents is None or call.by in agents,
+        )
         leaves[call.call] = row
     group = tape.begin.group or tape.id
     return [row.done(tape.id, group) for row in building if row.own]
@@ -126,8 +134,10 @@ def _tokens_of(
     if layer is not None:
         return layer.prompt, layer.completion
     if renderer is None:
-        raise NotATape(f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
-                       "give rows() the renderer of the model that will be trained")
+        raise NotATape(
+            f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
+            "give rows() the renderer of the model that will be trained"
+        )
     return renderer.authored(tape.call_messages(call), call.reply)
 
 
@@ -160,11 +170,17 @@ class _Building:
             return
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
-        old = np.frombuffer(call.logprobs, dtype=np.float32) if call.logprobs is not None else np.full(n, np.nan, np.float32)
+        old = (
+            np.frombuffer(call.logprobs, dtype=np.float32)
+            if call.logprobs is not None
+            else np.full(n, np.nan, np.float32)
+        )
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
         offsets = np.arange(n, dtype=np.int32)
         if label is not None and label.ranges is not None:
-            offsets = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in label.ranges] or [np.empty(0, np.int32)])
+            offsets = np.concatenate(
+                [np.arange(a, b, dtype=np.int32) for a, b in label.ranges] or [np.empty(0, np.int32)]
+            )
             stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[offsets]
             old, n = old[offsets], len(offsets)
             spans = [(1, int(v)) for v in stamps]

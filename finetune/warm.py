@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tapes import Tape
 from ..tapes.console import UsageError
-from ..tapes.records import Tokens
+from ..tapes.records import Status, Tokens
 from ..tapes.store import Store
 
 TRAINABLE_SPLITS = ("train", "demo")
@@ -46,7 +46,8 @@ def bring_in(source: str | Path, into: Store, renderer: Any, *, split: str | Non
                          f"may be trained on{'' if min_reward is None else f' has a reward of {min_reward:g} or more'}")
     into.writer.sync()
     # A process that was killed while it copied a tape has left it `crashed`; it can't be copied twice.
-    return [name for name in ids if into.tape(name).trains]
+    crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}
+    return [name for name in ids if name not in crashed]
 
 
 def _check_tokens(tape: Tape, renderer: Any, source: str | Path) -> None:

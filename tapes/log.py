@@ -85,7 +85,9 @@ class TapeLog:
             self._add_call(record)
         elif isinstance(record, Reward):
             if record.step is not None and not 0 <= record.step < len(self.entries):
-                raise NotATape(f"a reward on step {record.step} of tape {self.begin.tape}, which has {len(self.entries)}")
+                raise NotATape(
+                    f"a reward on step {record.step} of tape {self.begin.tape}, which has {len(self.entries)}"
+                )
             self.rewards.append((len(self.bodies), record))
         elif isinstance(record, End):
             self.end = record
@@ -107,8 +109,9 @@ class TapeLog:
         for call, start, end in record.calls:
             n = len(self.call(call).completion or ())
             if not 0 <= start <= end <= max(n, 0):
-                raise NotATape(f"a step of tape {self.begin.tape} names tokens [{start}, {end}) of call {call}, "
-                               f"which has {n}")
+                raise NotATape(
+                    f"a step of tape {self.begin.tape} names tokens [{start}, {end}) of call {call}, which has {n}"
+                )
         if record.by != ENV:
             self._speak()
         acted = record.by != ENV and record.role == "action"
@@ -166,9 +169,11 @@ def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
         raise NotATape(f"tape {begin.tape} is a fork of {begin.parent.tape}; give that tape as its parent")
     cut = parent if parent._k == begin.parent.records else parent.at_turn(begin.parent.turn)
     if (cut.id, cut.digest, cut._k) != (begin.parent.tape, begin.parent.digest, begin.parent.records):
-        raise NotATape(f"tape {begin.tape} was forked from tape {begin.parent.tape} with digest {begin.parent.digest} "
-                       f"after {begin.parent.records} records; the given parent is tape {cut.id} with {cut.digest} "
-                       f"after {cut._k}")
+        raise NotATape(
+            f"tape {begin.tape} was forked from tape {begin.parent.tape} with digest {begin.parent.digest} "
+            f"after {begin.parent.records} records; the given parent is tape {cut.id} with {cut.digest} "
+            f"after {cut._k}"
+        )
     return cut
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, TypeAdapter, model_validator
 from pydantic_core import to_json
@@ -179,8 +179,10 @@ class StepRecord(Record):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("content"), dict):
-            data = {**data, "content": read_step(data.get("role", ""), data.get("kind", ""), data["content"])}
+        if not isinstance(data, dict) or not isinstance(data.get("content"), dict):
+            return data
+        if data.get("role") in get_args(Role) and isinstance(data.get("kind"), str):
+            data = {**data, "content": read_step(data["role"], data["kind"], data["content"])}
         return data
 
     def body(self) -> bytes:

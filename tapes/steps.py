@@ -7,6 +7,7 @@ This module knows nothing of tapes, prompts or files.
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -38,9 +39,11 @@ class Step(BaseModel):
 
     def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" in cls.__dict__.get("__annotations__", {}) and cls.__qualname__ != "Step":
-            raise TypeError(f"{cls.__qualname__} has a field named 'kind', which names the class of a step on the tape; "
-                            "rename the field")
+        if "kind" in inspect.get_annotations(cls) and cls.__qualname__ != "Step":
+            raise TypeError(
+                f"{cls.__qualname__} has a field named 'kind', which names the class of a step on the tape; "
+                "rename the field"
+            )
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:

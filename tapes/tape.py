@@ -130,8 +130,9 @@ class Tape(Sequence[Step]):
 
     def _visible(self, what: str) -> TapeLog:
         if not self._open:
-            raise HiddenFromAgent(f"`{what}` is hidden from agents: their view of a tape has its steps and the public "
-                                  "part of the task")
+            raise HiddenFromAgent(
+                f"`{what}` is hidden from agents: their view of a tape has its steps and the public part of the task"
+            )
         return self._log
 
     def _end(self, what: str) -> End | None:
@@ -284,8 +285,10 @@ class Tape(Sequence[Step]):
         layers = [parse_record(to_json(layer)) for layer in document.get("layers") or ()]
         tape = cls.of((to_json(record) for record in document["records"]), layers=layers, parent=parent)
         if tape.digest != document.get("digest"):
-            raise NotATape(f"tape {tape.id}: the document says digest {document.get('digest')!r}, its records fold to "
-                           f"{tape.digest!r}: it was edited")
+            raise NotATape(
+                f"tape {tape.id}: the document says digest {document.get('digest')!r}, its records fold to "
+                f"{tape.digest!r}: it was edited"
+            )
         return tape
 
     @classmethod

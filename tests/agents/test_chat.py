@@ -107,7 +107,9 @@ def test_parallel_tool_calls_are_one_action_and_their_results_one_observation():
             results = tuple(ToolResult(id=c.id, name=c.name, content=str(c.arguments["x"])) for c in action.calls)
             return Outcome(ToolResults(results=results), reward=1.0, truncated=len(results) == 1)
 
-    calls = tuple({"id": f"c{k}", "type": "function", "function": {"name": "f", "arguments": f'{{"x": {k}}}'}} for k in (1, 2))
+    calls = tuple(
+        {"id": f"c{k}", "type": "function", "function": {"name": "f", "arguments": f'{{"x": {k}}}'}} for k in (1, 2)
+    )
 
     class Parsed:
         name, renderer, context = "parsed", None, None
@@ -124,7 +126,10 @@ def test_parallel_tool_calls_are_one_action_and_their_results_one_observation():
             pass
 
     engine = Parsed()
-    schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
     tape = run(ChatAgent(actions=[ToolCalls], tools=[schema]), Tools(), "go", engine=engine)
     assert tape.status is Status.TRUNCATED
     roles = [(m["role"], m["content"]) for m in engine.asked[1].messages]

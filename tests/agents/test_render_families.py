@@ -68,6 +68,8 @@ def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str, history: A
     renderer = Renderer(tokenizer(name), history=history)
     odd = [id for character in "The answer is 3901." for id in encode(name, character)]
     assert odd != encode(name, "The answer is 3901.")
+    if name == "llama2":  # whose template writes a space in front of the end
+        odd.append(tokenizer(name).convert_tokens_to_ids("▁"))
     track = sample(renderer, [say("user", "q")], [*odd, renderer.end_ids[0]], [])
     later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
     assert later.split is None

@@ -55,6 +55,8 @@ class Dice:
         self.size = size
         self.seen: list[Seen] = []
         self.fail_next = False
+        self.drawn = 0
+        """Ids drawn so far for the request at work."""
 
     async def complete(self, request: Request) -> Completion:
         if self.fail_next:
@@ -63,10 +65,12 @@ class Dice:
             raise EngineError("the dice fell off the table")
         rng = random.Random(request.seed)
         ids: list[int] = []
+        self.drawn = 0
         try:
             for _ in range(request.sampling.max_tokens):
-                await asyncio.sleep(0)
                 ids.append(rng.choice(self.renderer.end_ids) if rng.random() < 0.25 else rng.randrange(self.size))
+                self.drawn = len(ids)
+                await asyncio.sleep(0)
                 if ids[-1] in self.renderer.end_ids:
                     return self._done(request, ids, "stop")
         except asyncio.CancelledError:
@@ -307,14 +311,14 @@ def test_what_was_cancelled_is_on_the_tape_but_nobody_s_answer() -> None:
     async def act(tape: Tape, llm: LLM, engine: Dice) -> AsyncIterator[Any]:
         reply = await llm(tape)
         job = asyncio.ensure_future(llm(tape, max_tokens=6))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        while not (engine.drawn or job.done()):
+            await asyncio.sleep(0)
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
         yield Answer(text=reply.text)
 
     tape, engine = acted(act)
     check(tape, engine)
-    assert [c.finish for c in tape.calls][1::2] == ["cancelled"] * TURNS
+    assert [(c.finish, len(c.completion)) for c in tape.calls][1::2] == [("cancelled", 1)] * TURNS
     said = [m["content"] for m in tape.messages(path="main") if m["role"] == "assistant"]
     assert said == [c.text for c in tape.calls[::2]]

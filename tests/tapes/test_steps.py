@@ -76,4 +76,8 @@ def test_role_of():
     class Plan(Thought):
         text: str
 
-    assert [role_of(s) for s in (Text(text=""), Plan(text=""), PlayCard(card=1))] == ["observation", "thought", "action"]
+    assert [role_of(s) for s in (Text(text=""), Plan(text=""), PlayCard(card=1))] == [
+        "observation",
+        "thought",
+        "action",
+    ]

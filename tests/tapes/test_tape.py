@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, StillOpen, Tape, Task
+from tapereel.tapes.log import TapeLog, step_record
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -22,7 +23,6 @@ from tapereel.tapes.records import (
     record_schema,
     trains,
 )
-from tapereel.tapes.log import TapeLog, step_record
 
 
 class See(Observation, kind="tape_see"):
@@ -35,8 +35,8 @@ class Do(Action, kind="tape_do"):
 
 def begin(tape: str = "t", parent: Parent | None = None) -> Begin:
     task = Task(public="q", private="secret")
-    return Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"), env_seed=1,
-                 seed=2, parent=parent, at=0.0)  # fmt: skip
+    return Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"),
+                 env_seed=1, seed=2, parent=parent, at=0.0)  # fmt: skip
 
 
 def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
@@ -92,8 +92,8 @@ def test_deltas_concatenate_to_the_prompts():
 
 def test_a_call_that_keeps_less_drops_the_rest():
     log = build(2, end=False)
-    log.append(Call(tape="t", call="c", by="a", base="t.1", keep=4, keep_messages=1, messages=({"role": "user", "content": "x"},),
-                    prompt=[9], completion=[1], at=1.0))  # fmt: skip
+    log.append(Call(tape="t", call="c", by="a", base="t.1", keep=4, keep_messages=1, prompt=[9], completion=[1],
+                    messages=({"role": "user", "content": "x"},), at=1.0))  # fmt: skip
     tape = Tape(log)
     assert tape.call_prompt("c").tolist() == [10, 11, 12, 20, 9]
     assert [m["content"] for m in tape.call_messages("c")] == ["start", "x"]

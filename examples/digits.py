@@ -1,0 +1,58 @@
+"""A task small enough to watch a model learn it on a laptop: say the digit that comes next.
+
+The environment shows a digit, the agent answers, and the answer is right or wrong. `tapereel run` and `tapereel train`
+take the names below; `python examples/digits.py DIR` saves a tiny untrained model to give them.
+"""
+
+import sys
+from collections.abc import AsyncIterator
+
+from tapereel.agents import LLM, Request, agent
+from tapereel.envs import Environment, Outcome, Taskset
+from tapereel.tapes import Action, Observation, Tape, Task
+
+
+class Digit(Observation):
+    text: str
+
+
+class Said(Action):
+    text: str
+
+
+class Digits(Environment[Said]):
+    """A task shows `public` and wants `private`."""
+
+    async def reset(self, task: Task) -> Digit:
+        self.wanted = str(task.private)
+        return Digit(text=str(task.public))
+
+    async def step(self, action: Said) -> Outcome:
+        return Outcome(reward=float(action.text == self.wanted), terminated=True)
+
+
+@agent
+async def player(tape: Tape, llm: LLM) -> AsyncIterator[Said]:
+    yield Said(text=(await llm(tape, max_tokens=2)).text)
+
+
+def tasks() -> Taskset:
+    """After 0 comes 1, after 9 comes 0."""
+    return Taskset([Task(public=str(k), private=str((k + 1) % 10)) for k in range(10)])
+
+
+def counting(request: Request) -> str:
+    """What a model that can count would say."""
+    return str((int(request.messages[-1]["content"]) + 1) % 10)
+
+
+def save_model(folder: str) -> None:
+    from tapereel.agents.tiny import char_tokenizer, tiny_model
+
+    tokenizer = char_tokenizer("0123456789")
+    tiny_model(tokenizer, "micro", context=32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save_model(sys.argv[1])

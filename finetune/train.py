@@ -1,0 +1,269 @@
+"""`train`: the async loop on any agent, environment, tasks and model, in one run directory.
+
+Imitation of another run's tapes where it is asked for, then rollouts and updates side by side, with evaluations on
+held-out tasks before, between and after. A run that was killed goes on where it was: recorded updates are applied again
+from the tapes, and rollouts that are on tape are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from ..agents.engines import EmbeddedConfig
+from ..agents.references import Scene, load_tasks
+from ..envs.taskset import Taskset, overlap
+from ..tapes import Sampling, Task
+from ..tapes.config import Config
+from ..tapes.console import UsageError
+from ..tapes.errors import MissingExtra
+from ..tapes.progress import Progress, silent
+from ..tapes.rundir import METRICS, RunDir, open_run, read_metrics
+
+try:
+    import torch
+
+    from ..agents.pretrained import load_pretrained, weights_digest
+    from .config import LoopConfig, WarmStartConfig
+    from .curves import held_out_levels, reward_curve
+    from .history import BrokenHistory
+    from .loop import UpdateReport
+    from .plots import Curve, plot_curve
+    from .recipes import get_recipe
+    from .training import NO_WARM_START, Training, new_results
+    from .warm import bring_in
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
+        raise
+    raise MissingExtra(error.name, "train", "training") from error
+
+
+class EvaluationConfig(Config):
+    """Held-out tasks, and when and how the policy is measured on them. Measuring changes no state of training."""
+
+    fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the tasks that is held out, chosen by task hash; 0: none, and nothing is measured."""
+    tasks: str | tuple[JsonValue, ...] | None = None
+    """Held-out tasks of their own, in place of a fraction; none of them may be among those trained on."""
+    limit: int | None = Field(default=256, ge=1)
+    """Held-out tasks of one evaluation; None for all."""
+    every: int | None = Field(default=10, ge=1)
+    """Updates of the loop between two evaluations; None: only before and after."""
+    sampling: Sampling | None = None
+    """None: as the loop samples."""
+    greedy: bool = False
+    """Measure at temperature 0 as well."""
+    concurrency: int = Field(default=64, ge=1)
+    """Episodes in flight."""
+
+
+class ImitationConfig(WarmStartConfig):
+    """A warm start on the tapes of another run."""
+
+    tapes: str
+    """Its run directory. The tapes are copied, so it isn't needed again."""
+    split: str | None = None
+    """Only tapes of this split; None: `train` and `demo`."""
+    min_reward: float | None = None
+    """Only tapes with at least this reward."""
+
+
+class TrainConfig(Scene):
+    """What to train, on what, and how."""
+
+    engine: EmbeddedConfig
+    """The model, which is trained, and how it is sampled."""
+    seed: int = 0
+    loop: LoopConfig = LoopConfig()
+    warm: ImitationConfig | None = None
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+class TrainSummary(BaseModel):
+    """What a training run came to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: str
+    lineage: str
+    recipe: str
+    updates: int
+    """Of the loop; those of the warm start are not counted."""
+    reward: dict[str, float | None]
+    """Mean reward of the loop's `first` and `last` five updates."""
+    held_out: dict[str, Any]
+    """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks; `every`:
+    {update: mean reward}. None where nothing was measured."""
+    seconds: dict[str, float]
+    tokens: dict[str, int]
+    episodes: int
+    books_close: bool
+    model: str
+    """The folder with the trained model, in Hugging Face format."""
+
+
+def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> TrainSummary:
+    """Train, or go on with the run in `out`. RunExists where one is and `resume` is false.
+
+    Raises UsageError before anything is written where the configuration names what isn't there.
+    """
+    torch.set_num_threads(config.engine.threads)
+    run = _Run(config, Path(out), progress)
+    with open_run(out, config, resume=resume, begin=new_results, free=("engine.threads",)) as directory:
+        with directory.timed("total"):
+            run.work(directory)
+        directory.results["books"] = directory.store.books().model_dump(mode="json")
+        directory.results["books_close"] = directory.store.books().closes
+        directory.save()
+        run.draw(directory)
+    return run.summary(directory)
+
+
+class _Run:
+    """Everything that the configuration names, loaded ahead of the run directory."""
+
+    def __init__(self, config: TrainConfig, out: Path, progress: Progress) -> None:
+        self.config, self.out, self.progress = config, out, progress
+        self.scene = config.load()
+        self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
+        self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
+        self.policy = load_pretrained(config.engine.model)
+        self.renderer = config.engine.renderer.make(self.policy.tokenizer)
+
+    def work(self, directory: RunDir) -> None:
+        config, evaluation = self.config, self.config.evaluation
+        self._same_model(directory)
+        sampled = evaluation.sampling or config.loop.sampling
+        every = {"sampled": sampled}
+        if evaluation.greedy:
+            every["greedy"] = sampled.model_copy(update={"temperature": 0.0})
+        self.training = training = Training(
+            directory, self.policy.model, self.policy.tokenizer, self.renderer, self.scene.agent, self.scene.env,
+            self.train_tasks, self.held_out, config.loop, self.recipe, config.warm or NO_WARM_START,
+            evaluations=every if self.held_out else {}, concurrent=evaluation.concurrency, seed=config.seed,
+            slots=config.engine.slots, capacity=config.engine.capacity, progress=self.progress,
+        )  # fmt: skip
+        tapes = self._tapes_to_imitate(directory)
+        training.restore()
+        training.imitate(tapes, training.history.from_store)
+        asyncio.run(self._improve(directory))
+
+    def _same_model(self, directory: RunDir) -> None:
+        digest = weights_digest(self.policy.model.state_dict())
+        begun = directory.results.setdefault("base", digest)
+        if begun != digest:
+            raise BrokenHistory(f"{directory.path} began with weights of digest {begun[:12]}; those in "
+                                f"{self.config.engine.model} have {digest[:12]} now: its updates can't be applied to them")
+
+    def _tapes_to_imitate(self, directory: RunDir) -> Sequence[str]:
+        warm = self.config.warm
+        if warm is None:
+            return ()
+        if "imitated" not in directory.results:
+            tapes = bring_in(warm.tapes, directory.store, self.renderer, split=warm.split, min_reward=warm.min_reward)
+            if len(tapes) < warm.batch:
+                raise UsageError(f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
+                                 "more, or make the batch smaller")
+            directory.results["imitated"] = tapes
+            directory.save()
+        return directory.results["imitated"]
+
+    async def _improve(self, directory: RunDir) -> None:
+        measured = _Evaluations(self.training, self.config.evaluation.every if self.held_out else None)
+        if self.held_out:
+            await self.training.before()
+        try:
+            await self.training.improve(measured.on_update)
+        finally:
+            await measured.finish()
+        if self.held_out:
+            await self.training.after()
+
+    def draw(self, directory: RunDir) -> None:
+        """Write reward.png."""
+        curves = [reward_curve(self.recipe.name, self.out / METRICS)]
+        every: Mapping[str, Any] = directory.results.get("evaluations", {})
+        if every:
+            means = [part["sampled"]["mean"] for part in every.values()]
+            curves.append(Curve(name="held out", x=tuple(float(k) for k in every),
+                                y=tuple(float("nan") if m is None else m for m in means)))
+        plot_curve(self.out / "reward.png", curves, levels=held_out_levels(directory.results, "sampled"),
+                   title="Mean reward of each update's episodes", ylabel="mean reward")
+
+    def summary(self, directory: RunDir) -> TrainSummary:
+        results, history = directory.results, self.training.history
+        rewards = [line["reward"] for line in read_metrics(self.out / METRICS)
+                   if line.get("phase") == "rl" and line["reward"] is not None]  # fmt: skip
+        return TrainSummary(
+            run=str(self.out), lineage=results["lineage"], recipe=self.recipe.name,
+            updates=history.updates - self.training.warm.updates,
+            reward={"first": _mean(rewards[:5]), "last": _mean(rewards[-5:])}, held_out=_held_out(results),
+            seconds=results["seconds"], tokens=self.training.token_counts(), episodes=results["books"]["begun"],
+            books_close=results["books_close"], model=str(self.out / "checkpoints" / f"update-{history.updates:06d}" / "hf"),
+        )  # fmt: skip
+
+
+class _Evaluations:
+    """Evaluations beside the loop. Each has an engine of its own, with a copy of the weights of its moment, so training
+    goes on meanwhile and is not touched. One that a kill cut off is not made up for: its weights are gone."""
+
+    def __init__(self, training: Training, every: int | None) -> None:
+        self.training, self.every = training, every
+        self.last: asyncio.Task[None] | None = None
+
+    def on_update(self, report: UpdateReport) -> None:
+        done = report.update - self.training.warm.updates
+        if self.every is not None and done % self.every == 0 and done < self.training.loop.updates:
+            engine = self.training.engine(self.training.history)
+            self.last = asyncio.create_task(self._measure(self.last, engine, done))
+
+    async def _measure(self, before: asyncio.Task[None] | None, engine: Any, update: int) -> None:
+        if before is not None:
+            await before
+        run = self.training.run
+        found = await self.training.evaluate(engine, f"update-{update:06d}")
+        run.results.setdefault("evaluations", {})[str(update)] = found
+        run.metrics({"phase": "evaluation", "update": update, **{name: part["mean"] for name, part in found.items()}})
+        run.save()
+
+    async def finish(self) -> None:
+        """Wait for the last one."""
+        if self.last is not None:
+            await self.last
+
+
+def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+    """(tasks to train on, held-out tasks), which have none in common."""
+    if config.tasks is not None:
+        held_out = load_tasks(config.tasks)
+        common = overlap(tasks, held_out)
+        if common:
+            raise UsageError(f"{common} of the {len(held_out)} held-out tasks are among those trained on; hold out others")
+        train = tasks
+    elif config.fraction:
+        train, held_out = tasks.split(1 - config.fraction, config.fraction)
+        if not len(train) or not len(held_out):
+            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to train on "
+                             f"and {len(held_out)} to measure: give more tasks, another fraction, or 0 for no evaluation")
+    else:
+        return list(tasks), []
+    return list(train), list(held_out)[: config.limit]
+
+
+def _held_out(results: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for when in ("before", "after"):
+        part = results.get(when)
+        for name, key in (("sampled", when), ("greedy", f"greedy_{when}")):
+            if name == "sampled" or (part and name in part):
+                found[key] = part[name]["mean"] if part else None
+    last = results.get("after") or results.get("before")
+    every = {k: part["sampled"]["mean"] for k, part in results.get("evaluations", {}).items()}
+    return {**found, "n": last["sampled"]["n"] if last else 0, "every": every}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,68 @@
+"""`tapereel train`: the async loop on your agent, environment, tasks and model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..agents.run_command import add_scene_arguments, run_directory, scene_settings
+from ..tapes.config import add_config_arguments, dump_config, load_config
+from ..tapes.console import Exit, answer, safe, table
+from ..tapes.progress import live_progress
+
+if TYPE_CHECKING:
+    from .train import TrainSummary
+
+EXAMPLE = """
+tapereel train --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
+--model runs/digits-model --out runs/digits --set loop.updates=40
+tapereel train --config runs/digits/config.yaml --out runs/digits --resume
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    add_scene_arguments(parser)
+    add_config_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and print what it came to."""
+    from .train import TrainConfig, train
+
+    config = load_config(TrainConfig, args.config, scene_settings(args))
+    if args.dry_run:
+        answer(args, config, dump_config(config))
+        return Exit.HOLDS
+    out = run_directory(args)
+    with live_progress() as progress:
+        summary = train(config, out, resume=args.resume, progress=progress)
+    answer(args, summary, _table(summary), *_lines(summary))
+    return Exit.HOLDS if summary.books_close else Exit.BROKEN
+
+
+def _table(summary: TrainSummary) -> Any:
+    made = table("mean reward", "#before", "#after")
+    held_out = summary.held_out
+    made.add_row("the loop's first and last five updates", *map(_number, (summary.reward["first"], summary.reward["last"])))
+    for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
+        if f"{prefix}after" in held_out and held_out["n"]:
+            made.add_row(f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")),
+                         _number(held_out[f"{prefix}after"]))  # fmt: skip
+    return made
+
+
+def _lines(summary: TrainSummary) -> list[str]:
+    seconds, tokens = summary.seconds, summary.tokens
+    return [
+        f"{summary.updates} updates by {summary.recipe} in {seconds['total']:.0f} s (engine {seconds.get('rollout', 0):.0f} s, "
+        f"trainer {seconds.get('train', 0):.0f} s, side by side).",
+        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them trained "
+        "on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
+        safe(f"The model: {summary.model}"),
+        safe(f"Next: tapereel explain {summary.run}"),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
