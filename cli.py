@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("agents.run_command", "roll an agent out over tasks, and keep every episode"),
     "train": ("finetune.train_command", "train a model on an agent's own rollouts, in the async loop"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
+    "explain": ("finetune.explain_command", "show what each token of a tape was to training, and why"),
     "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
     "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),
     "check-env": ("envs.check_verb", "check that an environment keeps its promises"),

@@ -105,11 +105,12 @@ def _scripted(config: ScriptedConfig) -> ScriptedEngine:
 
 def _policy(config: ScriptedConfig) -> Policy:
     if config.policy is not None:
-        found = load_named(config.policy)
+        found: Any = load_named(config.policy)
         if not callable(found):
             raise UsageError(f"{config.policy} is an object of type {type(found).__qualname__}, not a function from a "
                              "Request to an answer")  # fmt: skip
-        return found
+        policy: Policy = found
+        return policy
     answers = config.answers
 
     def in_turn(request: Request) -> str:

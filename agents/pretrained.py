@@ -40,10 +40,11 @@ def load_pretrained(folder: str | Path) -> Pretrained:
 
     with quiet_transformers():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), local_files_only=True, dtype=torch.float32, output_loading_info=True)
         except Exception as error:  # whatever transformers makes of a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise BadModel(f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field, JsonValue
 
@@ -65,7 +65,7 @@ def load_agent(name: str) -> Agent:
 
 def load_env(name: str) -> Callable[[], Environment[Any]]:
     """A factory of the environment called `name`: each episode gets an instance of its own."""
-    found: Any = load_named(name)
+    found = load_named(name)
     wanted = "name an Environment class, or a function without arguments that makes an instance"
     if isinstance(found, Environment):
         raise UsageError(f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one "
@@ -74,8 +74,7 @@ def load_env(name: str) -> Callable[[], Environment[Any]]:
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_gave(found, made)}, not an environment: {wanted}")
     asyncio.run(made.close())
-    factory: Callable[[], Environment[Any]] = found
-    return factory
+    return cast(Callable[[], Environment[Any]], found)
 
 
 def load_tasks(source: str | Sequence[Any], row: str | None = None, count: int | None = None) -> Taskset:

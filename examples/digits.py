@@ -1,7 +1,7 @@
 """A task small enough to watch a model learn it on a laptop: say the digit that comes next.
 
-The environment shows a digit, the agent answers, and the answer is right or wrong. `tapereel run` and `tapereel train`
-take the names below; `python examples/digits.py DIR` saves a tiny untrained model to give them.
+The environment shows a digit, once or several times over, and wants the one after it: 444 -> 5. `tapereel run` and
+`tapereel train` take the names below; `python examples/digits.py DIR` saves a tiny untrained model to give them.
 """
 
 import sys
@@ -33,17 +33,17 @@ class Digits(Environment[Said]):
 
 @agent
 async def player(tape: Tape, llm: LLM) -> AsyncIterator[Said]:
-    yield Said(text=(await llm(tape, max_tokens=2)).text)
+    yield Said(text=(await llm(tape, max_tokens=1)).text)
 
 
 def tasks() -> Taskset:
-    """After 0 comes 1, after 9 comes 0."""
-    return Taskset([Task(public=str(k), private=str((k + 1) % 10)) for k in range(10)])
+    """After 9 comes 0."""
+    return Taskset([Task(public=str(k) * n, private=str((k + 1) % 10)) for k in range(10) for n in range(1, 11)])
 
 
 def counting(request: Request) -> str:
     """What a model that can count would say."""
-    return str((int(request.messages[-1]["content"]) + 1) % 10)
+    return str((int(request.messages[-1]["content"][-1]) + 1) % 10)
 
 
 def save_model(folder: str) -> None:

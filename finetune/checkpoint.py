@@ -21,6 +21,9 @@ from torch import Tensor
 from ..agents.pretrained import quiet_transformers, weights_digest
 from ..tapes.errors import TapereelError
 
+_GONE = ".gone"
+"""Suffix of a directory that is being deleted."""
+
 
 class BadCheckpoint(TapereelError, ValueError):
     """A checkpoint directory that can't be used; says which file and why."""
@@ -61,7 +64,8 @@ def save_checkpoint(
     """Write `directory/update-NNNNNN` and make it durable, then delete all but the last `keep` (None: keep all) and the
     pinned ones.
 
-    The new one is whole before an old one goes; a crash leaves at worst a `.partial` directory, which is ignored.
+    The new one is whole before an old one goes; a crash leaves at worst a hidden directory
+    (`.partial`, `.gone`), which is ignored.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"update-{update:06d}"
@@ -80,14 +84,24 @@ def save_checkpoint(
     (partial / "state.json").write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
     _sync_tree(partial)
     if target.exists():
-        shutil.rmtree(target)
+        _delete(target)
     os.rename(partial, target)
     _sync(directory)
     if keep is not None:
         for old in checkpoints(directory)[:-keep]:
             if not old.state.get("pinned"):
-                shutil.rmtree(old.path)
+                _delete(old.path)
+    for rest in directory.glob(f".update-*{_GONE}"):
+        shutil.rmtree(rest)
     return Checkpoint(target, update, full)
+
+
+def _delete(path: Path) -> None:
+    """Out of sight first, in one step: a crash in the middle must not leave half a checkpoint under its name."""
+    gone = path.with_name(f".{path.name}{_GONE}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:

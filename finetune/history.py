@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint, checkpoints, copied_weights, save_checkpoint
 from .rows import Row, rows
 from .stream import Episode
 from .trainer import Trainer, UpdateStats
-from .use import Range, drop_stale, episode_of, items, version_name
+from .use import Range, drop_stale, episode_of, items, left_out, version_name
 
 
 class BrokenHistory(TapereelError, ValueError):
@@ -48,8 +48,8 @@ class Plan:
     tapes: tuple[str, ...]
     oldest: int | None = None
     """Tokens of versions below this one are stale; None: age plays no part."""
-    rewards: tuple[float, ...] | None = None
-    """Rewards that take the place of the tapes' own (a control experiment)."""
+    rewards: tuple[float | None, ...] | None = None
+    """Rewards that take the place of the tapes' own (a control experiment); None for a tape that is unscored."""
 
     def info(self) -> dict[str, Any]:
         return {"phase": self.phase, "tapes": list(self.tapes), "oldest": self.oldest,
@@ -131,7 +131,9 @@ class History:
         batch = self.batch(plan, source)
         stats = self.enter(plan.phase).update(batch.rows, batch.episodes)
         used = items(batch.rows, stats) if stats.applied else []
-        info = {**plan.info(), "stale": [list(r) for r in batch.stale], "lr": stats.lr, "skipped": stats.skipped}
+        info = {**plan.info(), "stale": [list(r) for r in batch.stale],
+                "filtered": [list(r) for r in left_out(batch.rows, stats)], "lr": stats.lr,
+                "skipped": stats.skipped}  # fmt: skip
         use = Use(lineage=self.lineage, update=self.updates, items=tuple(used), info=info)
         self.updates += 1
         self.trained_tokens += sum(end - start for _, _, start, end, _ in used)
@@ -147,8 +149,15 @@ class History:
         state = {"lineage": self.lineage, "phase": self.phase, "version": self.version, "pinned": pinned,
                  "trained_tokens": self.trained_tokens}  # fmt: skip
         trainer = self.trainer.state_dict() if self.trainer is not None else {}
-        return save_checkpoint(self.directory, self.model, trainer, state, update=self.updates, tokenizer=self.tokenizer,
-                               keep=self.keep)  # fmt: skip
+        return save_checkpoint(self.directory, self.model, trainer, state, update=self.updates,
+                               tokenizer=self.tokenizer, keep=self.keep)  # fmt: skip
+
+    def settle(self) -> None:
+        """Make sure that the weights as they are now have a checkpoint that stays: a phase ends here."""
+        for found in checkpoints(self.directory):
+            if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
+                return
+        self.checkpoint(pinned=True)
 
     def restore(self, on_update: Callable[[int, int], None] | None = None, *, until: int | None = None) -> int:
         """Bring the weights to the last recorded update: newest checkpoint, then the redo log. Gives how many updates
@@ -165,8 +174,8 @@ class History:
                                     f"{use.update} is; the run directory is incomplete")
             _, again = self.update(Plan.of(use.info), self.from_store)
             if again.items != use.items:
-                raise BrokenHistory(f"lineage {self.lineage!r}: update {use.update} applied again trains on other tokens "
-                                    "or weights than recorded: the code, the tapes or the configuration changed")
+                raise BrokenHistory(f"lineage {self.lineage!r}: update {use.update} applied again trains on other "
+                                    "tokens or weights than recorded: the code, the tapes or the configuration changed")
             if on_update is not None:
                 on_update(k + 1, len(redo))
         self._check_published()

@@ -21,7 +21,7 @@ from ..agents import Agent, rollout
 from ..agents.llm import derive_seed
 from ..envs.base import Environment
 from ..envs.watch import LoopWatch, Stall
-from ..tapes import Tape, Task
+from ..tapes import Status, Tape, Task
 from ..tapes.errors import TapereelError
 from ..tapes.store import Store
 from .config import LoopConfig
@@ -41,6 +41,15 @@ STALL_SECONDS = 5.0
 class SamplerMismatch(TapereelError, AssertionError):
     """Sampler and trainer disagree on a log-prob although they have the same weights: tokens, masks or positions of
     what is trained are not those that were sampled."""
+
+
+class NothingUsable(TapereelError, RuntimeError):
+    """No attempt ends in a way that can be trained on, one group after the other; says how the last one ended."""
+
+
+BARREN_BATCHES = 8
+"""So many batches of groups without one usable attempt in between stop the loop: something is broken for good, and it
+would record failures until the disk is full."""
 
 
 class Publishes(Protocol):
@@ -63,6 +72,13 @@ class Group:
     def usable(self) -> list[Tape]:
         """The attempts that may be trained on, in order."""
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and tapes[-1].trains]
+
+    def wants(self, attempt: int) -> bool:
+        """Whether this attempt is to be sampled: until it can be trained on, but refilled once only. What the death of
+        a process cut off was no try."""
+        tapes = self.tapes.get(attempt) or ()
+        tries = sum(tape.status not in (Status.CRASHED, Status.CANCELLED) for tape in tapes)
+        return not (tapes and tapes[-1].trains) and tries < 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,9 @@ class Loop:
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `start`: the update at which this phase began
         (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does."""
+        if not config.sampling.exact:
+            raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
+                             "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
         self.config = config
         self.store = store
         self.history = history
@@ -116,6 +135,8 @@ class Loop:
         self.wall_seconds = 0.0
         self.sampled_tokens = 0
         self.dropped_groups = 0
+        self._barren = 0
+        """Groups dropped in a row."""
         self._unfinished: list[Group] = []
         self._changed = asyncio.Event()
         """Set when more may be started."""
@@ -177,11 +198,11 @@ class Loop:
         for number, group in sorted(groups.items()):
             if number in spent:
                 continue
-            if len(group.usable) == self.config.group_size:
+            if any(group.wants(k) for k in range(group.size)):
+                self._unfinished.append(group)
+            else:
                 self.pacer.start()
                 self._close(group)
-            else:
-                self._unfinished.append(group)
 
     async def _feed(self) -> None:
         async with asyncio.TaskGroup() as jobs:
@@ -202,16 +223,15 @@ class Loop:
         until = time.monotonic() + self.config.group_deadline
         async with asyncio.TaskGroup() as attempts:
             for k in range(group.size):
-                done = group.tapes.setdefault(k, [])
-                if not (done and done[-1].trains):
+                if group.wants(k):
                     attempts.create_task(self._attempt(group, k, until))
         self._close(group)
 
     async def _attempt(self, group: Group, k: int, until: float) -> None:
         """One attempt, sampled again once where its end can't be trained on."""
         name = f"{self.history.lineage}/{self.phase}/{group.number:06d}"
-        tapes = group.tapes[k]
-        for _ in range(2):
+        tapes = group.tapes.setdefault(k, [])
+        while group.wants(k):
             tape = await rollout(
                 self.agent, self.env, Task.of(group.task), engine=self.engine,
                 seed=derive_seed(self.seed, name, k, len(tapes)), env_seed=derive_seed(self.seed, name, "env"), group=name,
@@ -220,7 +240,7 @@ class Loop:
             )  # fmt: skip
             tapes.append(tape)
             self.sampled_tokens += sum(len(c.completion or ()) for c in tape.calls)
-            if tape.trains or time.monotonic() >= until:
+            if time.monotonic() >= until:
                 return
 
     def _close(self, group: Group) -> None:
@@ -229,11 +249,20 @@ class Loop:
         self._changed.set()
         self._closed.set()
         if not usable:
-            self.dropped_groups += 1
+            self._drop(group)
             return
+        self._barren = 0
         for tape in usable:
             self.converted[tape.id] = (rows(tape, renderer=self.history.renderer), episode_of(tape))
         self.ready[group.number] = group
+
+    def _drop(self, group: Group) -> None:
+        self.dropped_groups += 1
+        self._barren += 1
+        if self._barren >= BARREN_BATCHES * self.config.groups:
+            last = group.tapes[max(group.tapes)][-1]
+            raise NothingUsable(f"{self._barren} groups in a row have no attempt that can be trained on; the last one "
+                                f"ended as {last.status}: {last.cause}. Mend that, and go on with the same run")
 
     # Updates
 
@@ -258,9 +287,9 @@ class Loop:
         rewards = None
         if self.config.shuffle_rewards:
             rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
-            shuffled: list[float] = []
+            shuffled: list[float | None] = []
             for group in groups:
-                own = [float("nan") if t.reward is None else t.reward for t in group.usable]
+                own = [t.reward for t in group.usable]
                 rng.shuffle(own)
                 shuffled.extend(own)
             rewards = tuple(shuffled)
@@ -303,7 +332,8 @@ class Loop:
             "turns": sum(t.turns for t in tapes) / max(len(tapes), 1), "loss": stats.loss, "grad_norm": stats.grad_norm,
             "lr": stats.lr, "skipped": stats.skipped, "mismatch": stats.mismatch, "ess": stats.ess, "lag": lag,
             "trained_tokens": sum(b - a for _, _, a, b, _ in use.items),
-            "stale_tokens": sum(r[3] - r[2] for r in use.info["stale"]), "train_seconds": seconds,
+            "stale_tokens": sum(r[3] - r[2] for r in use.info["stale"]),
+            "filtered_tokens": sum(r[3] - r[2] for r in use.info["filtered"]), "train_seconds": seconds,
             "truncated": sum(t.status != "finished" for t in tapes) / max(len(tapes), 1), **stats.sums.flat(),
         }  # fmt: skip
         return UpdateReport(self.history.updates, reward, metrics)

@@ -33,9 +33,10 @@ class Row:
     own: NDArray[np.int32]
     """(n,) positions in `input_ids` of the tokens that an agent of this run produced; never 0."""
     old: NDArray[np.float32]
-    """(n,) log-prob at sampling, log softmax(logits / temperature); NaN where unknown (authored text)."""
+    """(n,) log-prob at sampling, log softmax(logits / temperature). NaN where it is unknown (authored text), or not
+    that of the distribution drawn from (temperature 0, top-p, top-k): good for imitation, no RL data."""
     temperature: NDArray[np.float32]
-    """(n,) at which it was sampled; 1 for authored text."""
+    """(n,) at which it was sampled; 1 where `old` is NaN."""
     version: NDArray[np.int32]
     """(n,) index into `versions`; -1 for authored text."""
     call: NDArray[np.int32]
@@ -166,21 +167,16 @@ class _Building:
     def complete(self, call: Call, ids: array[int], turn: int, label: Label | None, own: bool) -> None:
         start, n = self.length, len(ids)
         self.context(ids)
-        if not n or not own or (label is not None and label.use != "agent"):
+        if not n or not own or (label is not None and (label.use != "agent" or label.ranges == ())):
             return
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
-        old = (
-            np.frombuffer(call.logprobs, dtype=np.float32)
-            if call.logprobs is not None
-            else np.full(n, np.nan, np.float32)
-        )
+        known = call.logprobs if call.sampling.exact else None
+        old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
         offsets = np.arange(n, dtype=np.int32)
         if label is not None and label.ranges is not None:
-            offsets = np.concatenate(
-                [np.arange(a, b, dtype=np.int32) for a, b in label.ranges] or [np.empty(0, np.int32)]
-            )
+            offsets = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in label.ranges])
             stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[offsets]
             old, n = old[offsets], len(offsets)
             spans = [(1, int(v)) for v in stamps]
@@ -188,7 +184,7 @@ class _Building:
         self.offset.append(offsets)
         self.old.append(old)
         self.version.extend(spans)
-        self.columns.append((n, call.sampling.temperature if call.logprobs is not None else 1.0, len(self.calls), turn))
+        self.columns.append((n, call.sampling.temperature if known is not None else 1.0, len(self.calls), turn))
         self.calls.append(call.call)
         self.agents.append(call.by)
 

@@ -100,7 +100,10 @@ def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_tempe
     if not bool((temperature > 0).all()):
         raise ValueError("a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
                          "tapes out of RL data, or score with temperature 1")
-    return Scores(*head.log_probs(hidden, output.weight, output.bias, micro.token, temperature, entropy=entropy))
+    # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return Scores(*head.log_probs(hidden.to(output.weight.dtype), output.weight, output.bias, micro.token, temperature,
+                                      entropy=entropy))
 
 
 def states(body: nn.Module, micro: Micro) -> Tensor:

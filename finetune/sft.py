@@ -55,4 +55,4 @@ def warm_start(
             store.writer.sync()
             history.checkpoint()
     store.writer.sync()
-    history.checkpoint(pinned=True)
+    history.settle()

@@ -156,7 +156,7 @@ class _Run:
         begun = directory.results.setdefault("base", digest)
         if begun != digest:
             raise BrokenHistory(f"{directory.path} began with weights of digest {begun[:12]}; those in "
-                                f"{self.config.engine.model} have {digest[:12]} now: its updates can't be applied to them")
+                                f"{self.config.engine.model} have {digest[:12]} now: its updates don't apply to them")
 
     def _tapes_to_imitate(self, directory: RunDir) -> Sequence[str]:
         warm = self.config.warm
@@ -189,7 +189,7 @@ class _Run:
         if every:
             means = [part["sampled"]["mean"] for part in every.values()]
             curves.append(Curve(name="held out", x=tuple(float(k) for k in every),
-                                y=tuple(float("nan") if m is None else m for m in means)))
+                                y=tuple(float("nan") if m is None else m for m in means)))  # fmt: skip
         plot_curve(self.out / "reward.png", curves, levels=held_out_levels(directory.results, "sampled"),
                    title="Mean reward of each update's episodes", ylabel="mean reward")
 
@@ -202,7 +202,8 @@ class _Run:
             updates=history.updates - self.training.warm.updates,
             reward={"first": _mean(rewards[:5]), "last": _mean(rewards[-5:])}, held_out=_held_out(results),
             seconds=results["seconds"], tokens=self.training.token_counts(), episodes=results["books"]["begun"],
-            books_close=results["books_close"], model=str(self.out / "checkpoints" / f"update-{history.updates:06d}" / "hf"),
+            books_close=results["books_close"],
+            model=str(self.out / "checkpoints" / f"update-{history.updates:06d}" / "hf"),
         )  # fmt: skip
 
 
@@ -241,13 +242,15 @@ def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], S
         held_out = load_tasks(config.tasks)
         common = overlap(tasks, held_out)
         if common:
-            raise UsageError(f"{common} of the {len(held_out)} held-out tasks are among those trained on; hold out others")
+            raise UsageError(f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out "
+                             "others")  # fmt: skip
         train = tasks
     elif config.fraction:
         train, held_out = tasks.split(1 - config.fraction, config.fraction)
         if not len(train) or not len(held_out):
-            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to train on "
-                             f"and {len(held_out)} to measure: give more tasks, another fraction, or 0 for no evaluation")
+            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to train "
+                             f"on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for no "
+                             "evaluation")  # fmt: skip
     else:
         return list(tasks), []
     return list(train), list(held_out)[: config.limit]

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 def _table(summary: TrainSummary) -> Any:
     made = table("mean reward", "#before", "#after")
     held_out = summary.held_out
-    made.add_row("the loop's first and last five updates", *map(_number, (summary.reward["first"], summary.reward["last"])))
+    made.add_row("the loop's first and last five updates", _number(summary.reward["first"]),
+                 _number(summary.reward["last"]))  # fmt: skip
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
             made.add_row(f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")),
@@ -55,10 +56,10 @@ def _table(summary: TrainSummary) -> Any:
 def _lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
-        f"{summary.updates} updates by {summary.recipe} in {seconds['total']:.0f} s (engine {seconds.get('rollout', 0):.0f} s, "
-        f"trainer {seconds.get('train', 0):.0f} s, side by side).",
-        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them trained "
-        "on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
+        f"{summary.updates} updates by {summary.recipe} in {seconds['total']:.0f} s (engine "
+        f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
+        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
+        "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
         safe(f"The model: {summary.model}"),
         safe(f"Next: tapereel explain {summary.run}"),
     ]

@@ -143,8 +143,8 @@ class Trainer:
         """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
         wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
         if wanted != bool(rows):
-            raise BadBatch(f"recipe {self.recipe.name!r} has an nll regulariser but got no demonstrations" if wanted else
-                           f"{len(rows)} demonstrations for recipe {self.recipe.name!r}, which has no nll regulariser")
+            raise BadBatch(f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
+                           f"{len(rows)} demonstrations: give both or neither")
         if not rows:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
@@ -268,7 +268,8 @@ class Trainer:
 
     def _forward(self, micro: Micro) -> Scores:
         with self._casting():
-            return forward(self.model, micro, entropy=self.recipe.needs_entropy, unit_temperature=self._unit)
+            lp, entropy = forward(self.model, micro, entropy=self.recipe.needs_entropy, unit_temperature=self._unit)
+        return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
@@ -277,7 +278,7 @@ class Trainer:
         done.skipped = None
         for micro in plan(rows, live=part.live, micro_tokens=self.micro_tokens):
             with self._casting():
-                lp = forward(self.model, micro, unit_temperature=True).logprob
+                lp = forward(self.model, micro, unit_temperature=True).logprob.cpu()
             done.sums.add("demonstrations/nll", -lp.detach())
             loss = scale * part.loss(lp, None, micro.index, Context(), ())
             if not bool(loss.isfinite()):

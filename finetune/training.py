@@ -110,6 +110,8 @@ class Training:
         call."""
         target = self.warm.updates
         if self.history.updates >= target:
+            if target and self.history.updates == target:
+                self.history.settle()
             return
 
         def report(done: int, line: dict[str, Any]) -> None:
@@ -139,6 +141,7 @@ class Training:
         """The loop's updates that are not done yet. `on_update` is called between two updates, in the event loop."""
         start, results = self.warm.updates, self.run.results
         if self.history.updates >= start + self.loop.updates:
+            self.history.settle()
             return
 
         def report(update: UpdateReport) -> None:

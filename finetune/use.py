@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ..tapes import Tape
 from .rows import Row
@@ -86,6 +87,17 @@ def items(rows: Sequence[Row], stats: UpdateStats) -> list[Item]:
         (*stream.calls[c[a]], int(o[a]), int(o[b]) + 1, float(w[a]))
         for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
     ]
+
+
+def left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
+    """The tokens of scored episodes that took no part: their group or they themselves were not selected, they are no RL
+    data, or the whole update was skipped. They had their turn, so they are accounted for with this update."""
+    stream = stats.stream
+    idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
+    chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()
+    cuts = np.cumsum([len(row.own) for row in rows])[:-1]
+    return [entry for row, part in zip(rows, np.split(chosen, cuts), strict=True) if part.any()
+            for entry in _ranges(row, part)] if rows else []  # fmt: skip
 
 
 def _ranges(row: Row, chosen: np.ndarray) -> list[Range]:

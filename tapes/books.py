@@ -84,8 +84,8 @@ class _Tape:
 
     def __init__(self, split: str) -> None:
         self.split = split
-        self.status: str | None = None
-        self.cause: str | None = None
+        self.status: Status | None = None
+        self.cause: CauseType | None = None
         self.ended = False
         self.scored = False
         self.actions = 0
@@ -100,7 +100,7 @@ class _Tape:
 
     @property
     def trainable(self) -> bool:
-        return self.status is not None and trains(Status(self.status), CauseType(self.cause) if self.cause else None)
+        return trains(self.status, self.cause)
 
 
 class BooksFold:
@@ -120,7 +120,13 @@ class BooksFold:
         return self
 
     def add(self, body: bytes) -> None:
-        """One record body."""
+        """One record body. NotATape when it is none."""
+        try:
+            self._add(body)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise NotATape(f"a record can't be read: {error}: {body[:80]!r}…") from error
+
+    def _add(self, body: bytes) -> None:
         t, name = peek(body)
         if t in ("open", "commit", "seal", "publish"):
             return
@@ -151,9 +157,11 @@ class BooksFold:
         elif t == "reward":
             tape.scored = tape.scored or bool(record.get("weight", 1.0))
         elif t == "end":
-            self._ended += 1
+            cause = record.get("cause")
+            tape.status = Status(record.get("status"))
+            tape.cause = CauseType(cause.get("type")) if cause is not None else None
             tape.ended = True
-            tape.status, tape.cause = record.get("status"), (record.get("cause") or {}).get("type")
+            self._ended += 1
 
     def _call(self, tape: _Tape, record: dict[str, Any], name: str) -> None:
         call, n = str(record.get("call")), column_length(record.get("completion"))
@@ -285,15 +293,15 @@ class BooksFold:
         return sum(tape.sampled for tape in self._tapes.values() if not tape.ended)
 
     def _ends(self) -> tuple[Lost, ...]:
-        groups: dict[tuple[str, str | None], list[_Tape]] = {}
+        groups: dict[tuple[Status | None, CauseType | None], list[_Tape]] = {}
         for tape in self._tapes.values():
             if tape.ended:
-                groups.setdefault((tape.status or "", tape.cause), []).append(tape)
+                groups.setdefault((tape.status, tape.cause), []).append(tape)
         return tuple(
-            Lost(status=status, cause=cause, trainable=tapes[0].trainable, episodes=len(tapes),
+            Lost(status=status or "", cause=cause, trainable=tapes[0].trainable, episodes=len(tapes),
                  turns=dict(Counter(_bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
                  sampled=sum(tape.sampled for tape in tapes))
-            for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+            for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0] or "", item[0][1] or ""))
         )  # fmt: skip
 
 

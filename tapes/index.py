@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from .disk import REAL, Disk
+from .errors import NotATape
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
 
@@ -202,7 +203,11 @@ class Index:
     def _note(self, segment: str, line: Line, at: int, length: int) -> tuple[Any, ...]:
         t, tape = peek(line.body)
         if tape is not None and t in ("begin", "step", "call", "reward", "end"):
-            self._summarise(tape, t, line, segment)
+            try:
+                self._summarise(tape, t, line, segment)
+            except (ValueError, TypeError, AttributeError, LookupError) as error:
+                raise NotATape(f"record {line.n} of segment {segment} is no {t}: {error}; `tapereel verify` lists all that "
+                               "can't be read") from error
         return tape or "", segment, line.n, t, at, length
 
     def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:

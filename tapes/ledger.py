@@ -28,14 +28,14 @@ def ranges(use: Use, fate: Fate) -> Iterator[Range]:
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end
         return
-    listed: Any = use.info.get(fate) or ()
-    for entry in listed:
-        try:
-            tape, call, start, end = entry
-            yield str(tape), str(call), int(start), int(end)
-        except (TypeError, ValueError):
-            raise NotATape(f"update {use.update} of lineage {use.lineage!r} lists {entry!r} as {fate}; an entry is "
-                           "[tape, call, start, end]") from None
+    listed: Any = use.info.get(fate) or []
+    for entry in listed if isinstance(listed, list | tuple) else [listed]:
+        match entry:
+            case [str(tape), str(call), int(start), int(end)]:
+                yield tape, call, start, end
+            case _:
+                raise NotATape(f"update {use.update} of lineage {use.lineage!r} lists {entry!r} as {fate}; an entry is "
+                               "[tape, call, start, end]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ MAX_LINE = 64 * 1024 * 1024
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
 _PEEK = re.compile(rb'\{"t":"([a-z]+)"(?:,"tape":"([^"\\]*)")?')
+_WITHOUT_TAPE = frozenset((b"use", b"void", b"open", b"publish", b"commit", b"seal"))
 _TAIL = len(b',"h":""}') + 64
 
 
@@ -82,7 +83,7 @@ def parse_line(line: bytes) -> Line:
 def peek(body: bytes) -> tuple[str, str | None]:
     """`t` and `tape` of a body, without reading the rest. BadLine when it is no record at all."""
     match = _PEEK.match(body)
-    if match is not None:
+    if match is not None and (match[2] is not None or match[1] in _WITHOUT_TAPE):
         tape = match[2]
         try:
             return match[1].decode(), tape.decode() if tape is not None else None

@@ -348,6 +348,23 @@ def test_closing_ends_what_is_in_flight_as_abort() -> None:
     assert shared.version == "v0"
 
 
+def test_a_swap_that_waits_for_the_batch_goes_on_when_the_batch_is_cancelled() -> None:
+    async def main() -> Completion:
+        shared = engine(decoder(), slots=1, end_ids=())
+        call = asyncio.ensure_future(shared.complete(ask((5,), max_tokens=90)))
+        waits = asyncio.ensure_future(shared.complete(ask((6,), max_tokens=3)))
+        await until(lambda: shared.stats.sampled >= 2)
+        swap = asyncio.ensure_future(shared.publish(decoder(seed=1).state_dict(), "v1", "drain"))
+        given_up = asyncio.ensure_future(shared.publish(decoder(seed=2).state_dict(), "v2", "drain"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        call.cancel()
+        await until(swap.done)
+        return await waits
+
+    assert asyncio.run(main()).spans == (("v1", 0, 3),)
+
+
 def test_one_engine_serves_one_loop_after_another() -> None:
     shared = engine(decoder(), end_ids=())
     request = ask(prompt_of(0, 6), max_tokens=20)

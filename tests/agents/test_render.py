@@ -164,6 +164,14 @@ def test_an_unrelated_conversation_shares_nothing_and_says_so(renderer: Renderer
     assert other.split == "a new conversation: no earlier one starts with the same messages"
 
 
+def test_conversations_that_only_end_alike_are_not_one(renderer: Renderer) -> None:
+    track = answer(renderer, renderer.prompt([say("system", "s"), say("user", "q")]), [*chars("a"), END])
+    other = renderer.prompt([say("system", "s"), say("user", "z"), track.messages[-1], say("user", "r")], None, [track])
+    assert other.split == "message 1 (user) differs from the earlier conversation's"
+    assert (other.keep, other.keep_messages) == (4, 1)
+    assert list(other.ids[:7]) == [SYSTEM, *chars("s"), END, USER, *chars("z"), END, ASSISTANT]
+
+
 def test_asking_again_after_a_call_that_sampled_nothing_extends_it(renderer: Renderer) -> None:
     track = answer(renderer, renderer.prompt([say("user", "q")]), [])
     again = renderer.prompt([say("user", "q")], None, [track])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents.render import NoChatTemplate, Renderer, RenderError, Track
+from tapereel.agents.tiny import char_tokenizer
 from tapereel.finetune.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
@@ -66,7 +67,9 @@ def test_spliced_ids_equal_the_whole_conversation_encoded_at_once(name: str, his
                                                *((name, "template") for name in KEEPS_ANSWERS)])
 def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str, history: Any) -> None:
     renderer = Renderer(tokenizer(name), history=history)
-    odd = [id for character in "The answer is 3901." for id in encode(name, character)]
+    space = "Ġ" if FAMILIES[name].kind == "bytes" else "▁"
+    odd = tokenizer(name).convert_tokens_to_ids(list("The answer is 3901.".replace(" ", space)))
+    assert renderer.decode(odd) == "The answer is 3901."
     assert odd != encode(name, "The answer is 3901.")
     if name == "llama2":  # whose template writes a space in front of the end
         odd.append(tokenizer(name).convert_tokens_to_ids("▁"))
@@ -287,6 +290,23 @@ def test_what_moves_in_front_of_an_answer_starts_a_row_and_says_why() -> None:
     assert moved.split is not None
     assert moved.split == ("the template rewrote the earlier prompt: "
                            "'Be brief.\\n\\nq[/INST]' became 'q[/INST] …</s>[INST] Be '")
+
+
+def test_a_rewritten_answer_whose_end_is_not_found_starts_a_row() -> None:
+    """Here the template ends an answer with a line of its own, but not one that calls a tool."""
+    words = char_tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}"
+        "{% if m['role'] == 'assistant' and not m['tool_calls'] %}{{ '\n' }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    renderer = Renderer(words)
+    sampled = words.encode(" a <|end|>")
+    for reply, split in ((say("assistant", " a "), None),
+                         (say("assistant", " a ", tool_calls=[CALL]), "the end of the last answer can't be found")):
+        track = sample(renderer, [say("user", "q")], sampled, [], None, reply)
+        later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
+        assert (later.split or "").startswith(split or "")
+        assert (later.split is None) == (split is None) == (later.keep == len(track.ids))
 
 
 def test_answers_that_an_agent_adds_behind_a_rewritten_one_are_shown_to_the_model() -> None:

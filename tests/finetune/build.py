@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tapereel.finetune.rows import Row
+from tapereel.finetune.score import score
 from tapereel.finetune.stream import Episode, Stream
 from tapereel.tapes.records import Status
 
@@ -94,6 +96,20 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any)
     if dtype == torch.float64:
         _exact_norms(model)
     return model
+
+
+def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
+    """Two groups of three episodes, 1 to 3 turns each; `old` near the model's own log-probs."""
+    rng = np.random.default_rng(seed)
+    rows = [row(f"t{i}", f"g{i // 3}", turns=[int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 4)))],
+                prompt=int(rng.integers(1, 6)), rng=rng) for i in range(6)]
+    if model is not None:
+        lp = score(model, rows).logprob.float().numpy()
+        lp = np.minimum(lp + rng.normal(0, 0.15, len(lp)).astype(np.float32), 0)
+        at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
+        rows = [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)]
+    episodes = [Episode(tape=r.tape, group=r.group, reward=float(x)) for r, x in zip(rows, (1, 0, 0, 0.5, 1, 0), strict=True)]
+    return rows, episodes
 
 
 def _exact_norms(module: torch.nn.Module) -> None:

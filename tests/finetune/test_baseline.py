@@ -111,6 +111,15 @@ def test_dynamic_sampling_drops_flat_groups_of_any_value_and_leaves_the_others_a
     assert float(dropped.part().weight.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.ledger("T02")
+def test_flat_groups_and_groups_of_one_are_counted():
+    context = Context()
+    objective.prepare(get_recipe("grpo"), exact(*simple([1, 0, 2, 2, 2, 5], list("aabbbc"))), context)
+    assert (context.sums["group/flat"], context.sums["group/single"]) == (2, 1)
+    assert context.sums.mean("group/size") == 2
+    assert (context.sums.lows["reward"], context.sums.highs["reward"]) == (0, 5)
+
+
 def test_bounds_and_best_of_a_group_are_kept_and_the_rest_is_counted():
     stream = exact(*simple([1, 5, 3, 4, 2, 9]))
     context = Context()

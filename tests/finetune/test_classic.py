@@ -28,8 +28,7 @@ from tapereel.finetune.score import score
 from tapereel.finetune.stream import BadBatch
 from tapereel.finetune.trainer import Trainer
 
-from .build import episode, ledger, row, tiny_model
-from .test_trainer import batch
+from .build import batch, episode, ledger, row, tiny_model
 
 ROWS = ledger("rows")
 

@@ -51,7 +51,7 @@ class World:
 
 def world(seed: int = 3) -> World:
     g = torch.Generator().manual_seed(seed)
-    draw = lambda scale: (-1 + scale * torch.randn(N, generator=g, dtype=torch.float64)).clamp(max=-0.01).tolist()  # noqa: E731
+    draw = lambda scale: (-1 + scale * torch.randn(N, generator=g, dtype=torch.float64)).clamp(max=-0.01).tolist()
     of = [i for i, turns in enumerate(TURNS) for _ in range(sum(turns))]
     old = draw(0.3)
     return World(of, [min(o + 0.15 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)], old,

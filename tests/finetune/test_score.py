@@ -106,7 +106,7 @@ def test_uniform_logits_over_v_tokens_give_minus_log_v_and_entropy_log_v():
 @pytest.mark.ledger("F19", "P4")
 def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n, chunk, tempered, biased, seed):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     inputs = [draw(n, 5), draw(11, 5)] + ([draw(11)] if biased else [])
     token = torch.randint(0, 11, (n,), generator=g)
     temperature = torch.rand(n, generator=g, dtype=torch.float64) + 0.3 if tempered else torch.ones(n, dtype=torch.float64)

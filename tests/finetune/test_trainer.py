@@ -23,23 +23,9 @@ from tapereel.finetune.stream import BadBatch, Episode, Stream
 from tapereel.finetune.trainer import Trainer
 from tapereel.finetune.words import Context, Weigh
 
-from .build import episode, exact, ledger, row, tiny_model
+from .build import batch, episode, exact, ledger, row, tiny_model
 
 WEIGHS = ["token", "episode", "turn", "group", "constant", "sum"]
-
-
-def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
-    """Two groups of three episodes, 1 to 3 turns each; `old` near the model's own log-probs."""
-    rng = np.random.default_rng(seed)
-    rows = [row(f"t{i}", f"g{i // 3}", turns=[int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 4)))],
-                prompt=int(rng.integers(1, 6)), rng=rng) for i in range(6)]
-    if model is not None:
-        lp = score(model, rows).logprob.float().numpy()
-        lp = np.minimum(lp + rng.normal(0, 0.15, len(lp)).astype(np.float32), 0)
-        at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
-        rows = [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)]
-    episodes = [Episode(tape=r.tape, group=r.group, reward=float(x)) for r, x in zip(rows, (1, 0, 0, 0.5, 1, 0), strict=True)]
-    return rows, episodes
 
 
 def gradient(model, recipe, rows, episodes, **options):

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from tapereel.tapes import reader
 from tapereel.tapes.books import BooksFold
 from tapereel.tapes.errors import TapereelError
+from tapereel.tapes.index import Index
 from tapereel.tapes.reader import SegmentReader
 from tapereel.tapes.records import parse_record
 from tapereel.tapes.segment import encode_line, parse_line, peek
@@ -41,11 +42,17 @@ class OneFile:
     def __init__(self, data: bytes) -> None:
         self.data = data
 
+    def names(self, folder: Path) -> list[str]:
+        return ["000001-abcdef.jsonl"]
+
+    def size(self, path: Path) -> int:
+        return len(self.data)
+
     def open(self, path: Path) -> io.BytesIO:
         return io.BytesIO(self.data)
 
 
-def execute(data: bytes, segment: str = "000001-abcdef") -> str:
+def execute(data: bytes, segment: str = "000001-abcdef", *, index: bool = True) -> str:
     """One execution; gives how it ended. Any exception but ours comes out."""
     lines = SegmentReader(Path("/run/tapes"), segment, disk=OneFile(data))  # type: ignore[arg-type]
     books = BooksFold()
@@ -53,11 +60,19 @@ def execute(data: bytes, segment: str = "000001-abcdef") -> str:
     for _, line, _ in lines:
         try:
             peek(line.body)
-            parse_record(line.body)
             books.add(line.body)
+        except TapereelError as error:
+            ended = type(error).__name__
+        try:
+            parse_record(line.body)
         except (TapereelError, ValidationError) as error:
             ended = type(error).__name__
     books.books()
+    if index:
+        try:
+            Index(Path("/run/tapes"), disk=OneFile(data)).refresh()  # type: ignore[arg-type]
+        except TapereelError as error:
+            ended = type(error).__name__
     broken = lines.broken()
     return broken.verdict if broken is not None else ended
 
@@ -129,7 +144,7 @@ def run(executions: int, seed: int = 0) -> dict[str, Any]:
         # Trying every bit of a damaged line is slow by design; most executions try only those of its first bytes.
         reader._MENDABLE = full if k % 50 == 0 else 160
         try:
-            how = execute(data)
+            how = execute(data, index=k % 10 == 0)
         except Exception:
             (CORPUS / f"found-{seed}-{k}.bin").write_bytes(data)
             raise

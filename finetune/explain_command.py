@@ -1,0 +1,165 @@
+"""`tapereel explain`: token by token, what a tape was to training."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..tapes.console import Exit, UsageError, answer, safe, say, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from .explain import Explanation, RowLine, TokenLine
+
+EXAMPLE = """
+tapereel explain runs/demo
+tapereel explain runs/demo 019a3c --context
+tapereel explain runs/demo --n 1 --json
+"""
+
+SHOWN = 60
+"""Characters of a stretch of context that are shown."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("tape", nargs="*", help="ids of tapes, or their first characters; without any, a telling few")
+    parser.add_argument("--n", type=int, default=3, metavar="N", help="how many, where none is named (default 3)")
+    parser.add_argument("--context", action="store_true", help="show each token of the context, not one line for many")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain, and print."""
+    from ..tapes.store import Store
+    from .explain import Explainer
+    from .instructive import instructive
+
+    if args.n < 1:
+        raise UsageError(f"--n is {args.n}; it must be 1 or more")
+    with Store.open(args.run) as store:
+        chosen = [(name, "asked for") for name in args.tape] or list(itertools.islice(instructive(store), args.n))
+        decode, renderer = _reader(store.path, args.tokenizer, [store.tape(name) for name, _ in chosen])
+        explainer = Explainer(store, decode, renderer)
+        found = [explainer.explain(name, why) for name, why in chosen]
+    shown = [item for explanation in found for item in _shown(explanation, args.context)]
+    answer(args, {"run": str(args.run), "tapes": found}, *(shown or ["there is no closed tape to explain"]))
+    return Exit.HOLDS
+
+
+# The tokenizer
+
+
+def _reader(run: Path, named: str | None, tapes: list[Any]) -> tuple[Callable[[int], str] | None, Any]:
+    """(text of a token id, renderer) by the tokenizer that the tapes were recorded with; (None, None) without it."""
+    folder = named or _tokenizer_folder(run)
+    if folder is None:
+        say("the run keeps no tokenizer, so tokens are shown by number: give --tokenizer DIR")
+        return None, None
+    from ..agents.pretrained import load_tokenizer
+    from ..agents.render import Renderer
+
+    tokenizer = load_tokenizer(folder)
+    renderer = Renderer(tokenizer)
+    recorded = {tape.begin.versions.get("tokenizer") for tape in tapes} - {None}
+    if recorded - {renderer.tokenizer_hash}:
+        say(f"the tokenizer in {folder} is not the one of these tapes, so tokens are shown by number")
+        return None, None
+    return lambda token: str(tokenizer.decode([token])), renderer
+
+
+def _tokenizer_folder(run: Path) -> str | None:
+    """Where the run keeps its tokenizer: in its newest checkpoint, else in the model that it was begun with."""
+    saved = sorted((run / "checkpoints").glob("update-*/hf/tokenizer.json"))
+    if saved:
+        return str(saved[-1].parent)
+    from ..tapes.config_yaml import YamlProblem, read_yaml
+    from ..tapes.rundir import CONFIG
+
+    try:
+        settings = {keys: value for keys, value, _ in read_yaml((run / CONFIG).read_text(encoding="utf-8"))}
+    except (FileNotFoundError, YamlProblem):
+        return None
+    folders = (settings.get(("engine", key)) for key in ("model", "tokenizer"))
+    return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
+
+
+# For people
+
+
+def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
+    s = e.tape
+    reward = "unscored" if s.reward is None else f"reward {s.reward:g}"
+    yield _text(f"tape {s.id}  {s.status}  {reward}  ({e.why})", "bold")
+    yield _text(e.verdict)
+    if len(e.group_rewards) > 1:
+        rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
+        yield _text(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
+    yield _text(f"{len(e.rows)} rows, {e.forwarded} tokens forwarded ({e.repeated} of them once more), {e.own} its own, "
+                f"{e.unlabelled} sampled tokens that are no label")  # fmt: skip
+    for k, row in enumerate(e.rows):
+        begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
+        if row.split:
+            begun += f": a new row, {row.split}; {row.repeated} tokens are forwarded once more"
+        yield _text(begun, "cyan")
+        yield _row_table(row, s.id, context)
+    for note in e.notes:
+        yield _text(f"not known: {note}", "yellow")
+
+
+def _row_table(row: RowLine, tape: str, context: bool) -> Table:
+    made = table("#position", "token", "#id", "label", "#step", "call", "version", "#T", "#log-prob", "#reward",
+                 "#advantage", "#weight", fold=("token",))  # fmt: skip
+    for own, tokens in itertools.groupby(row.tokens, key=lambda token: token.own):
+        stretch = list(tokens)
+        if own or context:
+            for token in stretch:
+                made.add_row(*_cells(token, tape))
+        else:
+            made.add_row(*_stretch(stretch))
+    return made
+
+
+def _cells(token: TokenLine, tape: str) -> list[RenderableType]:
+    shown = "" if token.text is None else _visible(token.text)
+    if not token.own:
+        return [str(token.position), _text(shown, "dim"), str(token.id), _text("context", "dim")]
+    label = "own" if token.fate in (None, "trained") else f"own, {token.fate}"
+    return [
+        str(token.position), _text(shown, "bold"), str(token.id), label, "" if token.step is None else str(token.step),
+        _text(_short(token.call or "", tape)), _text(token.version or "authored"), f"{token.temperature:g}",
+        *map(_number, (token.logprob, token.reward, token.advantage)),
+        "" if token.weight is None else f"{token.weight:.2e}",
+    ]  # fmt: skip
+
+
+def _stretch(tokens: list[TokenLine]) -> list[RenderableType]:
+    text = "".join(_visible(token.text or "") for token in tokens)
+    text = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    first, last = tokens[0].position, tokens[-1].position
+    return [f"{first}-{last}" if last > first else str(first), _text(text, "dim"), "", _text("context", "dim")]
+
+
+def _visible(text: str) -> str:
+    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _short(call: str, tape: str) -> str:
+    return call.removeprefix(tape)
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(safe(text), style)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,164 @@
+"""LoRA, demonstrations beside the batch, checkpointing, autocast, and processes that step together."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tapereel.finetune.ranks import Group, Ranks
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.score import score
+from tapereel.finetune.stream import BadBatch
+from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.words import Sums
+
+from .build import batch, episode, row, tiny_model
+from .test_trainer import gradient, same
+from .two_ranks import STEPS
+
+
+def adapted(seed: int = 0):
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
+    return get_peft_model(tiny_model(), config).double()
+
+
+@pytest.mark.ledger("F91")
+def test_adapters_alone_are_trained_and_the_base_is_the_reference_without_a_second_copy():
+    model = adapted()
+    base = tiny_model()
+    rows, episodes = batch(model=base)
+    recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.5}]})
+    trainer = Trainer(model, recipe, lr=0.05, reference="adapters-off")
+    assert all("lora" in name for name in trainer.parameters)
+    assert trainer.update(rows, episodes).applied
+    stats = trainer.update(rows, episodes)
+    assert stats.stream.ref is not None
+    torch.testing.assert_close(stats.stream.ref, score(base, rows).logprob, rtol=1e-9, atol=1e-12)
+    drift = stats.sums.mean("kl/reference/k3")
+    assert drift is not None
+    assert drift > 1e-4
+    torch.testing.assert_close(score(model, rows, ref=True).logprob, score(base, rows).logprob, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ledger("F91", "P4")
+def test_the_gradient_of_adapters_is_that_of_plain_autograd():
+    model = adapted()
+    model.eval()
+    rows, episodes = batch(model=tiny_model())
+    loss, grads = gradient(model, get_recipe("sft"), rows, episodes, micro_tokens=20)
+    total = sum(len(r.own) for r in rows)
+    by_hand = torch.zeros((), dtype=torch.float64)
+    for r in rows:
+        ids, own = torch.from_numpy(r.input_ids).long(), torch.from_numpy(r.own).long()
+        by_hand = by_hand - model(input_ids=ids[None]).logits[0].log_softmax(-1)[own - 1].gather(1, ids[own, None]).sum() / total
+    by_hand.backward()
+    same((loss, grads), (by_hand.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+
+
+@pytest.mark.ledger("F65")
+def test_demonstrations_add_their_cross_entropy_with_a_denominator_of_their_own():
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    shown = [row("demo", "demo", turns=(5,), prompt=3)]
+    plain = gradient(model, get_recipe("grpo"), rows, episodes)
+    nll = gradient(model, get_recipe("sft"), shown, [episode("demo", "demo")])
+    trainer = Trainer(model, get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}), lr=0.0)
+    prepared = trainer.prepare(rows, episodes, demonstrations=shown)
+    trainer.optimizer.zero_grad()
+    done = trainer._accumulate(rows, prepared.batch.part())
+    assert prepared.demonstrations is not None
+    trainer._add_demonstrations(prepared.demonstrations, done)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    same((done.loss, grads), (plain[0] + 0.3 * nll[0], {n: g + 0.3 * nll[1][n] for n, g in plain[1].items()}))
+    with pytest.raises(BadBatch, match="give both or neither"):
+        trainer.update(rows, episodes)
+    with pytest.raises(BadBatch, match="give both or neither"):
+        Trainer(model, get_recipe("grpo")).update(rows, episodes, shown)
+
+
+@pytest.mark.ledger("F65")
+def test_demonstrations_teach_even_when_every_group_is_flat():
+    model = tiny_model()
+    rows = [row("a"), row("b")]
+    flat = [episode("a", reward=1.0), episode("b", reward=1.0)]
+    trainer = Trainer(model, get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}), lr=1e-2)
+    assert trainer.update(rows, flat, [row("demo", "demo")]).applied
+
+
+@pytest.mark.ledger("F91")
+@pytest.mark.parametrize("recipe", ["grpo", "gspo"])
+def test_checkpointing_recomputes_the_same_gradient(recipe):
+    rows, episodes = batch(model=tiny_model())
+    plain = gradient(tiny_model(), get_recipe(recipe), rows, episodes, micro_tokens=20)
+    again = gradient(tiny_model(), get_recipe(recipe), rows, episodes, micro_tokens=20, gradient_checkpointing=True)
+    same(again, plain)
+
+
+def test_checkpointing_refuses_dropout_by_the_name_of_the_module():
+    model = adapted()
+    with pytest.raises(BadBatch, match=r"lora_dropout.* drops 30%"):
+        Trainer(model, get_recipe("sft"), gradient_checkpointing=True)
+
+
+def test_in_bfloat16_the_loss_is_near_and_the_weights_stay_in_float32():
+    model = tiny_model(torch.float32)
+    rows, episodes = batch()
+    exact_loss = gradient(model, get_recipe("sft"), rows, episodes)[0]
+    trainer = Trainer(model, get_recipe("sft"), lr=1e-3, autocast=torch.bfloat16)
+    losses = [trainer.update(rows, episodes).loss for _ in range(20)]
+    assert losses[0] == pytest.approx(exact_loss, rel=2e-2)
+    assert losses[0] != exact_loss
+    assert losses[-1] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """For each of STEPS, what the two processes came to."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tapereel.tests.finetune.two_ranks"]
+    ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    for one in ranks:
+        _, errors = one.communicate(timeout=240)
+        assert one.returncode == 0, errors
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return [list(pair) for pair in zip(*results, strict=True)]
+
+
+@pytest.mark.ledger("P5", "T19", "F75")
+@pytest.mark.parametrize("step", [0, 1])
+def test_two_processes_take_the_step_of_one(two_ranks, step):
+    name, changes, _ = STEPS[step]
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    alone = Trainer(model, get_recipe(name, changes), lr=0.5, grad_clip=0.05).update(rows, episodes)
+    for one in two_ranks[step]:
+        assert one["skipped"] is None
+        assert one["norm"] == pytest.approx(alone.grad_norm, rel=1e-9)
+        assert one["tokens"] == alone.sums["tokens"]
+        for weight, p in model.state_dict().items():
+            torch.testing.assert_close(one["weights"][weight], p, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.ledger("F82", "T45")
+def test_what_one_process_cannot_do_none_does(two_ranks):
+    before = tiny_model().state_dict()
+    assert [one["skipped"] for one in two_ranks[2]] == ["another rank", "loss"]
+    for one in two_ranks[2]:
+        assert all(torch.equal(before[n], p) for n, p in one["weights"].items())
+
+
+def test_one_process_has_nothing_to_add_up():
+    sums = Sums()
+    assert Ranks().gather(sums) is sums
+    assert Ranks().any(True)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        Group()
+    assert copy.copy(Ranks()).size == 1

@@ -1,0 +1,326 @@
+"""A run directory: writing, reading, asking, forking, layers, media, the live tail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tapereel.tapes.errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
+from tapereel.tapes.records import Parent, Reward, Status, Void
+from tapereel.tapes.store import Cursor, Store
+from tapereel.tapes.verify import verify
+
+from .lab import Lab
+
+lab = Lab()
+
+
+def write(store: Store, *bodies: bytes) -> None:
+    for body in bodies:
+        store.writer.append(body)
+
+
+def segments(run: Path) -> list[Path]:
+    return sorted((run / "tapes").glob("*.jsonl"))
+
+
+def test_what_was_written_is_read_back_byte_for_byte(tmp_path: Path) -> None:
+    bodies = list(lab.episode("a"))
+    with Store.create(tmp_path / "run") as store:
+        write(store, *bodies)
+        asyncio.run(store.writer.durable())
+        tape = store.tape("a")
+        assert tape.bodies == bodies
+        assert tape.status is Status.FINISHED
+        assert tape.reward == 1.0
+    with Store.open(tmp_path / "run") as store:
+        assert store.tape("a") == tape
+        assert [stored.body for stored in store.records() if stored.tape == "a"] == bodies
+
+
+def test_a_closed_run_is_sealed_pinned_and_verified(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("a"))
+    report = verify(tmp_path / "run")
+    assert report.exit_code == 0, (report.broken, report.torn)
+    assert (report.episodes, report.open, len(report.segments)) == (1, 0, 1)
+    assert report.segments[0].sealed
+    assert report.head is not None
+    assert report.head.split(":")[1] in (tmp_path / "run" / "pins.json").read_text()
+    assert verify(tmp_path / "run", pins=[report.head, report.head.split(":")[1]]).exit_code == 0
+    assert verify(tmp_path / "run", pins=["f" * 64]).exit_code == 1
+    with pytest.raises(ValueError, match="no pin"):
+        verify(tmp_path / "run", pins=["nonsense"])
+
+
+def test_a_run_is_made_once_and_opened_where_it_is(tmp_path: Path) -> None:
+    with pytest.raises(NoRun, match="is no run"):
+        Store.open(tmp_path / "run")
+    with pytest.raises(NoRun):
+        verify(tmp_path / "run")
+    Store.create(tmp_path / "run").close()
+    with pytest.raises(RunExists, match="write=True"):
+        Store.create(tmp_path / "run")
+    with Store.open(tmp_path / "run") as reading, pytest.raises(StoreFailed, match="for reading"):
+        _ = reading.writer
+    with pytest.raises(TypeError, match="write=True"):
+        Store.open(tmp_path / "run", rotate_bytes=1)
+
+
+def test_tapes_are_found_by_what_they_are(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("good1", group="g"), *lab.episode("good2", split="eval", at=2000.0))
+        write(store, lab.begin("bad"), lab.call("bad", "bad.1", 3, version="main:7"), lab.reward("bad", -1.0),
+              lab.end("bad", "error", "agent"))  # fmt: skip
+        write(store, lab.begin("open"))
+        store.writer.sync()
+
+        def ids(**where: object) -> list[str]:
+            return [summary.id for summary in store.summaries(**where)]  # type: ignore[arg-type]
+
+        assert ids() == ["good1", "good2", "bad", "open"]
+        assert ids(status="finished") == ["good1", "good2"]
+        assert ids(status=Status.ERROR) == ["bad"]
+        assert ids(split="eval") == ["good2"]
+        assert ids(group="g") == ["good1"]
+        assert ids(version="main:7") == ["bad"]
+        assert ids(agent="agent", closed=False) == ["open"]
+        assert ids(min_reward=0.5) == ["good1", "good2"]
+        assert ids(max_reward=0.5) == ["bad"]
+        assert ids(since=1500.0) == ["good2"]
+        assert ids(until=1500.0, closed=True) == ["good1", "bad"]
+        assert ids(task_hash=store.tape("good2").begin.task_hash) == ["good2"]
+        assert [tape.id for tape in store.tapes(status="finished")] == ["good1", "good2"]
+        summary = store.summaries(status="error")[0]
+        assert (summary.cause, summary.reward, summary.calls, summary.actions, summary.sampled) == ("agent", -1.0, 1, 0, 3)
+        assert store.tape("goo" + "d1").id == "good1"
+        assert store.tape("ba").id == "bad"
+        with pytest.raises(NoSuchTape, match="all start with 'good'"):
+            store.tape("good")
+        with pytest.raises(NoSuchTape, match="no tape starts with 'x'"):
+            store.tape("x")
+
+
+def test_the_trainer_gets_only_what_is_durable(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run", thread=False) as store:
+        write(store, *lab.episode("a"))
+        store.writer.sync()
+        write(store, *lab.episode("b"))
+        store.writer.commit(sync=False)  # written, not durable
+        assert [s.id for s in store.summaries(closed=True)] == ["a", "b"]
+        assert [s.id for s in store.summaries(durable=True)] == ["a"]
+        with Store.open(tmp_path / "run") as other:
+            # Another process knows only the frontier that the lines state: the lines of `b` state that `a` is durable.
+            assert [s.id for s in other.summaries(durable=True)] == ["a"]
+        store.writer.sync()
+        assert [s.id for s in store.summaries(durable=True)] == ["a", "b"]
+
+
+def test_layers_are_loaded_with_their_tape_and_change_no_digest(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("a"))
+        store.writer.sync()
+        digest = store.tape("a").digest
+        store.append_layer(Reward(tape="a", value=0.5, layer="second look"))
+        store.writer.sync()
+        tape = store.tape("a")
+        assert tape.digest == digest
+        assert tape.reward == 1.0
+        assert [layer.layer for layer in store.layers("a") if isinstance(layer, Reward)] == ["second look"]
+        assert store.summaries()[0].reward == 1.0
+
+
+def test_a_fork_finds_its_parent_and_says_when_it_is_gone(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("parent"))
+        store.writer.sync()
+        parent = store.tape("parent")
+        cut = parent.at_turn(1)
+        fork = Parent(tape="parent", digest=cut.digest, records=len(cut.bodies), turn=1)
+        write(store, lab.begin("child", parent=fork), lab.end("child"))
+        write(store, lab.begin("grandchild", parent=Parent(tape="missing", digest="0" * 64, records=1, turn=0)))
+        store.writer.sync()
+        child = store.tape("child")
+        assert child.parent is not None
+        assert child.parent.digest == cut.digest
+        assert store.summaries()[1].parent == "parent"
+        with pytest.raises(NotATape, match="forked from tape missing, which is not in"):
+            store.tape("grandchild")
+    assert verify(tmp_path / "run").exit_code == 0
+    with Store.open(tmp_path / "run", write=True) as store:
+        write(store, lab.begin("liar", parent=Parent(tape="parent", digest="1" * 64, records=3, turn=1)), lab.end("liar"))
+    report = verify(tmp_path / "run")
+    assert report.exit_code == 1
+    assert any("liar was forked" in text for text in report.broken)
+
+
+def test_forks_of_forks_are_read(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("t0"))
+        store.writer.sync()
+        for k in range(1, 5):
+            above = store.tape(f"t{k - 1}").at_turn(k)
+            fork = Parent(tape=above.id, digest=above.digest, records=len(above.bodies), turn=k)
+            write(store, lab.begin(f"t{k}", parent=fork), *list(lab.episode(f"t{k}"))[1:])
+            store.writer.sync()
+        tape = store.tape("t4")
+        assert tape.turns == 5
+        assert [step.text for step in tape.actions] == [f"do t{k}" for k in range(5)]  # type: ignore[attr-defined]
+    assert verify(tmp_path / "run").exit_code == 0
+
+
+def test_the_live_tail_gives_every_record_once_and_goes_through_json(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run", rotate_bytes=1500) as store, Store.open(tmp_path / "run") as reader:
+        seen: list[bytes] = []
+        cursor = Cursor()
+        for k in range(6):
+            write(store, *lab.episode(f"t{k}"))
+            store.writer.sync()
+            found, cursor = reader.tail(cursor)
+            seen += [stored.body for stored in found if stored.tape]
+            cursor = Cursor({name: tuple(place) for name, place in cursor.places.items()})  # type: ignore[misc]
+        assert seen == [body for k in range(6) for body in lab.episode(f"t{k}")]
+        assert len(segments(tmp_path / "run")) > 2
+        assert reader.tail(cursor)[0] == []
+    assert verify(tmp_path / "run").exit_code == 0
+
+
+def test_the_ledger_is_read_from_the_run(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, *lab.episode("a"), lab.use(0, [("a", "a.1", 0, 4, 0.25)]))
+        store.writer.sync()
+        ledger = store.ledger("main")
+        assert (ledger.next_update, "a" in ledger) == (1, True)
+        store.append_layer(Void(lineage="main", update=-1, into="again", reason="from the start"))
+        store.writer.sync()
+        assert store.ledger("again").next_update == 0
+        assert store.books().tokens["unused"] == 4
+        assert [stored.t for stored in store.run_records("use", "void")] == ["use", "void"]
+
+
+def test_books_are_kept_up_to_date_without_reading_again(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run", rotate_bytes=1500) as store:
+        for k in range(5):
+            write(store, *lab.episode(f"t{k}"))
+            store.writer.sync()
+            books = store.books()
+            assert books.closes
+            assert books.tokens["unused"] == books.sampled == 4 * (k + 1)
+
+
+def test_media_are_kept_by_content_and_collected_when_nobody_names_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Store.create(run) as store:
+        kept, lost = store.media.put(b"kept", ".png"), store.media.put(b"lost")
+        assert store.media.put(b"kept", ".png") == kept
+        write(store, lab.begin("a"), lab.step("a", f"look at {kept}", action=False), lab.end("a"))
+        with pytest.raises(StoreFailed, match="close it first"):
+            store.collect_media()
+        with pytest.raises(ValueError, match="no suffix"):
+            store.media.put(b"x", "../../evil")
+    assert (verify(run).media, verify(run).unnamed_media) == (1, 1)
+    with Store.open(run) as store:
+        assert store.media.get(kept) == b"kept"
+        assert store.collect_media() == [lost.removeprefix("media:")]
+        assert store.media.names() == [kept.removeprefix("media:")]
+        path = run / "tapes" / "media" / kept.removeprefix("media:")
+        path.write_bytes(b"else")
+        with pytest.raises(Corrupt, match="does not hold"):
+            store.media.get(kept)
+        assert verify(run).exit_code == 1
+        path.unlink()
+        with pytest.raises(NotATape, match="is gone"):
+            store.media.get(kept)
+        with pytest.raises(ValueError, match="no reference"):
+            store.media.get("media:../../etc/passwd")
+    assert verify(run).exit_code == 1
+
+
+def test_media_named_by_content_are_mended_when_they_are_put_again(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        reference = store.media.put(b"picture")
+    path = tmp_path / "run" / "tapes" / "media" / reference.removeprefix("media:")
+    path.write_bytes(b"rotten")
+    with Store.open(tmp_path / "run") as store:
+        assert store.media.put(b"picture") == reference
+        assert store.media.get(reference) == b"picture"
+
+
+# The index is a cache
+
+
+def test_the_index_can_be_deleted_damaged_or_stale(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    index = run / "tapes" / "index.sqlite"
+    with Store.create(run) as store:
+        write(store, *lab.episode("a"), *lab.episode("b"))
+    with Store.open(run) as store:
+        before = store.summaries()
+    index.unlink()
+    with Store.open(run) as store:
+        assert store.summaries() == before
+    index.write_bytes(b"this is no database" * 100)
+    with Store.open(run) as store:
+        assert store.summaries() == before
+    with sqlite3.connect(index) as db:
+        db.execute("pragma user_version = 99")
+    db.close()
+    with Store.open(run) as store:
+        assert store.summaries() == before
+    # A segment that is shorter than the index remembers, as after a power cut: the index is made again.
+    path = segments(run)[0]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:7]))
+    with Store.open(run) as store:
+        assert [summary.id for summary in store.summaries()] == ["a"]
+
+
+def test_without_a_writable_folder_the_index_lives_in_memory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Store.create(run) as store:
+        write(store, *lab.episode("a"))
+    (run / "tapes" / "index.sqlite").unlink(missing_ok=True)
+    with sqlite3.connect(run / "tapes" / "index.sqlite") as blocker:
+        blocker.execute("begin exclusive")
+        with Store.open(run, cache=False) as store:
+            assert len(store.summaries()) == 1
+    blocker.close()
+
+
+def test_reading_never_follows_the_index_into_changed_bytes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Store.create(run) as store:
+        write(store, *lab.episode("a"), *lab.episode("b"))
+    path = segments(run)[0]
+    data = path.read_bytes()
+    at = data.index(b"see a")
+    path.write_bytes(data[:at] + b"saw a" + data[at + 5 :])
+    with Store.open(run) as store, pytest.raises(NotATape, match="hash"):
+        store.tape("a")
+    with Store.open(run) as store, pytest.raises(Corrupt, match="corrupt at line"):
+        list(store.records())
+    (run / "tapes" / "index.sqlite").unlink()
+    with Store.open(run) as store, pytest.raises(Corrupt):
+        store.tape("b")
+    with pytest.raises(Corrupt, match="verify"):
+        Store.open(run, write=True)
+
+
+def test_many_segments_need_no_more_open_files_than_a_few(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for k in range(30):
+        with Store.open(run, write=True) if k else Store.create(run) as store:
+            write(store, *lab.episode(f"t{k}"))
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with Store.open(run, write=True) as store:
+        assert len(store.summaries()) == 30
+        if before is not None:
+            assert len(os.listdir("/proc/self/fd")) < before + 8
+        # Each segment pins those before it that nobody pinned, so the newest stands for all.
+        opened = next(stored.record for stored in store.run_records("open") if stored.segment == store.writer.segment)
+        assert list(opened.pins) == [segments(run)[-2].stem]
+    assert verify(run).exit_code == 0
