@@ -225,8 +225,6 @@ class EmbeddedEngine:
 
     def _withdraw(self, flight: _Flight) -> None:
         """Take a cancelled request out, wherever it is."""
-        if flight.landed.done() and not flight.landed.cancelled():
-            flight.landed.exception()
         if self._flights.pop(flight.generation, None) is None:
             return
         flight.close_span(self.version)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from ..tapes.errors import TapereelError
 from ..tapes.records import Message, Sampling, Usage
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
@@ -85,7 +86,7 @@ class Engine(Protocol):
         ...
 
 
-class EngineError(RuntimeError):
+class EngineError(TapereelError, RuntimeError):
     """The model or its server failed; the episode ends with the cause `model`, unless the agent deals with it."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -105,12 +105,11 @@ def _scripted(config: ScriptedConfig) -> ScriptedEngine:
 
 def _policy(config: ScriptedConfig) -> Policy:
     if config.policy is not None:
-        found: Any = load_named(config.policy)
+        found = load_named(config.policy)
         if not callable(found):
             raise UsageError(f"{config.policy} is an object of type {type(found).__qualname__}, not a function from a "
                              "Request to an answer")  # fmt: skip
-        policy: Policy = found
-        return policy
+        return cast(Policy, found)
     answers = config.answers
 
     def in_turn(request: Request) -> str:

@@ -130,7 +130,7 @@ class Renderer:
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
         if base is not None and tail is not None:
-            new = ints(self._codec.encode(tail, after=self._last_end(base)))
+            new = ints(self._codec.encode(tail, after=self.end_ids[0]))
             keep, ids = len(base.ids), base.ids + new
         else:
             ids = ints(self._codec.encode(text))
@@ -222,10 +222,6 @@ class Renderer:
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
         return self._codec.mark(message, f"message {index} ({role})", only)
-
-    def _last_end(self, base: Track) -> int:
-        ended = self._ended(base)
-        return ended if ended is not None else self.end_ids[0]
 
     def _ended(self, base: Track) -> int | None:
         """The id that ended the base's answer; None when it was cut off."""

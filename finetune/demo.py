@@ -1,14 +1,15 @@
 """The demo: from nothing to a chat model that learned to use a calculator, on one run directory, in minutes on a CPU.
 
 Demonstrations are recorded, the model imitates them, then improves by its own rollouts in the async loop; held-out
-tasks measure it before and after. Every phase finds out from the run directory what is done already, so a killed demo goes on
-where it was. What this module knows is the recipe; every part of it is the part that any other run uses.
+tasks measure it before and after. Every phase finds out from the run directory what is done already, so a killed demo
+goes on where it was. What this module knows is the recipe; every part of it is the part that any other run uses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -204,7 +205,7 @@ class Demo:
             if name in controls:
                 continue
             out = self.out / "controls" / name
-            with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
+            with self._control_store(name, out) as store:
                 training.model.load_state_dict(base.weights())
                 history = training.history_in(store, f"{self.results['lineage']}-{name}", out)
                 history.restore()
@@ -214,6 +215,14 @@ class Demo:
                 controls[name]["trained_tokens"] = history.trained_tokens
             training.run.save()
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
+
+    def _control_store(self, name: str, out: Path) -> AbstractContextManager[Store]:
+        """Where a control's updates are recorded: with the tapes that they name, or no later process could apply them
+        again. Imitation goes on with this run's tapes, as another lineage; shuffled rewards have tapes of their own."""
+        out.mkdir(parents=True, exist_ok=True)
+        if name == "sft":
+            return nullcontext(self.store)
+        return Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True)
 
     def _control_sft(self, history: History, trained: int) -> None:
         """Go on imitating, for as many tokens as the improvement trained on."""

@@ -61,8 +61,8 @@ def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> s
     lines = [
         f"{seconds['total']:.0f} s in all: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
         f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, side by side).",
-        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
-        "trained on.",
+        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
+        f"{tokens['trained']:,} of them trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
         "", "Next, on this very run:", *(f"  {command}" for command in commands),
     ]  # fmt: skip

@@ -154,7 +154,8 @@ class Explainer:
             tape=summarise(tape), why=why, verdict=_verdict(tape, took, facts),
             uses=tuple(self._use(use, tape) for use in took),
             group_rewards=tuple(facts.group), rows=lines, forwarded=sum(len(line.tokens) for line in lines),
-            repeated=sum(line.repeated for line in lines), own=own, unlabelled=max(0, completions - own), notes=tuple(notes),
+            repeated=sum(line.repeated for line in lines), own=own, unlabelled=max(0, completions - own),
+            notes=tuple(notes),
         )  # fmt: skip
 
     def _use(self, use: Use, tape: Tape) -> UseLine:

@@ -102,8 +102,8 @@ def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
     if len(e.group_rewards) > 1:
         rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
         yield _text(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
-    yield _text(f"{len(e.rows)} rows, {e.forwarded} tokens forwarded ({e.repeated} of them once more), {e.own} its own, "
-                f"{e.unlabelled} sampled tokens that are no label")  # fmt: skip
+    yield _text(f"{len(e.rows)} rows, {e.forwarded} tokens forwarded ({e.repeated} of them once more), {e.own} of them "
+                f"its own; {e.unlabelled} tokens it said are no label")  # fmt: skip
     for k, row in enumerate(e.rows):
         begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
         if row.split:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..tapes.store import Store
+from ..tapes.store import Store, Summary
 
 LOOKED_AT = 200
 """Newest tapes that are read in search of a split row."""
@@ -21,31 +21,37 @@ def instructive(store: Store) -> Iterator[tuple[str, str]]:
 
 
 def _telling(store: Store) -> Iterator[tuple[str, str]]:
-    summaries = {summary.id: summary for summary in store.summaries(closed=True)}
-    lineages = store.lineages()
-    uses = [use for lineage in lineages.living for use in lineages.ledger(lineage).uses]
-    for use in reversed(uses):
-        taken = [summaries[name] for name in use.info.get("tapes") or () if name in summaries]  # type: ignore[union-attr]
-        groups: dict[str, list[Any]] = {}
-        for summary in taken:
-            if summary.reward is not None:
-                groups.setdefault(summary.group or summary.id, []).append(summary)
-        spread = {g: max(s.reward for s in found) - min(s.reward for s in found) for g, found in groups.items()}
-        widest = max(spread, key=spread.__getitem__, default=None)
-        if widest is not None and spread[widest] > 0:
-            among = f"in its group of {len(groups[widest])}, the one that differs most in update {use.update}"
-            yield max(groups[widest], key=lambda s: s.reward).id, f"earned most {among}"
-            yield min(groups[widest], key=lambda s: s.reward).id, f"earned least {among}"
-            break
+    closed = store.summaries(closed=True)
+    yield from _opposites(store, {summary.id: summary for summary in closed})
     several = "(select tape from versions group by tape having count(*) > 1)"
     for summary in reversed(store.index.tapes(f"id in {several} and status is not null", [])):
         yield summary.id, "sampled by more than one version of the policy"
         break
-    newest = [summary for summary in reversed(summaries.values()) if summary.calls > 1][:LOOKED_AT]
-    for summary in newest:
+    yield from _split(store, closed)
+    broken = [summary for summary in closed if summary.status == "error"]
+    yield from ((summary.id, f"ended with an error of the {summary.cause}") for summary in broken[-1:])
+    yield from ((summary.id, "among the newest") for summary in reversed(closed))
+
+
+def _opposites(store: Store, closed: Mapping[str, Summary]) -> Iterator[tuple[str, str]]:
+    """Best and worst of the group whose rewards differ most, in the newest update that has such a group."""
+    lineages = store.lineages()
+    for use in reversed([use for lineage in lineages.living for use in lineages.ledger(lineage).uses]):
+        groups: dict[str, list[tuple[float, str]]] = {}
+        tapes: Any = use.info.get("tapes") or ()
+        for summary in (closed[name] for name in tapes if name in closed):
+            if summary.reward is not None:
+                groups.setdefault(summary.group or summary.id, []).append((summary.reward, summary.id))
+        widest = max(groups.values(), key=lambda group: max(group)[0] - min(group)[0], default=[])
+        if widest and max(widest)[0] > min(widest)[0]:
+            among = f"in its group of {len(widest)}, the one that differs most in update {use.update}"
+            yield max(widest)[1], f"earned most {among}"
+            yield min(widest)[1], f"earned least {among}"
+            return
+
+
+def _split(store: Store, closed: Sequence[Summary]) -> Iterator[tuple[str, str]]:
+    for summary in [summary for summary in reversed(closed) if summary.calls > 1][:LOOKED_AT]:
         if any(call.split for call in store.tape(summary.id, refresh=False).calls):
             yield summary.id, "one of its calls could not go on in the row before"
-            break
-    broken = (s for s in reversed(summaries.values()) if s.status == "error")
-    yield from ((s.id, f"ended with an error of the {s.cause}") for s in list(broken)[:1])
-    yield from ((name, "among the newest") for name in reversed(summaries))
+            return

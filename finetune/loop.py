@@ -180,7 +180,7 @@ class Loop:
     def _resume_groups(self) -> None:
         """Take up what an earlier process recorded: closed groups are ready, half-sampled ones go on."""
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
-        used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in use.info.get("tapes") or ()}
+        used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use.info).tapes}
         spent: set[int] = set()
         groups: dict[int, Group] = {}
         for summary in self.store.summaries(split="train"):
@@ -234,8 +234,8 @@ class Loop:
         while group.wants(k):
             tape = await rollout(
                 self.agent, self.env, Task.of(group.task), engine=self.engine,
-                seed=derive_seed(self.seed, name, k, len(tapes)), env_seed=derive_seed(self.seed, name, "env"), group=name,
-                attempt=k, split="train", limits=self.config.limits, sampling=self.config.sampling,
+                seed=derive_seed(self.seed, name, k, len(tapes)), env_seed=derive_seed(self.seed, name, "env"),
+                group=name, attempt=k, split="train", limits=self.config.limits, sampling=self.config.sampling,
                 journal=self.store.writer,
             )  # fmt: skip
             tapes.append(tape)
@@ -318,8 +318,9 @@ class Loop:
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
             raise SamplerMismatch(
-                f"update {self.history.updates}: a token's log-prob differs by {stats.mismatch:.3g} nats between sampler "
-                f"and trainer, which have the same weights (tolerance {bound:g}); run `tapereel explain` on its tapes"
+                f"update {self.history.updates}: a token's log-prob differs by {stats.mismatch:.3g} nats between "
+                f"sampler and trainer, which have the same weights (tolerance {bound:g}); run `tapereel explain` on "
+                "its tapes"
             )
 
     def _report(self, stats: UpdateStats, use: Any, groups: list[Group], seconds: float) -> UpdateReport:

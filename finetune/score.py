@@ -102,8 +102,8 @@ def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_tempe
                          "tapes out of RL data, or score with temperature 1")
     # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
     with torch.autocast(hidden.device.type, enabled=False):
-        return Scores(*head.log_probs(hidden.to(output.weight.dtype), output.weight, output.bias, micro.token, temperature,
-                                      entropy=entropy))
+        hidden = hidden.to(output.weight.dtype)
+        return Scores(*head.log_probs(hidden, output.weight, output.bias, micro.token, temperature, entropy=entropy))
 
 
 def states(body: nn.Module, micro: Micro) -> Tensor:

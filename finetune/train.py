@@ -248,9 +248,9 @@ def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], S
     elif config.fraction:
         train, held_out = tasks.split(1 - config.fraction, config.fraction)
         if not len(train) or not len(held_out):
-            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to train "
-                             f"on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for no "
-                             "evaluation")  # fmt: skip
+            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
+                             f"train on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for "
+                             "no evaluation")  # fmt: skip
     else:
         return list(tasks), []
     return list(train), list(held_out)[: config.limit]

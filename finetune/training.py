@@ -104,6 +104,7 @@ class Training:
             again = self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""))
         if again:
             self.run.results["reapplied"] = self.run.results.get("reapplied", 0) + again
+            self.run.save()
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """The warm start's updates that are not done yet, on these tapes: the same ones, in the same order, at every

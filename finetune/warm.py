@@ -42,9 +42,10 @@ def bring_in(source: str | Path, into: Store, renderer: Any, *, split: str | Non
                 _copy(tape, other, into, renderer, there)
             ids.append(tape.id)
     if not ids:
-        wanted = "" if min_reward is None else f", with a reward of {min_reward:g} or more"
-        raise UsageError(f"{source} has no tape to imitate: of split {split or ' or '.join(TRAINABLE_SPLITS)}, ended in a "
-                         f"way that may be trained on{wanted}")
+        wanted = f"of split {split or ' or '.join(TRAINABLE_SPLITS)}, ended in a way that may be trained on"
+        if min_reward is not None:
+            wanted += f", with a reward of {min_reward:g} or more"
+        raise UsageError(f"{source} has no tape to imitate: {wanted}")
     into.writer.sync()
     # A process that was killed while it copied a tape has left it `crashed`; it can't be copied twice.
     crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}

@@ -295,7 +295,10 @@ def column_length(column: Any) -> int:
 
 def _connect(path: Path | None) -> sqlite3.Connection:
     for attempt in (path, path, None):
-        db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
+        try:
+            db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
+        except sqlite3.OperationalError:
+            continue  # it can't even be created here
         try:
             if db.execute("pragma user_version").fetchone()[0] not in (0, _FORMAT):
                 raise sqlite3.DatabaseError("another format")

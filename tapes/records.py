@@ -197,7 +197,7 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     temperature: float = 1.0
-    """0 is greedy: recorded, never RL data."""
+    """0 is greedy: never RL data; its recorded log-probs are those at temperature 1."""
     max_tokens: int = 512
     top_p: float = 1.0
     top_k: int = 0

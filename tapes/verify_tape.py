@@ -7,11 +7,10 @@ The format. RUN/tapes/000001-<6 hex>.jsonl, 000002-..., ...: one line per record
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
 h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c says how many lines were
 durable when this one was written.   p is the h of the line before; on the first line a head that its body pins, or 64
-zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; nothing follows
-a {"t":"seal"}, whose c is its n.
-{"t":"commit"} and seal state as "opened" the h of the segment's first line.
-A pin is the h of a line that its segment must hold.   A tape's digest is d0 = SHA-256("tapereel/1"), then
-d = SHA-256(d + b) over the bytes b of its records `begin`, `step`, `call`, `reward`, `end`, in order, to its `end`.
+zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state its h as "opened";
+nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.   A tape's digest is
+d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`, `reward` records, in
+order, to its `end`.
 
 Exit code 0: all lines are whole, chained and pinned. 1: bytes that were durable are not what was written. 2: it can't
 be told (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is used where it is there.
@@ -37,10 +36,7 @@ def read_line(raw):
     if h != raw[cut + 6 : -3].decode():
         raise ValueError("its hash is not that of its bytes")
     body = raw[match.end() : cut]
-    try:
-        record = json.loads(body)
-    except RecursionError:
-        raise ValueError("its body is nested without end") from None
+    record = json.loads(body)
     if not isinstance(record.get("t"), str):
         raise ValueError("its body is no record")
     return int(match[1]), int(match[2]), match[3].decode(), body, record, h
@@ -70,23 +66,17 @@ def read_segment(path, run):
                 line = read_line(raw)
                 if broken is None and not can_stand(line, name, state):
                     broken = f"line {state[0]} is another"
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 line, broken = None, broken or f"line {state[0]}: {error}"
             if broken is None and line is not None:
                 state = (state[0] + 1, line[5], line[1], line[4]["t"] == "seal", state[4] or line[5])
                 take(line, name, run)
-            elif state[3] or (line is not None and proves(line, state)):
+            elif state[3] or (line and (line[1] > state[0] or line[4]["t"] == "seal" or line[:2] == (state[0], state[0]))):
                 run["corrupt"].append(f"segment {name}, {broken}, and that place was durable")
                 break
         else:
             run["torn"] += [f"segment {name}, {broken}"] if broken else []
     return {"lines": state[0], "head": state[1], "sealed": state[3], "broken": broken}
-
-
-def proves(line, state):
-    """Whether a sound line says that the place of the break, or what stands before it, was durable and another."""
-    n, c, p, _, record, _ = line
-    return c > state[0] or record["t"] == "seal" or (n == c == state[0] and p != state[1])
 
 
 def take(line, name, run):

@@ -172,11 +172,11 @@ class SegmentWriter:
 
     def _check(self) -> None:
         self._raise_failure()
-        if self._closing:
-            raise StoreFailed(f"the writer of {self.folder} is closed; open the store again to write more")
         if self._pid != os.getpid():
             raise StoreFailed(f"the writer of {self.folder} belongs to process {self._pid}; a forked process must open "
                               "the store itself")
+        if self._closing:
+            raise StoreFailed(f"the writer of {self.folder} is closed; open the store again to write more")
 
     # Waiting
 

@@ -58,9 +58,18 @@ def test_spliced_ids_equal_the_whole_conversation_encoded_at_once(name: str, his
         assert rendered.split is None
         reply = say("assistant", text)
         completion = renderer.completion(rendered, reply)
-        assert renderer.decode(completion).strip() == text
         tracks = [renderer.track(rendered, call=question, reply=reply, completion=completion)]
         messages.append(reply)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_authored_text_decodes_to_itself_and_ends_as_the_template_ends_it(name: str) -> None:
+    renderer, end = Renderer(tokenizer(name)), tokenizer(name).convert_tokens_to_ids(ENDS[name][0])
+    for _, text in TURNS:
+        _, completion = renderer.authored([say("user", "q")], say("assistant", text))
+        shown = "<think>\n\n</think>\n\n" if name == "qwen3" else ""  # as Qwen3's template shows a last answer
+        assert renderer.decode(completion) == shown + text
+        assert [at for at, id in enumerate(completion) if id == end] == [len(completion) - 1]
 
 
 @pytest.mark.parametrize(("name", "history"), [*((name, "sampled") for name in FAMILIES),

@@ -108,8 +108,8 @@ def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
         lp = np.minimum(lp + rng.normal(0, 0.15, len(lp)).astype(np.float32), 0)
         at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
         rows = [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)]
-    episodes = [Episode(tape=r.tape, group=r.group, reward=float(x)) for r, x in zip(rows, (1, 0, 0, 0.5, 1, 0), strict=True)]
-    return rows, episodes
+    rewards = (1.0, 0.0, 0.0, 0.5, 1.0, 0.0)
+    return rows, [Episode(tape=r.tape, group=r.group, reward=x) for r, x in zip(rows, rewards, strict=True)]
 
 
 def _exact_norms(module: torch.nn.Module) -> None:

@@ -43,7 +43,7 @@ def made(rewards, groups=None, tapes=None, tokens=2, old=None, ref=None):
     for i, r in enumerate(rewards):
         encoding = {"input_ids": list(range(tokens + 1)), "labels": [-100, *range(1, tokens + 1)]}
         fields = prepare_rl_fields(encoding, r, old or [-1.0] * tokens, ref)
-        rows.append({**fields, "group_id": (groups or ["g"] * len(rewards))[i], "tape_id": (tapes or list(map(str, range(99))))[i]})
+        rows.append({**fields, "group_id": groups[i] if groups else "g", "tape_id": tapes[i] if tapes else str(i)})
     return Dataset.from_list(rows)
 
 
@@ -114,7 +114,8 @@ def test_groups_of_one_and_flat_groups_get_exactly_zero():
 
 def test_an_unscored_row_has_no_advantage_and_is_in_no_group():
     got = update_rewards_and_advantages(made([1, None, 0]), RLConfig())
-    assert [r["advantages"][1] for r in got] == pytest.approx([math.sqrt(0.5), math.nan, -math.sqrt(0.5)], rel=1e-6, nan_ok=True)
+    want = [math.sqrt(0.5), math.nan, -math.sqrt(0.5)]
+    assert [r["advantages"][1] for r in got] == pytest.approx(want, rel=1e-6, nan_ok=True)
 
 
 def test_a_dataset_that_was_cut_or_shuffled_keeps_its_rows_together():
@@ -191,7 +192,8 @@ def test_raw_rewards_as_weights_and_only_the_positive_ones():
     lp = score(model, rows).logprob
     assert loss.item() == pytest.approx(float((lp * torch.tensor(case["lp_gradient"])).sum()), rel=1e-6)
     data = to_dataset(rows, [episode("a", reward=-1.0)])
-    loss, stats = rl_step(model, collate(list(data)), RLConfig(algo="reinforce", use_advantages=False, relu_log_p_weights=True))
+    config = RLConfig(algo="reinforce", use_advantages=False, relu_log_p_weights=True)
+    loss, stats = rl_step(model, collate(list(data)), config)
     assert loss.item() == 0.0
     assert stats["weights"] == 0.0
 
@@ -215,9 +217,9 @@ def test_a_recipe_that_needs_whole_episodes_is_refused_and_so_is_an_unknown_key(
     with pytest.raises(ValidationError, match="reward_minus_kl"):
         RLConfig(reward_minus_kl=0.1)  # type: ignore[call-arg]
     data = to_dataset([row("a")], [episode("a")])
+    without = {k: v for k, v in collate(list(data)).items() if k != "ref_logprobs"}
     with pytest.raises(BadBatch, match="reference model"):
-        batch_ = {k: v for k, v in collate(list(data)).items() if k != "ref_logprobs"}
-        rl_step(tiny_model(), batch_, RLConfig(kl_coef=0.1))
+        rl_step(tiny_model(), without, RLConfig(kl_coef=0.1))
 
 
 @pytest.mark.ledger("F08", "F05")

@@ -25,7 +25,8 @@ def spread(case, between=1):
     """(advantages, targets) of one episode."""
     turns = case.get("turn_tokens") or [case.get("tokens") or len(case["values"])]
     rewards = case.get("turn_rewards") or [case["reward"]]
-    one = episode(reward=sum(rewards), turn_rewards=rewards, cut=case.get("cut", False), bootstrap=case.get("bootstrap"))
+    cut, beyond = case.get("cut", False), case.get("bootstrap")
+    one = episode(reward=sum(rewards), turn_rewards=rewards, cut=cut, bootstrap=beyond)
     values = {"value": case["values"]} if "values" in case else {}
     stream = exact([row(turns=turns, between=between)], [one], **values)
     y = stream.turns.reward if "turn_rewards" in case else stream.episodes.reward
@@ -49,10 +50,13 @@ def test_what_the_environment_says_between_two_turns_is_no_step_of_time(case):
 
 
 @pytest.mark.ledger("P7")
-@pytest.mark.parametrize("word", [{"kind": "broadcast"}, {"kind": "returns", "gamma": 0.9}, {"kind": "returns", "gamma": 0.9,
-                                  "clock": "turn"}, {"kind": "gae", "gamma": 0.9, "lam": 0.9}], ids=str)
+@pytest.mark.parametrize("word", [
+    {"kind": "broadcast"}, {"kind": "returns", "gamma": 0.9}, {"kind": "returns", "gamma": 0.9, "clock": "turn"},
+    {"kind": "gae", "gamma": 0.9, "lam": 0.9},
+], ids=str)
 def test_another_environment_token_changes_nothing(word):
-    case = {"word": word, "turn_rewards": [0.5, 1.0, -0.25], "turn_tokens": [2, 1, 3], "values": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}
+    case = {"word": word, "turn_rewards": [0.5, 1.0, -0.25], "turn_tokens": [2, 1, 3],
+            "values": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}
     assert torch.equal(spread(case, between=1)[0], spread(case, between=5)[0])
 
 
@@ -121,7 +125,8 @@ def test_clipping_counts_what_it_clips_before_it_clips():
     case = LOSSES["F48"]
     stream = exact([row("a", turns=(3,))], [episode()])
     context = Context()
-    got = ClipAdvantage(limit=case["limit"])(doubles(case["advantages"]), torch.ones(3, dtype=torch.bool), stream, context)
+    every = torch.ones(3, dtype=torch.bool)
+    got = ClipAdvantage(limit=case["limit"])(doubles(case["advantages"]), every, stream, context)
     assert got.tolist() == pytest.approx(case["expected"])
     assert context.sums.mean("advantage/clipped") == pytest.approx(case["clipped"])
 

@@ -105,7 +105,8 @@ def test_a_new_scale_leaves_every_value_as_it_was():
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("ppo"), lr=1e-2, critic=CriticTrainer(Critic.of(model), lr=1e-2), critic_first=2)
+    critic = CriticTrainer(Critic.of(model), lr=1e-2)
+    trainer = Trainer(model, get_recipe("ppo"), lr=1e-2, critic=critic, critic_first=2)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         trainer.update(rows, episodes)

@@ -51,11 +51,14 @@ class World:
 
 def world(seed: int = 3) -> World:
     g = torch.Generator().manual_seed(seed)
-    draw = lambda scale: (-1 + scale * torch.randn(N, generator=g, dtype=torch.float64)).clamp(max=-0.01).tolist()
+
+    def draw(scale: float) -> list[float]:
+        return (-1 + scale * torch.randn(N, generator=g, dtype=torch.float64)).clamp(max=-0.01).tolist()
+
     of = [i for i, turns in enumerate(TURNS) for _ in range(sum(turns))]
     old = draw(0.3)
-    return World(of, [min(o + 0.15 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)], old,
-                 draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist())
+    lp = [min(o + 0.15 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)]
+    return World(of, lp, old, draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist())
 
 
 def whitened(a: list[float]) -> list[float]:
@@ -219,8 +222,8 @@ def test_a_weight_without_gradient_leaves_the_score_function_alone():
 def test_a_recipe_prints_every_word_with_its_constants():
     text = str(RECIPES["grpo"])
     assert text.splitlines()[0] == "recipe grpo"
-    for word in ("score", "reward", "shape", "baseline", "credit", "adjust", "anchor", "surrogate", "regulariser", "select",
-                 "weigh"):
+    words = "score reward shape baseline credit adjust anchor surrogate regulariser select weigh"
+    for word in words.split():
         assert f"\n  {word} " in text
     assert "std(by=group, eps=1e-09, ddof=1)" in text
     assert "ppo(low=0.2, high=0.2, dual=None, per=token)" in text

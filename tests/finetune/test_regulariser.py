@@ -42,14 +42,15 @@ def test_the_three_estimators():
 
 @pytest.mark.ledger("F60", "T20", "P11")
 def test_expected_values_and_gradients_of_the_estimators_by_enumeration():
-    """Under pi: k1 and k3 estimate KL(pi || ref); as losses k1 has gradient 0, k2 that of KL(pi || ref), k3 the other."""
+    """k1 and k3 estimate KL(pi || ref); as losses k1 has gradient 0, k2 that of KL(pi || ref), k3 that of the other."""
     logits = doubles([0.3, -0.7, 1.1, 0.0]).requires_grad_()
     ref = doubles([0.1, 0.5, -0.4, 0.2]).log_softmax(0)
     lp = logits.log_softmax(0)
     p = lp.exp().detach()
     forward = (lp.exp() * (lp - ref)).sum()
     backward = (ref.exp() * (ref - lp)).sum()
-    want = {"k1": torch.zeros(4, dtype=torch.float64), "k2": torch.autograd.grad(forward, logits, retain_graph=True)[0],
+    want = {"k1": torch.zeros(4, dtype=torch.float64),
+            "k2": torch.autograd.grad(forward, logits, retain_graph=True)[0],
             "k3": torch.autograd.grad(backward, logits, retain_graph=True)[0]}
     for kind in ("k1", "k2", "k3"):
         expected = (p * estimators.estimate(kind, lp, ref)).sum()
@@ -153,7 +154,8 @@ def test_running_moments_equal_one_pass_over_everything_and_one_value_scales_not
     moments = Moments()
     for batch, want in zip(LEDGER["T05"]["batches"], LEDGER["T05"]["expected"], strict=True):
         stream = exact(*simple([float(r) for r in batch]))
-        x = Running()(stream.episodes.reward, torch.ones(len(batch), dtype=torch.bool), stream, Context(moments=moments))
+        every = torch.ones(len(batch), dtype=torch.bool)
+        x = Running()(stream.episodes.reward, every, stream, Context(moments=moments))
         assert x.tolist() == want
 
 
@@ -175,7 +177,8 @@ def test_rewards_outside_the_bounds_are_counted_before_they_are_clipped():
     case = LEDGER["F29"]
     stream = exact(*simple([float(r) for r in case["rewards"]]))
     context = Context()
-    x = Clip(low=case["low"], high=case["high"])(stream.episodes.reward, torch.ones(2, dtype=torch.bool), stream, context)
+    word = Clip(low=case["low"], high=case["high"])
+    x = word(stream.episodes.reward, torch.ones(2, dtype=torch.bool), stream, context)
     assert x.tolist() == case["expected"]
     assert context.sums.mean("reward/clipped") == case["clipped"]
 

@@ -1,4 +1,4 @@
-"""score: exact whatever the padding, the micro-batch and the neighbours; and nothing as large as tokens x vocabulary."""
+"""score: exact whatever the padding, the micro-batch and the neighbours; nothing as large as tokens x vocabulary."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .build import VOCABULARY, ledger, row, tiny_model
 
 MODEL = tiny_model()
 RNG = np.random.default_rng(5)
+SHAPES = [((3, 2), 2, 1, 0, 1.0), ((1,), 1, 0, 5, 0.5), ((2, 2, 4), 6, 3, 2, 1.5), ((7,), 3, 0, 0, 1.0)]
 ROWS = [row(f"t{i}", turns=t, prompt=p, between=b, after=a, temperature=temperature, rng=RNG)
-        for i, (t, p, b, a, temperature) in enumerate([((3, 2), 2, 1, 0, 1.0), ((1,), 1, 0, 5, 0.5), ((2, 2, 4), 6, 3, 2, 1.5),
-                                                       ((7,), 3, 0, 0, 1.0)])]
+        for i, (t, p, b, a, temperature) in enumerate(SHAPES)]
 
 
 def by_hand(a_row, model=MODEL):
@@ -67,7 +67,7 @@ def test_padded_rows_score_as_packed_ones_with_restarting_positions():
 
 @pytest.mark.ledger("P7")
 def test_what_follows_the_last_own_token_is_not_even_forwarded():
-    short, long = row(turns=(2,), after=0, rng=np.random.default_rng(1)), row(turns=(2,), after=40, rng=np.random.default_rng(1))
+    short, long = (row(turns=(2,), after=after, rng=np.random.default_rng(1)) for after in (0, 40))
     assert plan([long])[0].ids.shape == (1, 3)
     assert torch.equal(score(MODEL, [short]).logprob[:1], score(MODEL, [long]).logprob[:1])
 
@@ -106,10 +106,14 @@ def test_uniform_logits_over_v_tokens_give_minus_log_v_and_entropy_log_v():
 @pytest.mark.ledger("F19", "P4")
 def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n, chunk, tempered, biased, seed):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
     inputs = [draw(n, 5), draw(11, 5)] + ([draw(11)] if biased else [])
     token = torch.randint(0, 11, (n,), generator=g)
-    temperature = torch.rand(n, generator=g, dtype=torch.float64) + 0.3 if tempered else torch.ones(n, dtype=torch.float64)
+    ones = torch.ones(n, dtype=torch.float64)
+    temperature = torch.rand(n, generator=g, dtype=torch.float64) + 0.3 if tempered else ones
     pull = draw(2, n)
     grads = []
     for chunked in (True, False):

@@ -28,7 +28,8 @@ def main(rank: int, folder: str) -> None:
         model = tiny_model()
         rows, episodes = batch(model=model)
         mine = slice(0, 3) if rank == 0 else slice(3, 6)
-        trainer = Trainer(model, get_recipe(name, changes), lr=0.5, grad_clip=0.05, ranks=Group(), micro_tokens=20 + 10 * rank)
+        trainer = Trainer(model, get_recipe(name, changes), lr=0.5, grad_clip=0.05, ranks=Group(),
+                          micro_tokens=20 + 10 * rank)
         prepared = trainer.prepare(rows[mine], episodes[mine])
         if poison == rank:
             prepared.batch.advantage[0] = math.inf

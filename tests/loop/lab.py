@@ -113,7 +113,8 @@ def run(path: Path, config: LoopConfig, **options: Any) -> tuple[Loop, list[Upda
     reports: list[UpdateReport] = []
     policy = options.pop("policy", None)
     with Store.create(path, durability="os") as store:
-        loop = loop_in(store, history_in(store, path, config, policy=policy), config, on_update=reports.append, **options)
+        history = history_in(store, path, config, policy=policy)
+        loop = loop_in(store, history, config, on_update=reports.append, **options)
         asyncio.run(loop.run())
     assert_books_close(path)
     return loop, reports

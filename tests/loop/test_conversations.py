@@ -28,6 +28,7 @@ from tapereel.envs import Environment, Outcome
 from tapereel.finetune.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 from tapereel.tapes.arrays import floats, ints
+from tests.agents.embedded_lab import until
 from tests.agents.families import tokenizer
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -202,13 +203,15 @@ def played(program: list[Any], made: tuple[Renderer, int], seed: int, fork: Tape
 def check(tape: Tape, engine: Dice) -> None:
     """The three promises, on one tape."""
     asked = [call for call in tape.calls if call.engine != "authored"]
-    assert [(c.by, tape.call_prompt(c), c.completion) for c in asked] == [(s.path, s.prompt, s.ids) for s in engine.seen]
+    recorded = [(c.by, tape.call_prompt(c), c.completion) for c in asked]
+    assert recorded == [(s.path, s.prompt, s.ids) for s in engine.seen]
     made = rows(tape)
     check_labels(tape, made)
     check_splits(tape, made)
     for path in {call.by for call in tape.calls}:
         theirs = rows(tape, agents={path})
-        assert owned(theirs) == Counter((c.call, k) for c in tape.calls if c.by == path for k in range(len(c.completion)))
+        mine = [call for call in tape.calls if call.by == path]
+        assert owned(theirs) == Counter((call.call, k) for call in mine for k in range(len(call.completion)))
         assert {len(row) for row in theirs} <= {len(row) for row in made}, "the others' tokens are still context"
 
 
@@ -312,8 +315,7 @@ def test_what_was_cancelled_is_on_the_tape_but_nobody_s_answer() -> None:
         reply = await llm(tape)
         engine.drawn = 0
         job = asyncio.ensure_future(llm(tape, max_tokens=6))
-        while not (engine.drawn or job.done()):
-            await asyncio.sleep(0)
+        await until(lambda: engine.drawn or job.done())
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
         yield Answer(text=reply.text)

@@ -19,6 +19,7 @@ from tapereel.agents.embedded import EmbeddedEngine
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
+from tests.agents.embedded_lab import until
 
 from .lab import RENDERER, model
 
@@ -80,8 +81,7 @@ def sampled(mode: Any, temperature: float, *, ends: bool) -> tuple[dict[str, Any
             for task in range(EPISODES)
         ]  # fmt: skip
         for k in range(1, PUBLISHES + 1):
-            while engine.stats.steps < 17 * k + 3:
-                await asyncio.sleep(0)
+            await until(lambda k=k: engine.stats.steps >= 17 * k + 3)
             await engine.publish(models[f"v:{k}"].state_dict(), f"v:{k}", mode)
         return await asyncio.gather(*jobs)
 

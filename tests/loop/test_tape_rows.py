@@ -16,6 +16,7 @@ from tapereel.finetune.rows import Row, rows
 from tapereel.finetune.trainer import Trainer
 from tapereel.finetune.use import drop_stale, episode_of, items
 from tapereel.tapes import Answer, NotATape, Sampling, Tape
+from tapereel.tapes.log import step_record
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -29,7 +30,6 @@ from tapereel.tapes.records import (
     Task,
     Tokens,
 )
-from tapereel.tapes.log import step_record
 from tests.finetune.build import ledger
 
 from .lab import RENDERER, WORDS, Letters, Speaker, model
@@ -50,8 +50,10 @@ def call(name: str, prompt: Sequence[int], completion: Sequence[int], *, base: s
 def tape_of(*calls: Call, tape: str = "t", group: str = "g", rewards: Sequence[float] = (), layers: Sequence[Any] = (),
             status: Status = Status.FINISHED, cause: CauseType | None = None) -> Tape:  # fmt: skip
     """A closed tape of these calls, an answer behind each."""
-    records: list[Any] = [Begin(tape=tape, task=Task(), task_hash="", agent=Identity(name="main"), env=Identity(name="e"),
-                                env_seed=0, seed=0, group=group, at=0.0)]  # fmt: skip
+    main, world = Identity(name="main"), Identity(name="e")
+    records: list[Any] = [
+        Begin(tape=tape, task=Task(), task_hash="", agent=main, env=world, env_seed=0, seed=0, group=group, at=0.0)
+    ]
     for k, one in enumerate(calls):
         records.append(one.model_copy(update={"tape": tape}))
         records.append(step_record(tape, Answer(text=str(k)), by=one.by, calls=((one.call, 0, 0),)))
@@ -174,7 +176,7 @@ def test_one_agent_of_several_is_trained_and_the_others_are_context():
 def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
     text = Call(tape="t", call="a", by="main", messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
     tape = tape_of(text)
-    with pytest.raises(NotATape, match="give rows.. the renderer"):
+    with pytest.raises(NotATape, match=r"give rows\(\) the renderer"):
         rows(tape)
     (row,) = rows(tape, renderer=RENDERER)
     prompt, completion = RENDERER.authored([{"role": "user", "content": "ab"}], {"role": "assistant", "content": "cd"})

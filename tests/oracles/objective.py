@@ -86,8 +86,9 @@ def weights(kind: str, tokens: Sequence[tuple[str, str, int]], limit: float) -> 
     return out
 
 
-def loss(surrogate: str, weigh: str, lp: Sequence[float], old: Sequence[float], ref: Sequence[float] | None, beta: float,
-         advantages: Sequence[float], tokens: Sequence[tuple[str, str, int]], low: float = 0.2, high: float = 0.2) -> float:
+def loss(surrogate: str, weigh: str, lp: Sequence[float], old: Sequence[float], ref: Sequence[float] | None,
+         beta: float, advantages: Sequence[float], tokens: Sequence[tuple[str, str, int]], low: float = 0.2,
+         high: float = 0.2) -> float:
     """sum_t w_t (l_t + beta k3_t), token by token."""
     total = 0.0
     for t, w in enumerate(weights(weigh, tokens, 1.0)):

@@ -364,7 +364,7 @@ def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> N
     here, there = context.Pipe()
     process = context.Process(target=forked, args=(store, there))
     process.start()
-    assert "belongs to process" in here.recv() or "closed" in here.recv()
+    assert "belongs to process" in here.recv()
     process.join()
     hold, let_go = context.Pipe()
     sleeper = context.Process(target=hold.recv)
@@ -439,16 +439,11 @@ def test_recovery_refuses_changed_bytes_and_changes_none(tmp_path: Path) -> None
     data = bytearray(path.read_bytes())
     data[400] ^= 4
     path.write_bytes(bytes(data))
+    (run / "tapes" / "index.sqlite").unlink()
     before = {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"}
     with pytest.raises(Corrupt, match="bring the file back"):
         Store.open(run, write=True)
     assert {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"} == before
-    last = path.read_bytes()
-    path.write_bytes(last[:-1])  # a missing segment's tail
-    path.unlink()
-    with Store.open(run, write=True) as store:
-        write(store, *lab.episode("b"))
-    assert verify(run, pins=[]).exit_code == 0 or verify(run).broken
 
 
 def test_a_clock_that_goes_backwards_changes_no_order(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A demo of seconds, and what must hold of its run directory whatever became of the processes that wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapereel.agents import Limits
+from tapereel.agents.render import Renderer
+from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.finetune.checkpoint import checkpoints, copied_weights, weights_digest
+from tapereel.finetune.config import LoopConfig, OptimiserConfig, WarmStartConfig
+from tapereel.finetune.demo import DemoConfig, calculator_agent
+from tapereel.finetune.history import History
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.training import Training
+from tapereel.tapes import Sampling
+from tapereel.tapes.rundir import RunDir
+from tapereel.tapes.store import Store
+from tapereel.tapes.verify import verify
+
+from .lab import assert_books_close
+
+WARM, UPDATES = 8, 14
+
+MICRO = DemoConfig(
+    model_size="micro", tasks=200, held_out=16, demonstrations=128,
+    warm=WarmStartConfig(updates=WARM, batch=16, optimiser=OptimiserConfig(lr=1e-2)),
+    # A bonus on entropy moves the weights also where all attempts failed, as a model this small makes them do.
+    loop=LoopConfig(updates=UPDATES, groups=3, group_size=4, checkpoint_every=2, sampling=Sampling(max_tokens=12),
+                    limits=Limits(turns=3, seconds=120.0), optimiser=OptimiserConfig(lr=1e-3),
+                    changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]}),
+)  # fmt: skip
+
+
+def closed_tapes(path: Path) -> dict[str, str]:
+    """id -> digest of every tape that ended, as a reader finds them."""
+    if not (path / "tapes").is_dir():
+        return {}
+    store = Store.open(path, cache=False)
+    try:
+        return {tape.id: tape.digest for tape in store.tapes(closed=True)}
+    finally:
+        store.close()
+
+
+def assert_sound(path: Path, kept: dict[str, str], lineage: str) -> None:
+    """No closed tape is lost, no update applied twice, no rollout trained on twice, and the books close."""
+    final = closed_tapes(path)
+    assert {name: final.get(name) for name in kept} == kept
+    report = verify(path)
+    assert report.exit_code == 0, report
+    books = assert_books_close(path)
+    assert books.open == 0
+    store = Store.open(path, cache=False)
+    uses = [stored.record for stored in store.run_records("use") if stored.record.lineage == lineage]
+    assert [use.update for use in uses] == list(range(WARM + UPDATES)), "each update once, none missing"
+    assert {use.epoch for use in uses} == {0}
+    taken = [name for use in uses if use.info["phase"] == "rl" for name in use.info["tapes"]]
+    assert len(taken) == len(set(taken)) > 0, "no rollout is trained on twice"
+    applied = [(use.update, use.epoch, call, k) for use in uses for _, call, a, b, _ in use.items for k in range(a, b)]
+    assert len(applied) == len(set(applied))
+    published = [stored.record.version for stored in store.run_records("publish")]
+    assert len(published) == len(set(published))
+    groups: dict[tuple[str, int], list[Any]] = {}
+    for summary in store.summaries(split="train"):
+        tape = store.tape(summary.id, refresh=False)
+        groups.setdefault((tape.begin.group or "", tape.begin.attempt), []).append(tape)
+    for tapes in groups.values():
+        assert sum(tape.trains for tape in tapes) <= 1, "an attempt that is on tape is not sampled again"
+        assert len({tape.begin.seed for tape in tapes}) == len(tapes)
+    store.close()
+
+
+def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
+    """The final weights are those that the `use` records make of the base weights, bit for bit."""
+    torch.set_num_threads(1)
+    store = Store.open(path, cache=False)
+    history = history_of(store, fresh, lineage)
+    base = weights_digest(copied_weights(history.model))
+    assert history.restore() == WARM + UPDATES, "from the base weights: there is no checkpoint here"
+    found = weights_digest(copied_weights(history.model))
+    assert found != base
+    final = {c.update: c for c in checkpoints(path / "checkpoints")}[WARM + UPDATES]
+    assert final.state["pinned"]
+    assert found == final.state["digest"] == weights_digest(final.weights())
+    last = next(s.record for s in store.run_records("publish") if s.record.version == f"{lineage}:{WARM + UPDATES}")
+    assert last.digest == found
+    assert {WARM, WARM + UPDATES} <= {c.update for c in checkpoints(path / "checkpoints") if c.state["pinned"]}
+    store.close()
+
+
+def history_of(store: Store, fresh: Path, lineage: str) -> History:
+    """The demo's history with the base weights, in a directory without checkpoints."""
+    fresh.mkdir()
+    words = char_tokenizer()
+    policy = tiny_model(words, MICRO.model_size, seed=MICRO.seed, context=MICRO.context)
+    training = Training(
+        RunDir(fresh, {"lineage": lineage}, store, resumed=True), policy, words, Renderer(words), calculator_agent(),
+        None, (), (), MICRO.loop, get_recipe(MICRO.algo, MICRO.loop.changes), MICRO.warm, seed=MICRO.seed,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return training.history

@@ -1,0 +1,138 @@
+"""Pacing as a state machine: whatever fails, whatever is cancelled or abandoned, something can always happen next."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tapereel.finetune.pacing import Pacer, stale_before
+
+
+class Pacing(RuleBasedStateMachine):
+    """A model with one number per group: the version that was published when it started."""
+
+    @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3))
+    def begin(self, batch: int, concurrent: int, lag: int) -> None:
+        self.pacer = Pacer(batch, concurrent, lag)
+        self.running: list[int] = []
+        self.ready: list[int] = []
+        self.updating: list[int] = []
+        self.version = 0
+
+    @rule()
+    def start_what_may_start(self) -> None:
+        for _ in range(self.pacer.capacity):
+            self.pacer.start()
+            self.running.append(self.version)
+        assert self.pacer.capacity == 0
+
+    @precondition(lambda self: self.pacer.capacity > 0)
+    @rule()
+    def start_one(self) -> None:
+        self.pacer.start()
+        self.running.append(self.version)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), usable=st.sampled_from([True, True, False]))
+    def close(self, which: int, usable: bool) -> None:
+        started = self.running.pop(which % len(self.running))
+        self.pacer.close(usable=usable)
+        if usable:
+            self.ready.append(started)
+
+    @precondition(lambda self: self.pacer.has_batch)
+    @rule()
+    def take(self) -> None:
+        self.pacer.take()
+        self.ready.sort()
+        self.updating, self.ready = self.ready[: self.pacer.batch], self.ready[self.pacer.batch :]
+
+    @precondition(lambda self: self.updating)
+    @rule()
+    def apply(self) -> None:
+        self.pacer.applied()
+        self.version += 1
+        self.updating = []
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if hasattr(self, "pacer"):
+            counts = (self.pacer.running, self.pacer.ready, self.pacer.updating)
+            assert counts == (len(self.running), len(self.ready), len(self.updating))
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        if hasattr(self, "pacer"):
+            assert len(self.running) <= self.pacer.max_concurrent
+            assert self.pacer.outstanding <= (self.pacer.max_lag + 1) * self.pacer.batch
+
+    @invariant()
+    def something_can_happen(self) -> None:
+        if hasattr(self, "pacer"):
+            assert self.running or self.updating or self.pacer.has_batch or self.pacer.capacity
+
+    @invariant()
+    def synchronous_samples_are_of_the_policy_they_train(self) -> None:
+        if hasattr(self, "pacer") and self.pacer.max_lag == 0:
+            assert set(self.running + self.ready + self.updating) <= {self.version}
+
+
+TestPacing = Pacing.TestCase
+TestPacing.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+def test_a_pacer_of_nothing_is_refused() -> None:
+    for batch, concurrent, lag in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(ValueError, match="at least"):
+            Pacer(batch, concurrent, lag)
+
+
+def test_the_bound_on_age() -> None:
+    assert [stale_before(update, 2) for update in (0, 2, 7)] == [-2, 0, 5]
+    assert stale_before(4, 0) == 4, "synchronous: nothing but the policy that is trained"
+
+
+class Accepting(Pacer):
+    """Counts a dropped group as accepted."""
+
+    def close(self, *, usable: bool) -> None:
+        super().close(usable=True)
+
+
+class Forgetting(Pacer):
+    """Starts as if what the update holds were gone already."""
+
+    @property
+    def outstanding(self) -> int:
+        return self.running + self.ready
+
+
+class Greedy(Pacer):
+    """Looks at how many may run at once, and at nothing else."""
+
+    @property
+    def capacity(self) -> int:
+        return max(0, self.max_concurrent - self.running)
+
+
+@pytest.mark.parametrize("mutant", [Accepting, Forgetting, Greedy])
+def test_the_machine_finds_what_is_wrong_with_a_pacer(mutant: type[Pacer]) -> None:
+    class Mutated(Pacing):
+        @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3))
+        def begin(self, batch: int, concurrent: int, lag: int) -> None:
+            super().begin(batch, concurrent, lag)
+            self.pacer = mutant(batch, concurrent, lag)
+
+    quick = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+                     phases=[Phase.generate], print_blob=False)  # fmt: skip
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Mutated, settings=quick)

@@ -1,0 +1,122 @@
+"""What a configuration names is found, or the refusal says what was found instead and what would do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.agents import Agent
+from tapereel.agents.references import load_agent, load_env, load_tasks
+from tapereel.envs import Environment, Taskset
+from tapereel.tapes import Task
+from tapereel.tapes.console import UsageError
+
+from . import world
+from .lab import WORLD
+from .world import EXAMPLE
+
+
+def named(name: str) -> str:
+    return f"{WORLD}:{name}"
+
+
+def test_an_agent_is_an_instance_a_class_or_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "named_agents.py").write_text(
+        "from tapereel.agents import Agent\n"
+        "class Mute(Agent):\n    async def act(self, tape, llm):\n        yield\n"
+        "one = Mute()\ndef make(): return Mute()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    agents = [load_agent(f"named_agents:{name}") for name in ("Mute", "one", "make")]
+    assert all(isinstance(agent, Agent) for agent in agents)
+    assert [agent.path for agent in agents] == ["mute"] * 3
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("number", "is an object of type int, not an agent"),
+    ("undecorated", "put @agent above it"),
+    ("make_nothing", "the function make_nothing, which gave an object of type NoneType, not an agent"),
+    ("Digits", "the class Digits, not an agent"),
+    ("Picky", "that needs size"),
+    ("nothing_of_the_kind", "has no 'nothing_of_the_kind'"),
+])  # fmt: skip
+def test_what_is_no_agent_is_refused(name: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        load_agent(named(name))
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("no_such_module:agent", "there is no module 'no_such_module'"),
+    ("player", "names nothing; write package.module:name"),
+    ("nowhere.py:player", "there is no file"),
+])  # fmt: skip
+def test_a_name_that_leads_nowhere_is_refused(name: str, says: str):
+    for load in (load_agent, load_env, load_tasks):
+        with pytest.raises(UsageError, match=says):
+            load(name)
+
+
+def test_an_environment_is_a_class_or_a_factory_and_the_probe_is_closed():
+    before = world.Counted.closed
+    made = [load_env(named(name))() for name in ("Counted", "make_counted")]
+    loaded: Any = load_env(named("Counted"))
+    assert loaded.closed - before == 3  # each load tried one instance, and closed it
+    assert all(isinstance(env, Environment) for env in made)
+    assert made[0] is not made[1]
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("instance", "one instance of Digits, and an instance lives for one episode"),
+    ("make_nothing", "gave an object of type NoneType, not an environment"),
+    ("make_later", "is async; name a plain function"),
+    ("Picky", "the class Picky that needs size"),
+    ("number", "an object of type int, not an environment"),
+])  # fmt: skip
+def test_what_is_no_environment_is_refused(name: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        load_env(named(name))
+
+
+@pytest.mark.parametrize(("source", "count", "size"), [
+    (named("few"), None, 2), (named("few"), 1, 1), (named("stream"), 5, 5), (named("by_index"), 4, 4),
+    (named("listed"), None, 3), (f"{EXAMPLE}:tasks", None, 100), ([3, 7, 3], None, 2),
+])  # fmt: skip
+def test_tasks_come_from_anything(source: Any, count: int | None, size: int):
+    assert len(load_tasks(source, None, count)) == size
+
+
+def test_rows_of_a_file_become_tasks(tmp_path: Path):
+    path = tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps({"shown": k}) + "\n" for k in range(3)))
+    assert list(load_tasks(str(path), named("to_task"))) == [Task(public=str(k), private=str(k + 1)) for k in range(3)]
+    assert [task.private for task in load_tasks(str(path), count=1)] == [{"shown": 0}]
+
+
+@pytest.mark.parametrize(("source", "row", "count", "says"), [
+    (named("stream"), None, None, "a stream of tasks without end: set count"),
+    (named("few"), None, 3, "count is 3, but there are 2 tasks"),
+    (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
+    (named("few"), named("number"), None, "not a function from a row to a task"),
+    (named("by_index"), None, None, "give `size`"),
+    (named("listed_later"), None, None, "is async"),
+    (named("number"), None, None, "no source of tasks"),
+    ([], None, None, "holds no tasks"),
+    ([1], None, 2, "2 tasks were asked for"),
+    ("missing.jsonl", None, None, "there is no file missing.jsonl"),
+])  # fmt: skip
+def test_what_gives_no_tasks_is_refused(source: Any, row: str | None, count: int | None, says: str):
+    with pytest.raises(UsageError, match=says):
+        load_tasks(source, row, count)
+
+
+def test_the_tasks_of_the_example_say_the_next_digit():
+    tasks = load_tasks(f"{EXAMPLE}:tasks")
+    assert isinstance(tasks, Taskset)
+    env = load_env(f"{EXAMPLE}:Digits")()
+    shown = asyncio.run(env.reset(tasks[99]))
+    assert (str(shown), tasks[99].private) == ("9" * 10, "0")

@@ -1,0 +1,220 @@
+"""`tapereel train`: the loop in a directory, measured from outside, imitating first where asked, and going on after a
+kill."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.cli import main
+from tapereel.finetune.checkpoint import checkpoints
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.recipes.files import read_recipes
+from tapereel.finetune.train import TrainConfig
+from tapereel.tapes.config import load_config
+from tapereel.tapes.records import Tokens
+from tapereel.tapes.rundir import read_metrics
+from tapereel.tapes.store import Store
+
+from .lab import DEADLY, MICRO, SCENE, WORLD, answer_of, killed, refusal_of, settings
+from .world import EXAMPLE
+
+
+def train_words(model: str, out: Path, *more: str, scene: tuple[str, ...] = SCENE) -> tuple[str, ...]:
+    return ("train", *scene, "--model", model, "--out", str(out), *settings(*MICRO, *more))
+
+
+def published(run: Path) -> dict[str, str]:
+    """Version -> digest of the weights."""
+    with Store.open(run) as store:
+        return {stored.record.version: stored.record.digest for stored in store.run_records("publish")}
+
+
+def test_a_run_leaves_what_its_reader_needs(trained: Path):
+    found = {path.name for path in trained.iterdir()}
+    assert {"config.yaml", "results.json", "recipes.json", "metrics.jsonl", "reward.png", "checkpoints", "tapes",
+            "pins.json"} <= found  # fmt: skip
+    assert (trained / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert load_config(TrainConfig, trained / "config.yaml").loop.groups == 8
+    assert read_recipes(trained)["rl"] == get_recipe("grpo")
+    lines = read_metrics(trained / "metrics.jsonl")
+    assert [line["update"] for line in lines if line["phase"] == "rl"] == [1, 2, 3]
+    assert [line["update"] for line in lines if line["phase"] == "evaluation"] == [1, 2]
+    with Store.open(trained) as store:
+        books = store.books()
+        splits = {summary.split for summary in store.summaries()}
+    assert books.closes
+    assert books.tokens["trained"] > 0
+    assert splits == {"train"} | {f"eval-{when}-{how}" for when in ("before", "update-000001", "update-000002", "after")
+                                  for how in ("sampled", "greedy")}  # fmt: skip
+
+
+def test_held_out_tasks_are_not_trained_on_and_their_tapes_have_the_version_they_measure(trained: Path):
+    lineage = json.loads((trained / "results.json").read_text())["lineage"]
+    with Store.open(trained) as store:
+        train = {summary.task_hash for summary in store.summaries(split="train")}
+        for when, version in (("before", 0), ("update-000001", 1), ("update-000002", 2), ("after", 3)):
+            tapes = list(store.tapes(split=f"eval-{when}-sampled"))
+            assert len(tapes) == 4
+            assert {span[0] for tape in tapes for call in tape.calls for span in call.spans} == {f"{lineage}:{version}"}
+            assert not train & {tape.begin.task_hash for tape in tapes}
+
+
+def test_measuring_changes_nothing(model: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "00" * n)  # seeds follow from the lineage
+    sync = ("loop.max_lag=0", "loop.groups=4", "loop.group_size=6")
+    often = answer_of(capsys, *train_words(model, tmp_path / "often", *sync, "evaluation.every=1"))
+    never = answer_of(capsys, *train_words(model, tmp_path / "never", *sync, "evaluation.every=null"))
+    assert published(tmp_path / "often") == published(tmp_path / "never")
+    assert len(set(published(tmp_path / "often").values())) > 1
+    assert sorted(often["held_out"]["every"]) == ["1", "2"]
+    assert never["held_out"]["every"] == {}
+    assert often["held_out"]["after"] == never["held_out"]["after"]
+
+
+def test_the_summary_is_that_of_the_run(model: str, tmp_path: Path, capsys):
+    found = answer_of(capsys, *train_words(model, tmp_path / "r", "evaluation.fraction=0", "loop.recipe=reinforce"))
+    assert (found["recipe"], found["updates"], found["books_close"]) == ("reinforce", 3, True)
+    assert found["held_out"] == {"n": 0, "every": {}, "before": None, "after": None}
+    assert Path(found["model"], "config.json").is_file()
+    rewards = [line["reward"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")]
+    assert found["reward"]["first"] == pytest.approx(sum(rewards) / 3)
+    again = answer_of(capsys, "run", *SCENE, "--model", found["model"], "--set", "count=3", "--out", str(tmp_path / "e"))
+    assert again["usable"] == 3
+
+
+def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys):
+    out = tmp_path / "r"
+    # 4 held-out episodes, then groups of 4: the kill falls into the loop, behind its first updates.
+    words = train_words(model, out, "loop.updates=6", scene=DEADLY)
+    killed(38, *words)
+    with Store.open(out) as store:
+        lineage = json.loads((out / "results.json").read_text())["lineage"]
+        uses = [(use.update, use.items) for use in store.ledger(lineage).uses]
+        closed = {summary.id for summary in store.summaries(closed=True)}
+    assert 0 < len(uses) < 6
+    found = answer_of(capsys, *words, "--resume")
+    assert (found["updates"], found["books_close"], found["lineage"]) == (6, True, lineage)
+    with Store.open(out) as store:
+        after = store.ledger(lineage).uses
+        assert closed <= {summary.id for summary in store.summaries(closed=True)}
+    assert [use.update for use in after] == list(range(6))
+    assert [(use.update, use.items) for use in after][: len(uses)] == uses
+    assert checkpoints(out / "checkpoints")[-1].update == 6
+    assert answer_of(capsys, *words, "--resume")["updates"] == 6
+
+
+def test_a_used_directory_another_configuration_and_another_model_are_refused(model: str, tmp_path: Path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    words = train_words(str(base), tmp_path / "r", "loop.updates=1")
+    answer_of(capsys, *words)
+    assert "go on with it by --resume" in refusal_of(capsys, *words, code=1)
+    said = refusal_of(capsys, *words, "--resume", "--set", "loop.optimiser.lr=0.5")
+    assert "loop.optimiser.lr differ" in said
+    shutil.copytree(tmp_path / "r" / "checkpoints" / "update-000001" / "hf", base, dirs_exist_ok=True)
+    if len(set(published(tmp_path / "r").values())) > 1:
+        assert "began with weights of digest" in refusal_of(capsys, *words, "--resume", code=1)
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (("evaluation.fraction=0.001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
+    ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are among those trained on"),
+    (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
+    (("engine.kind=scripted",), "engine.kind = 'scripted'"),
+    (("loop.group_sise=3",), "did you mean loop.group_size?"),
+    (("warm.updates=3",), "warm.tapes is not set"),
+])  # fmt: skip
+def test_a_wrong_configuration_is_refused_before_anything_is_written(model: str, more: Any, says: str, tmp_path, capsys):
+    assert main(list(train_words(model, tmp_path / "r", *more))) in (1, 64)
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+def test_held_out_tasks_of_their_own(model: str, tmp_path: Path, capsys):
+    words = train_words(model, tmp_path / "r", "loop.updates=1", f"evaluation.tasks={WORLD}:by_other")
+    assert "has no 'by_other'" in refusal_of(capsys, *words)
+    words = train_words(model, tmp_path / "r", "loop.updates=1", 'evaluation.tasks=["7"]', "tasks=[1, 2]")
+    assert main(list(words)) == 0  # a bare task breaks this environment, which is no crash
+    assert "the books close" in capsys.readouterr().out
+
+
+# Warm starts
+
+
+@pytest.fixture
+def demonstrations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Tapes of text, right for half of the tasks."""
+    out = tmp_path / "demos"
+    words = ("run", *SCENE, "--set", f"engine.policy={WORLD}:half_right", "--set", "split=demo", "--out", str(out))
+    assert answer_of(capsys, *words)["reward"] == 0.5
+    return out
+
+
+def test_tapes_of_another_run_are_imitated_first(model: str, demonstrations: Path, tmp_path: Path, capsys):
+    warm = (f"warm.tapes={demonstrations}", "warm.updates=4", "warm.batch=8", "warm.min_reward=1.0")
+    out = tmp_path / "r"
+    found = answer_of(capsys, *train_words(model, out, *warm))
+    assert (found["updates"], found["books_close"]) == (3, True)
+    losses = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if line["phase"] == "sft"]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    with Store.open(out) as store, Store.open(demonstrations) as source:
+        demos = list(store.tapes(split="demo"))
+        books = store.books()
+        assert len(demos) == 50
+        assert {tape.reward for tape in demos} == {1.0}
+        assert all(tape.digest == source.tape(tape.id).digest for tape in demos)
+        assert all(sum(isinstance(layer, Tokens) for layer in tape.layers) == 1 for tape in demos)
+    assert books.authored == 2 * 50  # a digit and the id that ends the turn
+    assert books.authored_trained > 0
+    shutil.rmtree(demonstrations)
+    again = answer_of(capsys, *train_words(model, out, *warm), "--resume")
+    assert again["updates"] == 3
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (("warm.min_reward=2.0",), "no tape to imitate"),
+    (("warm.split=eval",), "split 'eval' is held out"),
+    (("warm.batch=101",), "has 100 tapes to imitate, warm.batch is 101"),
+])  # fmt: skip
+def test_tapes_that_can_t_be_imitated(model: str, demonstrations: Path, more: Any, says: str, tmp_path: Path, capsys):
+    warm = (f"warm.tapes={demonstrations}", "warm.updates=1", "warm.batch=8")
+    assert says in refusal_of(capsys, *train_words(model, tmp_path / "r", *warm, *more))
+
+
+def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: Path, capsys):
+    from tapereel.agents.tiny import char_tokenizer, tiny_model
+
+    tokenizer = char_tokenizer("9876543210")
+    tiny_model(tokenizer, "micro", context=32).save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    words = ("run", *SCENE, "--model", str(tmp_path / "other"), *settings("split=train"), "--out", str(tmp_path / "d"))
+    answer_of(capsys, *words)
+    warm = (f"warm.tapes={tmp_path / 'd'}", "warm.updates=1", "warm.batch=8")
+    said = refusal_of(capsys, *train_words(model, tmp_path / "r", *warm))
+    assert "recorded with another tokenizer" in said
+
+
+def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstrations: Path, tmp_path: Path):
+    from tapereel.agents.pretrained import load_tokenizer
+    from tapereel.agents.render import Renderer
+    from tapereel.finetune.warm import bring_in
+
+    renderer = Renderer(load_tokenizer(model))
+    with Store.open(demonstrations) as source:
+        first, *rest = source.tapes()
+    store = Store.create(tmp_path / "r")
+    store.writer.append(first.bodies[0])
+    store.writer.sync()
+    store.abandon()
+    with Store.open(tmp_path / "r", write=True) as store:
+        assert bring_in(demonstrations, store, renderer) == [tape.id for tape in rest]
+        assert bring_in(demonstrations, store, renderer) == [tape.id for tape in rest]
+        assert store.tape(first.id).status == "crashed"
+        assert store.books().closes

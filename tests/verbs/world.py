@@ -1,0 +1,105 @@
+"""What the tests of the verbs name in configurations: the digits of the example, and worlds that break."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tapereel.agents import Request, agent
+from tapereel.envs import Outcome, Taskset, TaskStream
+from tapereel.envs.named import load_named
+from tapereel.tapes import Task
+
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")
+Digits: Any = load_named(f"{EXAMPLE}:Digits")
+Said: Any = load_named(f"{EXAMPLE}:Said")
+
+
+class Deadly(Digits):
+    """Kills its process at the step that the environment variable DEADLY_STEP counts to."""
+
+    steps = 0
+
+    async def step(self, action: Any) -> Outcome:
+        Deadly.steps += 1
+        if Deadly.steps == int(os.environ.get("DEADLY_STEP", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(action)
+
+
+class Broken(Digits):
+    async def step(self, action: Any) -> Outcome:
+        raise OSError("the world broke")
+
+
+class BrokenForThree(Digits):
+    async def step(self, action: Any) -> Outcome:
+        if self.wanted == "4":
+            raise OSError("the world broke")
+        return await super().step(action)
+
+
+class Picky(Digits):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Counted(Digits):
+    closed = 0
+
+    async def close(self) -> None:
+        Counted.closed += 1
+
+
+instance = Digits()
+
+
+def make_counted() -> Any:
+    return Counted()
+
+
+def make_nothing() -> None:
+    return None
+
+
+async def make_later() -> Any:
+    return Digits()
+
+
+async def undecorated(tape: Any, llm: Any) -> Any:
+    yield Said(text=(await llm(tape)).text)
+
+
+@agent
+async def changes_its_mind(tape: Any, llm: Any) -> Any:
+    await llm(tape, system="1", max_tokens=2)
+    yield Said(text=(await llm(tape, system="2", max_tokens=2)).text)
+
+
+number = 7
+few = Taskset([Task(public="3", private="4"), Task(public="5", private="6")])
+stream = TaskStream(lambda k: Task(public=str(k % 10) * (k // 10 + 1), private=str((k + 1) % 10)))
+
+
+def by_index(k: int) -> Task:
+    return Task(public=str(k), private=str(k + 1))
+
+
+def listed() -> list[int]:
+    return [1, 2, 3]
+
+
+async def listed_later() -> list[int]:
+    return [1]
+
+
+def to_task(row: Any) -> Task:
+    shown = row["shown"] if isinstance(row, dict) else row
+    return Task(public=str(shown), private=str(int(shown) + 1))
+
+
+def half_right(request: Request) -> str:
+    shown = request.messages[-1]["content"]
+    return str((int(shown[-1]) + 1) % 10) if len(shown) > 5 else "no"
