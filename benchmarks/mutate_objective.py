@@ -30,7 +30,7 @@ LIMIT = 150
 ROUNDING = "anything between rounding and the smallest spread of real rewards tells a flat batch"
 FILES = {
     "words/baseline.py": "baseline",
-    "words/credit.py": "credit",
+    "words/credit.py": "credit baseline regulariser",
     "words/kl.py": "regulariser",
     "words/surrogate.py": "surrogate",
     "words/weigh.py": "surrogate",

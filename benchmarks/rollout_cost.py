@@ -1,10 +1,10 @@
-"""What recording, rolling out and converting cost, from 10 to 3,000 steps; beside TapeAgents and verifiers if given.
+"""What recording, rolling out and converting cost, from 10 to 3,000 steps; beside TapeAgents where it is given.
 
     python benchmarks/rollout_cost.py
-    python benchmarks/rollout_cost.py --tapeagents /path/to/venv/bin/python --verifiers /path/to/venv/bin/python
+    python benchmarks/rollout_cost.py --tapeagents /path/to/venv/bin/python
 
-The peers live in environments of their own (`pip install tapeagents`, `pip install "verifiers<0.2"`); their scripts are
-in `peers/`. Each number is the best of several repetitions, the peers' measured in the same run.
+The peer lives in an environment of its own (`pip install tapeagents==0.1.16`); its script is in `peers/`. Numbers are
+CPU seconds, the best of several repetitions, the peer's measured in the same run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def best(run: Callable[[], int], repetitions: int) -> float:
     times = []
     for _ in range(repetitions):
         gc.collect()
-        started = time.process_time()
-        n = run()
-        times.append((time.process_time() - started) / n)
+        n, started = 0, time.process_time()
+        while (seconds := time.process_time() - started) < 0.05:
+            n += run()
+        times.append(seconds / n)
     return min(times)
 
 
@@ -135,38 +136,30 @@ def peer(python: str | None, script: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tapeagents", metavar="PYTHON")
-    parser.add_argument("--verifiers", metavar="PYTHON")
     options = parser.parse_args()
-    tapeagents, verifiers = (
-        peer(options.tapeagents, "tapeagents_loop.py"),
-        peer(options.verifiers, "verifiers_rollout.py"),
-    )
+    tapeagents = peer(options.tapeagents, "tapeagents_loop.py")
 
     prompt, completion = array("i", range(200)), array("i", range(91))
     logprobs = array("f", [-0.5] * 91)
     print("| steps | recorder us/step | rollout us/turn | TapeAgents us/step | ratio per step |\n|---|---|---|---|---|")
     for steps in (10, 100, 1_000, 3_000):
-        repetitions = max(3, 3_000 // steps)
+        repetitions = 10
         written = best(lambda steps=steps: len(record(steps, prompt, completion, logprobs)), repetitions) * 1e6
         rolled = best(lambda steps=steps: roll(steps // 2, max(1, 1_500 // steps), 1), 5) * 1e6
         theirs = tapeagents.get(str(steps))
         ratio = f"{theirs / (rolled / 2):.1f}x" if theirs else "-"
         print(f"| {steps:,} | {written:.1f} | {rolled:.0f} | {f'{theirs:.0f}' if theirs else '-'} | {ratio} |")
 
-    print("\n| concurrent x turns | ms/turn | verifiers ms/turn | ratio |\n|---|---|---|---|")
+    print("\n| concurrent x turns | ms/turn |\n|---|---|")
     for concurrent, episodes, turns in ((64, 1024, 5), (256, 1024, 5), (64, 256, 20), (64, 128, 50)):
         ours = best(lambda c=concurrent, e=episodes, t=turns: roll(t, e, c), 3) * 1e3
-        theirs = verifiers.get(f"{concurrent}x{turns}")
-        print(
-            f"| {concurrent} x {turns} | {ours:.3f} | {f'{theirs:.3f}' if theirs else '-'} | "
-            f"{f'{theirs / ours:.1f}x' if theirs else '-'} |"
-        )
+        print(f"| {concurrent} x {turns} | {ours:.3f} |")
 
     print("\n| turns | tokens | converter M tokens/s |\n|---|---|---|")
     for turns in (1, 5, 20, 50, 500):
         tape = record(2 * turns, prompt, completion, logprobs)
         tokens = sum(len(row) for row in rows(tape))
-        rate = 1 / best(lambda tape=tape, tokens=tokens: sum(len(row) for row in rows(tape)), 50) / 1e6
+        rate = 1 / best(lambda tape=tape, tokens=tokens: sum(len(row) for row in rows(tape)), 10) / 1e6
         print(f"| {turns} | {tokens:,} | {rate:.1f} |")
 
 

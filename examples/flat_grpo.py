@@ -5,7 +5,7 @@ here, to read and to take apart. The game: the environment thinks of a digit, th
 lower), ">" (mine is higher), until it is right or has had four tries. Blind guesses are right in 4 of 10 games; asking
 well, a player finds every one.
 
-    python examples/flat_grpo.py                 # two or three minutes on one core: 0.3 -> about 0.9
+    python examples/flat_grpo.py                 # minutes on one core: mean reward 0.1 -> above 0.9
     python examples/flat_grpo.py --tiny          # a few seconds: shows that it runs
 
 The same in `tapereel train` is asynchronous, durable and resumable; this is what it does at heart.

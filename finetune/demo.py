@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +41,7 @@ try:
     from .stream import Episode
     from .training import Training, new_results
     from .use import episode_of
+    from .warm import bring_in
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -205,7 +205,7 @@ class Demo:
             if name in controls:
                 continue
             out = self.out / "controls" / name
-            with self._control_store(name, out) as store:
+            with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
                 training.model.load_state_dict(base.weights())
                 history = training.history_in(store, f"{self.results['lineage']}-{name}", out)
                 history.restore()
@@ -216,14 +216,6 @@ class Demo:
             training.run.save()
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
 
-    def _control_store(self, name: str, out: Path) -> AbstractContextManager[Store]:
-        """Where a control's updates are recorded: with the tapes that they name, or no later process could apply them
-        again. Imitation goes on with this run's tapes, as another lineage; shuffled rewards have tapes of their own."""
-        out.mkdir(parents=True, exist_ok=True)
-        if name == "sft":
-            return nullcontext(self.store)
-        return Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True)
-
     def _control_sft(self, history: History, trained: int) -> None:
         """Go on imitating, for as many tokens as the improvement trained on."""
 
@@ -231,7 +223,10 @@ class Demo:
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        warm_start(self.config.warm, store=history.store, history=history, tapes=self.demo_order,
+        # Updates are recorded beside the tapes they name, or no later process could apply them again.
+        copied = set(bring_in(self.out, history.store, self.training.renderer, split="demo"))
+        tapes = [tape for tape in self.demo_order if tape in copied]
+        warm_start(self.config.warm, store=history.store, history=history, tapes=tapes,
                    source=self.demos.__getitem__, seed=self.config.seed + 1, phase="sft-more", updates=10**9,
                    on_update=report, stop=lambda: history.trained_tokens >= trained)  # fmt: skip
 

@@ -52,6 +52,7 @@ class TokenLine(_Value):
     version: str | None = None
     """Policy that sampled it; None for authored text."""
     temperature: float | None = None
+    """At which it was sampled; None for authored text."""
     logprob: float | None = None
     """At sampling; None where unknown."""
     reward: float | None = None
@@ -220,19 +221,21 @@ class Explainer:
         tokens = []
         for position, token in enumerate(row.input_ids.tolist()):
             text = self.decode(token) if self.decode is not None else None
-            more = self._own(row, own[position], facts) if position in own else {}
+            more = self._own(tape, row, own[position], facts) if position in own else {}
             tokens.append(TokenLine(position=position, id=token, text=text, own=position in own, **more))
         begins = tape.call(row.calls[0])
         return RowLine(begins=begins.call, split=begins.split, repeated=begins.keep if begins.base is not None else 0,
                        own=len(row.own), calls=row.calls, tokens=tuple(tokens))  # fmt: skip
 
-    def _own(self, row: Row, i: int, facts: _Facts) -> dict[str, Any]:
+    def _own(self, tape: Tape, row: Row, i: int, facts: _Facts) -> dict[str, Any]:
         call, offset, turn = row.calls[row.call[i]], int(row.offset[i]), int(row.turn[i])
         earned = facts.turn_rewards
+        sampled = row.version[i] >= 0
         return {
             "call": call, "turn": turn, "step": facts.steps.get((call, offset)),
-            "version": row.versions[row.version[i]] if row.version[i] >= 0 else None,
-            "temperature": float(row.temperature[i]), "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
+            "version": row.versions[row.version[i]] if sampled else None,
+            "temperature": tape.call(call).sampling.temperature if sampled else None,
+            "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
             "reward": float(earned[turn]) if earned is not None and turn < len(earned) else None,
             "fate": facts.fates.get((call, offset)), "advantage": facts.advantages.get((call, offset)),
             "weight": facts.weights.get((call, offset)),

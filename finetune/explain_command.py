@@ -134,7 +134,8 @@ def _cells(token: TokenLine, tape: str) -> list[RenderableType]:
     label = "own" if token.fate in (None, "trained") else f"own, {token.fate}"
     return [
         str(token.position), _text(shown, "bold"), str(token.id), label, "" if token.step is None else str(token.step),
-        _text(_short(token.call or "", tape)), _text(token.version or "authored"), f"{token.temperature:g}",
+        _text(_short(token.call or "", tape)), _text(token.version or "authored"),
+        "" if token.temperature is None else f"{token.temperature:g}",
         *map(_number, (token.logprob, token.reward, token.advantage)),
         "" if token.weight is None else f"{token.weight:.2e}",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from ..tapes.config import Config
 from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra
 from ..tapes.progress import Progress, silent
-from ..tapes.rundir import METRICS, RunDir, open_run, read_metrics
+from ..tapes.rundir import CONFIG, METRICS, RunDir, open_run, read_metrics
 
 try:
     import torch
@@ -35,7 +35,7 @@ try:
     from .plots import Curve, plot_curve
     from .recipes import get_recipe
     from .training import NO_WARM_START, Training, new_results
-    from .warm import bring_in
+    from .warm import bring_in, choose
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -49,6 +49,8 @@ class EvaluationConfig(Config):
     """Share of the tasks that is held out, chosen by task hash; 0: none, and nothing is measured."""
     tasks: str | tuple[JsonValue, ...] | None = None
     """Held-out tasks of their own, in place of a fraction; none of them may be among those trained on."""
+    task_row: str | None = None
+    """As `task_row` of the tasks to train on, for the rows of `tasks` here."""
     limit: int | None = Field(default=256, ge=1)
     """Held-out tasks of one evaluation; None for all."""
     every: int | None = Field(default=10, ge=1)
@@ -112,6 +114,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progres
     """
     torch.set_num_threads(config.engine.threads)
     run = _Run(config, Path(out), progress)
+    if not (Path(out) / CONFIG).exists():
+        run.tapes_to_imitate()
     with open_run(out, config, resume=resume, begin=new_results, free=("engine.threads",)) as directory:
         with directory.timed("total"):
             run.work(directory)
@@ -146,7 +150,7 @@ class _Run:
             evaluations=every if self.held_out else {}, concurrent=evaluation.concurrency, seed=config.seed,
             slots=config.engine.slots, capacity=config.engine.capacity, progress=self.progress,
         )  # fmt: skip
-        tapes = self._tapes_to_imitate(directory)
+        tapes = self._imitated(directory)
         training.restore()
         training.imitate(tapes, training.history.from_store)
         asyncio.run(self._improve(directory))
@@ -158,18 +162,25 @@ class _Run:
             raise BrokenHistory(f"{directory.path} began with weights of digest {begun[:12]}; those in "
                                 f"{self.config.engine.model} have {digest[:12]} now: its updates don't apply to them")
 
-    def _tapes_to_imitate(self, directory: RunDir) -> Sequence[str]:
+    def tapes_to_imitate(self) -> Sequence[str]:
+        """Ids of the tapes in the other run; none without a warm start."""
         warm = self.config.warm
         if warm is None:
             return ()
-        if "imitated" not in directory.results:
-            tapes = bring_in(warm.tapes, directory.store, self.renderer, split=warm.split, min_reward=warm.min_reward)
-            if len(tapes) < warm.batch:
-                raise UsageError(f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
-                                 "more, or make the batch smaller")
-            directory.results["imitated"] = tapes
+        tapes = choose(warm.tapes, self.renderer, split=warm.split, min_reward=warm.min_reward)
+        if len(tapes) < warm.batch:
+            raise UsageError(f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
+                             "more, or make the batch smaller")
+        return tapes
+
+    def _imitated(self, directory: RunDir) -> Sequence[str]:
+        """Ids of the tapes in this run, which are copied at the first call."""
+        warm = self.config.warm
+        if warm is not None and "imitated" not in directory.results:
+            tapes = self.tapes_to_imitate()
+            directory.results["imitated"] = bring_in(warm.tapes, tapes, directory.store, self.renderer)
             directory.save()
-        return directory.results["imitated"]
+        return directory.results.get("imitated", ())
 
     async def _improve(self, directory: RunDir) -> None:
         measured = _Evaluations(self.training, self.config.evaluation.every if self.held_out else None)
@@ -239,7 +250,7 @@ class _Evaluations:
 def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
     """(tasks to train on, held-out tasks), which have none in common."""
     if config.tasks is not None:
-        held_out = load_tasks(config.tasks)
+        held_out = load_tasks(config.tasks, config.task_row)
         common = overlap(tasks, held_out)
         if common:
             raise UsageError(f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out "

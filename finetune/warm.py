@@ -19,33 +19,39 @@ from ..tapes.store import Store
 TRAINABLE_SPLITS = ("train", "demo")
 
 
-def bring_in(source: str | Path, into: Store, renderer: Any, *, split: str | None = None,
-             min_reward: float | None = None) -> list[str]:  # fmt: skip
-    """Copy the tapes of the run `source` that may be trained on and fit; gives their ids, in the order of their begin.
+def choose(source: str | Path, renderer: Any, *, split: str | None = None,
+           min_reward: float | None = None) -> list[str]:  # fmt: skip
+    """Ids of the tapes of the run `source` that may be imitated and fit, in the order of their begin.
 
-    What an earlier call copied is not copied again. UsageError where nothing fits, where a tape was tokenized for
-    another model, or where `split` is one that is held out.
+    UsageError where nothing fits, where a tape was tokenized for another model, or where `split` is one that is held
+    out; NoRun where there is no such run.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
         raise UsageError(f"split {split!r} is held out: tapes to imitate are of {' or '.join(TRAINABLE_SPLITS)}")
-    there = {summary.id for summary in into.summaries()}
     ids: list[str] = []
-    with Store.open(source) as other:
-        for summary in other.summaries(split=split, min_reward=min_reward, closed=True):
-            if summary.split not in TRAINABLE_SPLITS:
-                continue
-            tape = other.tape(summary.id, refresh=False)
-            if not tape.trains or not tape.calls:
-                continue
-            _check_tokens(tape, renderer, source)
-            if tape.id not in there:
-                _copy(tape, other, into, renderer, there)
-            ids.append(tape.id)
+    with Store.open(source) as store:
+        for tape in store.tapes(split=split, min_reward=min_reward, closed=True):
+            if tape.begin.split in TRAINABLE_SPLITS and tape.trains and tape.calls:
+                _check_tokens(tape, renderer, source)
+                ids.append(tape.id)
     if not ids:
         wanted = f"of split {split or ' or '.join(TRAINABLE_SPLITS)}, ended in a way that may be trained on"
         if min_reward is not None:
             wanted += f", with a reward of {min_reward:g} or more"
         raise UsageError(f"{source} has no tape to imitate: {wanted}")
+    return ids
+
+
+def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any) -> list[str]:
+    """Copy these tapes of the run `source`; gives the ids of those that are whole there now, in the same order.
+
+    What an earlier call copied is not copied again.
+    """
+    there = {summary.id for summary in into.summaries()}
+    with Store.open(source) as store:
+        for name in ids:
+            if name not in there:
+                _copy(store.tape(name, refresh=False), store, into, renderer, there)
     into.writer.sync()
     # A process that was killed while it copied a tape has left it `crashed`; it can't be copied twice.
     crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}

@@ -187,7 +187,7 @@ class StepRecord(Record):
 
     def body(self) -> bytes:
         """As `Record.body`; an unknown step is written back as it was read."""
-        if not isinstance(self.content, Unknown):
+        if self.kind == self.content.kind or not isinstance(self.content, Unknown):
             return to_json(self, inf_nan_mode="strings")
         return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")
 

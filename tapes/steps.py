@@ -19,6 +19,8 @@ Role = Literal["observation", "thought", "action"]
 StepT = TypeVar("StepT", bound="type[Step]")
 
 _registry: dict[str, type[Step]] = {}
+_roles: dict[type[Step], Role] = {}
+"""A cache: pydantic makes isinstance slow, and this is asked for every step."""
 
 
 def _snake(name: str) -> str:
@@ -175,13 +177,15 @@ _unknown: dict[Role, type[Step]] = {
 
 def role_of(step: Step) -> Role:
     """`observation`, `thought` or `action`. A `Step` that is none of them is a TypeError."""
-    if isinstance(step, Action):
-        return "action"
-    if isinstance(step, Observation):
-        return "observation"
-    if isinstance(step, Thought):
-        return "thought"
-    raise TypeError(f"{type(step).__qualname__} must subclass Observation, Thought or Action")
+    cls = type(step)
+    role = _roles.get(cls)
+    if role is None:
+        bases: dict[type[Step], Role] = {Action: "action", Observation: "observation", Thought: "thought"}
+        role = next((name for base, name in bases.items() if issubclass(cls, base)), None)
+        if role is None:
+            raise TypeError(f"{cls.__qualname__} must subclass Observation, Thought or Action")
+        _roles[cls] = role
+    return role
 
 
 def step_class(kind: str) -> type[Step] | None:

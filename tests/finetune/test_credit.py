@@ -41,6 +41,20 @@ def test_the_closed_forms(case):
         assert targets.tolist() == pytest.approx(case["targets"], rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.ledger("F43")
+@pytest.mark.parametrize("case", CREDIT["early"], ids=["no leak to the episode before", "late turns too", "by turns"])
+def test_what_is_earned_before_an_episodes_first_own_token_moves_nothing(case):
+    rows = [row(str(i), turns=e["turn_tokens"]) for i, e in enumerate(case["episodes"])]
+    episodes = [episode(str(i), reward=sum(e["turn_rewards"]), turn_rewards=e["turn_rewards"])
+                for i, e in enumerate(case["episodes"])]
+    stream = exact(rows, episodes)
+    assert Credit(**case["word"])(stream.turns.reward, None, stream)[0].tolist() == pytest.approx(case["expected"])
+
+
+def test_time_does_not_discount_unless_it_is_told_to():
+    assert (Credit().kind, Credit().clock, Credit().gamma, Credit().lam) == ("broadcast", "token", 1.0, 1.0)
+
+
 @pytest.mark.ledger("T13", "P7")
 @pytest.mark.parametrize("case", CREDIT["T13"])
 def test_what_the_environment_says_between_two_turns_is_no_step_of_time(case):

@@ -138,7 +138,7 @@ def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monk
             demo(path, controls=True)
     summary = demo(path, controls=True)
     assert set(summary["controls"]) == {"sft", "shuffled"}
-    for run in (path, path / "controls" / "shuffled"):
+    for run in (path, path / "controls" / "sft", path / "controls" / "shuffled"):
         store = Store.open(run, cache=False)
         assert store.books().closes, store.books().findings
         store.close()

@@ -77,4 +77,4 @@ def tampered(lab: Lab) -> None:
             raise Broken(f"{len(missed)} changes went unseen: {missed[0]}")
 
 
-KILLERS = (failed_sync, live_writer, removed_segment, crash, crash_in_recovery, tampered)
+KILLERS = (failed_sync, live_writer, crash, removed_segment, crash_in_recovery, tampered)

@@ -123,11 +123,11 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
 
 
 @pytest.mark.parametrize(("more", "says"), [
-    (("evaluation.fraction=0.001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
+    (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
     ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are among those trained on"),
     (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
     (("engine.kind=scripted",), "engine.kind = 'scripted'"),
-    (("loop.group_sise=3",), "did you mean loop.group_size?"),
+    (("loop.group_sise=3",), "did you mean loop.group_size"),
     (("warm.updates=3",), "warm.tapes is not set"),
 ])  # fmt: skip
 def test_a_wrong_configuration_is_refused_before_anything_is_written(model: str, more: Any, says: str, tmp_path, capsys):
@@ -139,9 +139,14 @@ def test_a_wrong_configuration_is_refused_before_anything_is_written(model: str,
 def test_held_out_tasks_of_their_own(model: str, tmp_path: Path, capsys):
     words = train_words(model, tmp_path / "r", "loop.updates=1", f"evaluation.tasks={WORLD}:by_other")
     assert "has no 'by_other'" in refusal_of(capsys, *words)
-    words = train_words(model, tmp_path / "r", "loop.updates=1", 'evaluation.tasks=["7"]', "tasks=[1, 2]")
-    assert main(list(words)) == 0  # a bare task breaks this environment, which is no crash
+    row = f"{WORLD}:to_task"
+    words = train_words(model, tmp_path / "r", "loop.updates=1", "tasks=[1, 2]", f"task_row={row}",
+                        'evaluation.tasks=["7"]', f"evaluation.task_row={row}")  # fmt: skip
+    assert main(list(words)) == 0
     assert "the books close" in capsys.readouterr().out
+    with Store.open(tmp_path / "r") as store:
+        assert [tape.task for tape in store.tapes(split="eval-after-sampled")] == ["7"]
+        assert {tape.task for tape in store.tapes(split="train")} == {"1", "2"}
 
 
 # Warm starts
@@ -186,6 +191,7 @@ def test_tapes_of_another_run_are_imitated_first(model: str, demonstrations: Pat
 def test_tapes_that_can_t_be_imitated(model: str, demonstrations: Path, more: Any, says: str, tmp_path: Path, capsys):
     warm = (f"warm.tapes={demonstrations}", "warm.updates=1", "warm.batch=8")
     assert says in refusal_of(capsys, *train_words(model, tmp_path / "r", *warm, *more))
+    assert not (tmp_path / "r").exists()
 
 
 def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: Path, capsys):
@@ -204,7 +210,7 @@ def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: 
 def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstrations: Path, tmp_path: Path):
     from tapereel.agents.pretrained import load_tokenizer
     from tapereel.agents.render import Renderer
-    from tapereel.finetune.warm import bring_in
+    from tapereel.finetune.warm import bring_in, choose
 
     renderer = Renderer(load_tokenizer(model))
     with Store.open(demonstrations) as source:
@@ -214,7 +220,9 @@ def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstration
     store.writer.sync()
     store.abandon()
     with Store.open(tmp_path / "r", write=True) as store:
-        assert bring_in(demonstrations, store, renderer) == [tape.id for tape in rest]
-        assert bring_in(demonstrations, store, renderer) == [tape.id for tape in rest]
+        ids = choose(demonstrations, renderer)
+        assert ids == [tape.id for tape in (first, *rest)]
+        assert bring_in(demonstrations, ids, store, renderer) == ids[1:]
+        assert bring_in(demonstrations, ids, store, renderer) == ids[1:]
         assert store.tape(first.id).status == "crashed"
         assert store.books().closes

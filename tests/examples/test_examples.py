@@ -1,0 +1,78 @@
+"""Every example runs, in a process of its own as a reader would start it, and does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ELSEWHERE = {"gymnasium_blackjack.py": "tests/envs/test_example.py"}
+
+
+def started(name: str, *words: str, cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-W", "error", str(EXAMPLES / name), *words], cwd=cwd, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_hello(tmp_path: Path):
+    out = started("hello.py", cwd=tmp_path)
+    assert out.splitlines() == [
+        "hint: I think of a number from 1 to 9.", "guess: 5", "hint: higher", "guess: 8", "hint: lower", "guess: 7",
+        "finished 0.8",
+    ]  # fmt: skip
+
+
+def test_flat_grpo_updates_and_gives_the_same_numbers_again(tmp_path: Path):
+    out = started("flat_grpo.py", "--tiny", "--updates", "3", cwd=tmp_path)
+    assert re.fullmatch(r"(update +\d  reward \d\.\d{3}  tries \d\.\d\d\n){3}", out)
+    assert started("flat_grpo.py", "--tiny", "--updates", "3", cwd=tmp_path) == out
+
+
+def test_flat_grpo_raises_what_was_better_than_its_group_and_lowers_what_was_worse():
+    import runpy
+
+    import torch
+
+    torch.set_num_threads(1)
+    flat = runpy.run_path(str(EXAMPLES / "flat_grpo.py"))
+    tokenizer = flat["char_tokenizer"]("0123456789?<>")
+    model = flat["tiny_model"](tokenizer, "micro", seed=0, context=32)
+    engine = flat["BatchedEngine"](model, flat["Renderer"](tokenizer))
+    (tapes,) = flat["groups_of"](engine, 1, 24, seed=1)
+    assert {tape.status for tape in tapes} == {"finished"}
+    scores = flat["advantages"](tapes)
+    assert sum(scores) == pytest.approx(0.0, abs=1e-6)
+    assert any(scores)
+    batch = [(row, a) for tape, a in zip(tapes, scores, strict=True) for row in flat["rows"](tape)]
+    loss = flat["grpo_loss"](model, batch)
+    # At the weights that sampled, every ratio is 1, so the loss is minus the mean advantage over own tokens.
+    own = sum(len(row.own) for row, _ in batch)
+    assert float(loss.detach()) == pytest.approx(-sum(a * len(row.own) for row, a in batch) / own, abs=1e-4)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 1e-2 * parameter.grad
+        assert float(flat["grpo_loss"](model, batch)) < float(loss)
+
+
+def test_the_digits_save_a_model_that_the_command_takes(tmp_path: Path):
+    started("digits.py", str(tmp_path / "m"), cwd=tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in (tmp_path / "m").iterdir()}  # fmt: skip
+
+
+def test_each_example_has_a_test_and_a_line_in_the_readme():
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
+    assert names <= tested
+    assert all((EXAMPLES.parent / test).is_file() for test in ELSEWHERE.values())
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(names) if name not in readme] == []
