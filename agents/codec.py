@@ -154,8 +154,8 @@ class Codec:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    # In this order a token stands before those that it starts with.
+    return re.compile("|".join(map(re.escape, sorted(tokens, reverse=True))) or "(?!)")
 
 
 def plain(text: str) -> str:

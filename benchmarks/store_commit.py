@@ -2,9 +2,9 @@
 
     python benchmarks/store_commit.py [--seconds 1.0] [--out FILE.json]
 
-Each episode appends one record of a turn, waits until it would survive a power cut, and goes on; so many episodes run at
-once. Measured on the disk as it is, and with a sync that costs 5 ms, as on drives that really flush. SQLite runs in WAL
-mode with synchronous=FULL, one transaction per record; there the 5 ms are added after each commit, which syncs once.
+Each episode appends one record of a turn, waits until it would survive a power cut, and goes on; so many episodes run
+at once. Measured on the disk as it is, and with a sync that costs 5 ms, as on drives that really flush. SQLite runs in
+WAL mode with synchronous=FULL, one transaction per record; the 5 ms are added after each commit, which syncs once.
 """
 
 from __future__ import annotations

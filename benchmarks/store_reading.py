@@ -1,4 +1,4 @@
-"""What writing, finding and reading cost: append, CPU share of a durable turn, one tape among many, memory of a long one.
+"""What writing, finding and reading cost: append, CPU of a durable turn, one tape among many, memory of a long one.
 
     python benchmarks/store_reading.py [--tapes 100000] [--records 300000]
 """
@@ -26,8 +26,8 @@ CALL_SECONDS = 0.2
 
 def begin(tape: str) -> bytes:
     task = Task(public="q")
-    return Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"), env_seed=0,
-                 seed=0, at=0.0).body()  # fmt: skip
+    who, where = Identity(name="a"), Identity(name="e")
+    return Begin(tape=tape, task=task, task_hash=task.hash, agent=who, env=where, env_seed=0, seed=0, at=0.0).body()
 
 
 def append_cost(folder: Path) -> None:
@@ -54,8 +54,8 @@ def append_cost(folder: Path) -> None:
         started = time.process_time()
         asyncio.run(episodes())
         spent = (time.process_time() - started) / (256 * 40)
-        print(f"a durable turn of 4 records at 256 episodes: {spent * 1e6:.0f} us of CPU, {spent / CALL_SECONDS:.3%} of a model call "
-              f"of {CALL_SECONDS * 1e3:.0f} ms")  # fmt: skip
+        print(f"a durable turn of 4 records at 256 episodes: {spent * 1e6:.0f} us of CPU, {spent / CALL_SECONDS:.3%} "
+              f"of a model call of {CALL_SECONDS * 1e3:.0f} ms")  # fmt: skip
 
 
 def one_among_many(folder: Path, tapes: int) -> None:
@@ -84,7 +84,8 @@ def one_among_many(folder: Path, tapes: int) -> None:
     verify(run)
     whole = time.perf_counter() - started
     opened = statistics.median(times)
-    print(f"opening the run and one tape: {opened * 1e3:.1f} ms, 1/{whole / opened:.0f} of reading it all ({whole:.1f} s)")
+    print(f"opening the run and one tape: {opened * 1e3:.1f} ms, 1/{whole / opened:.0f} of reading it all "
+          f"({whole:.1f} s)")  # fmt: skip
 
 
 def memory(folder: Path, records: int) -> None:
@@ -99,12 +100,13 @@ def memory(folder: Path, records: int) -> None:
                 if k % 20_000 == 0:
                     store.writer.sync()
         code = ("import sys\nfrom tapereel.tapes.verify import verify\nfrom tapereel.tapes.store import Store\n"
-                "store = Store.open(sys.argv[1], cache=False)\nn = sum(1 for _ in store.records())\nverify(sys.argv[1])\n"
+                "store = Store.open(sys.argv[1], cache=False)\nn = sum(1 for _ in store.records())\n"
+                "verify(sys.argv[1])\n"
                 "print(n, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))")
         out = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True).stdout
         peaks.append(int(out.split()[1]) / 1024)
-    print(f"peak memory of reading and verifying one tape: {peaks[0]:.0f} MB with {records // 100} records, {peaks[1]:.0f} MB with "
-          f"{records} (ratio {peaks[1] / peaks[0]:.2f})")  # fmt: skip
+    print(f"peak memory of reading and verifying one tape: {peaks[0]:.0f} MB with {records // 100} records, "
+          f"{peaks[1]:.0f} MB with {records} (ratio {peaks[1] / peaks[0]:.2f})")  # fmt: skip
 
 
 def main() -> None:

@@ -40,13 +40,15 @@ def ours(turns: int) -> tuple[int, int]:
                 store.writer.append(step_record(tape, Text(text=text), by="env").body())
                 call = Call(
                     tape=tape, call=f"{tape}.{k}", by="a", base=base, keep=length, keep_messages=2 * k,
-                    messages=({"role": "user", "content": text},), prompt=ints(rng.randrange(32_000) for _ in range(PROMPT)),
+                    messages=({"role": "user", "content": text},),
+                    prompt=ints(rng.randrange(32_000) for _ in range(PROMPT)),
                     completion=ints(rng.randrange(32_000) for _ in range(COMPLETION)),
-                    logprobs=floats(-rng.random() for _ in range(COMPLETION)), text=text, spans=(("main:0", 0, COMPLETION),),
-                    at=1_700_000_000.0,
+                    logprobs=floats(-rng.random() for _ in range(COMPLETION)), text=text,
+                    spans=(("main:0", 0, COMPLETION),), at=1_700_000_000.0,
                 )  # fmt: skip
                 store.writer.append(call.body())
-                store.writer.append(step_record(tape, Answer(text=text), by="a", calls=((call.call, 0, COMPLETION),)).body())
+                step = step_record(tape, Answer(text=text), by="a", calls=((call.call, 0, COMPLETION),))
+                store.writer.append(step.body())
                 base, length = call.call, length + PROMPT + COMPLETION
             store.writer.append(End(tape=tape, status=Status.FINISHED, at=0.0).body())
         size = sum(path.stat().st_size for path in (Path(folder) / "run" / "tapes").glob("*.jsonl"))
@@ -61,8 +63,10 @@ def main() -> None:
         size, tokens = ours(turns)
         line = f"{turns:>3} turns: {size / tokens:6.1f} bytes per token"
         if args.tapeagents:
-            command = [args.tapeagents, str(HERE / "peers" / "tapeagents_size.py"), *map(str, (turns, WORDS, PROMPT, COMPLETION))]
-            peer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+            numbers = map(str, (turns, WORDS, PROMPT, COMPLETION))
+            command = [args.tapeagents, str(HERE / "peers" / "tapeagents_size.py"), *numbers]
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            peer = json.loads(out.splitlines()[-1])
             theirs = peer["bytes"] / peer["tokens"]
             line += f"; TapeAgents {theirs:7.1f}; ratio {size / tokens / theirs:.2f}"
         print(line, flush=True)

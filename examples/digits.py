@@ -4,6 +4,7 @@ The environment shows a digit, once or several times over, and wants the one aft
 `tapereel train` take the names below; `python examples/digits.py DIR` saves a tiny untrained model to give them.
 """
 
+import random
 import sys
 from collections.abc import AsyncIterator
 
@@ -44,6 +45,11 @@ def tasks() -> Taskset:
 def counting(request: Request) -> str:
     """What a model that can count would say."""
     return str((int(request.messages[-1]["content"][-1]) + 1) % 10)
+
+
+def blindly(seen: Digit, rng: random.Random) -> Said:
+    """A policy for `tapereel check-env`."""
+    return Said(text=str(rng.randrange(10)))
 
 
 def save_model(folder: str) -> None:

@@ -224,8 +224,7 @@ class Demo:
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
         # Updates are recorded beside the tapes they name, or no later process could apply them again.
-        copied = set(bring_in(self.out, history.store, self.training.renderer, split="demo"))
-        tapes = [tape for tape in self.demo_order if tape in copied]
+        tapes = bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         warm_start(self.config.warm, store=history.store, history=history, tapes=tapes,
                    source=self.demos.__getitem__, seed=self.config.seed + 1, phase="sft-more", updates=10**9,
                    on_update=report, stop=lambda: history.trained_tokens >= trained)  # fmt: skip

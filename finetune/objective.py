@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .recipes import Recipe
 from .stream import BadBatch, Stream
-from .words import KL, Context, Demonstrations, TokenKL
+from .words import KL, Context, Entropy, TokenKL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Part:
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
         for word, beta in zip(recipe.regulariser, betas, strict=True):
-            if word.active and not isinstance(word, Demonstrations):
+            if word.active and isinstance(word, KL | Entropy):
                 per_token = per_token + word(lp, entropy, index, stream, beta, context)
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
@@ -117,6 +117,7 @@ def _advantages(recipe: Recipe, stream: Stream, scored: Tensor, entered: Tensor,
     ours = scored[stream.turns.episode] if per_turn else scored
     ours = ours & ~x.isnan()
     context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
+    context.sums.add("reward/square", stream.episodes.reward[scored].square())
     x = torch.where(ours, x, torch.zeros_like(x))
     for word in recipe.shape:
         if not isinstance(word, TokenKL):
@@ -128,6 +129,7 @@ def _advantages(recipe: Recipe, stream: Stream, scored: Tensor, entered: Tensor,
         advantage = word(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))
     context.sums.add("advantage", advantage[entered], extremes=True)
+    context.sums.add("advantage/square", advantage[entered].square())
     return advantage, target
 
 

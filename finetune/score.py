@@ -52,6 +52,8 @@ class Micro:
     """(n,) float32."""
     index: Tensor
     """(n,) int64 their places in the stream of all rows."""
+    there: Tensor
+    """(B, L) bool: not padding."""
 
 
 def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int = MICRO_TOKENS) -> list[Micro]:
@@ -87,15 +89,24 @@ def _micro(rows: Sequence[Row], group: list[int], wanted: list[Any], length: Any
         token.append(row.input_ids[own])
         temperature.append(row.temperature[wanted[i]])
         index.append(wanted[i] + start[i])
-    join = lambda parts: torch.from_numpy(np.concatenate(parts))  # noqa: E731
-    return Micro(ids=torch.from_numpy(ids), at=join(at).long(), token=join(token).long(),
-                 temperature=join(temperature), index=join(index).long())
+    return Micro(ids=torch.from_numpy(ids), at=_joined(at), token=_joined(token),
+                 temperature=torch.from_numpy(np.concatenate(temperature)), index=_joined(index),
+                 there=torch.from_numpy(np.arange(width) < length[group][:, None]))
+
+
+def _joined(columns: list[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns)).long()
 
 
 def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
-    body, output = parts(model)
-    hidden = states(body, micro)
+    return read_out(model, states(parts(model)[0], micro), micro, entropy=entropy, unit_temperature=unit_temperature)
+
+
+def read_out(model: nn.Module, hidden: Tensor, micro: Micro, *, entropy: bool = False,
+             unit_temperature: bool = False) -> Scores:
+    """Scores from hidden states (n, D) that `states` gave."""
+    _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
     if not bool((temperature > 0).all()):
         raise ValueError("a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "

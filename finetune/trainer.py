@@ -23,12 +23,13 @@ from . import objective
 from .critic import CriticTrainer
 from .ranks import Ranks
 from .recipes import Recipe, get_recipe
+from .router import Load, load, probabilities, routed
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, Scores, forward, plan, score
+from .score import MICRO_TOKENS, Micro, Scores, forward, parts, plan, read_out, score, states
 from .stream import BadBatch, Episode, Stream
 from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
-from .words import KL, Context, Demonstrations, Moments, Sums
+from .words import KL, Balance, Context, Demonstrations, Moments, Sums
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
@@ -216,6 +217,7 @@ class Trainer:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
         done = Accumulated()
         micros = plan(rows, live=part.live, micro_tokens=self.micro_tokens)
+        balance = load(self.model, micros, self.ranks.add_up) if self._balance else None
         if not micros:
             done.skipped = "nothing to train on"
             return done
@@ -224,7 +226,7 @@ class Trainer:
         for micro in micros:
             if done.skipped is not None:
                 break
-            scores = self._forward(micro)
+            scores, aux = self._forward(micro, balance, done.sums)
             if not bool(scores.logprob.isfinite().all()):
                 done.skipped, done.loss = "log-prob", float("nan")
                 break
@@ -236,9 +238,13 @@ class Trainer:
             if whole is not None:
                 tensors = [t for t in scores if t is not None]
                 pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
+                if aux is not None:
+                    done.loss += float(aux.detach())
+                    tensors, pulls = [*tensors, aux], [*pulls, torch.ones_like(aux)]
                 torch.autograd.backward(tensors, pulls)
                 continue
             loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
+            loss = loss if aux is None else loss + aux
             done.loss += float(loss.detach())
             if not bool(loss.isfinite()):
                 done.skipped, done.loss = "loss", float("nan")
@@ -266,9 +272,23 @@ class Trainer:
             out.append(column)
         return out
 
-    def _forward(self, micro: Micro) -> Scores:
+    def _forward(self, micro: Micro, load: Load | None, sums: Sums) -> tuple[Scores, Tensor | None]:
+        """Scores, and what the micro-batch adds for the balance of the experts."""
         with self._casting():
-            lp, entropy = forward(self.model, micro, entropy=self.recipe.needs_entropy, unit_temperature=self._unit)
+            if load is None:
+                return self._read(states(parts(self.model)[0], micro), micro), None
+            hidden, logits = routed(self.model, micro)
+            aux = load.loss(probabilities(logits).cpu())
+            sums.put("aux", float(aux.detach()), 0 if "aux" in sums else 1)
+            return self._read(hidden, micro), self._balance * aux
+
+    @property
+    def _balance(self) -> float:
+        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Balance))
+
+    def _read(self, hidden: Tensor, micro: Micro) -> Scores:
+        lp, entropy = read_out(self.model, hidden, micro, entropy=self.recipe.needs_entropy,
+                               unit_temperature=self._unit)
         return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:

@@ -49,6 +49,7 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any)
     """
     there = {summary.id for summary in into.summaries()}
     with Store.open(source) as store:
+        store.refresh()
         for name in ids:
             if name not in there:
                 _copy(store.tape(name, refresh=False), store, into, renderer, there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from .errors import NotATape
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
 
-_FORMAT = 1
+_FORMAT = 2
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -32,6 +33,7 @@ create table if not exists versions (version text, tape text, primary key (versi
 create table if not exists records (
     tape text, segment text, n integer, t text, offset integer, length integer,
     primary key (tape, segment, n)) without rowid;
+create table if not exists met (name text, head text, primary key (name, head)) without rowid;
 create index if not exists tapes_by_status on tapes (status);
 create index if not exists tapes_by_group on tapes (group_id);
 create index if not exists tapes_by_task on tapes (task_hash);
@@ -109,7 +111,7 @@ class Place(NamedTuple):
 
 
 class Index:
-    """One folder's index. Not thread-safe; each user makes its own."""
+    """One folder's index. Thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
         """`path`: the cache file; None to keep it in memory."""
@@ -117,12 +119,18 @@ class Index:
         self._db = _connect(path)
         self._path = path
         self._tapes: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
 
     def refresh(self) -> dict[str, Break]:
         """Read what was added; gives the segments whose lines break before their file ends, live ones included."""
+        with self._lock:
+            return self._refresh_at_once()
+
+    def _refresh_at_once(self) -> dict[str, Break]:
         try:
             self._db.execute("begin immediate")
         except sqlite3.Error:
@@ -136,7 +144,7 @@ class Index:
             if self._path is None:
                 raise
             self._to_memory()
-            return self.refresh()
+            return self._refresh_at_once()
         except BaseException:
             self._tapes.clear()
             self._db.rollback()
@@ -153,7 +161,7 @@ class Index:
         known = {row.name: row for row in self.segments()}
         names = segment_names(self.disk.names(self.folder))
         if not all(name in names and self._still(row) for name, row in known.items()):
-            for table in ("segments", "tapes", "versions", "records"):
+            for table in ("segments", "tapes", "versions", "records", "met"):
                 self._db.execute(f"delete from {table}")
             known = {}
         breaks: dict[str, Break] = {}
@@ -206,8 +214,8 @@ class Index:
             try:
                 self._summarise(tape, t, line, segment)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise NotATape(f"record {line.n} of segment {segment} is no {t}: {error}; `tapereel verify` lists all that "
-                               "can't be read") from error
+                raise NotATape(f"record {line.n} of segment {segment} is no {t}: {error}; `tapereel verify` lists all "
+                               "that can't be read") from error
         return tape or "", segment, line.n, t, at, length
 
     def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
@@ -262,23 +270,35 @@ class Index:
 
     def segments(self) -> list[Segment]:
         """In the order of their creation."""
-        return [Segment(*row) for row in self._db.execute("select * from segments order by name")]
+        return [Segment(*row) for row in self._ask("select * from segments order by name")]
 
     def tapes(self, where: str = "1", values: Iterable[Any] = ()) -> list[Summary]:
         """Summaries, in the order in which the tapes began."""
         return [Summary(*row) for row in
-                self._db.execute(f"select tapes.* from tapes where {where} order by segment, n", tuple(values))]
+                self._ask(f"select tapes.* from tapes where {where} order by segment, n", *values)]
 
     def ids(self, prefix: str) -> list[str]:
         """Ids that start so, at most 3."""
-        rows = self._db.execute("select id from tapes where id >= ? and substr(id, 1, ?) = ? limit 3",
-                                (prefix, len(prefix), prefix))
+        rows = self._ask("select id from tapes where id >= ? and substr(id, 1, ?) = ? order by id limit 3",
+                         prefix, len(prefix), prefix)  # fmt: skip
         return [row[0] for row in rows]
 
     def places(self, tape: str) -> list[Place]:
         """The records that name this tape, in order; of the empty id: those that name none."""
-        return [Place(*row) for row in self._db.execute(
-            "select segment, n, t, offset, length from records where tape = ? order by segment, n", (tape,))]
+        return [Place(*row) for row in self._ask(
+            "select segment, n, t, offset, length from records where tape = ? order by segment, n", tape)]
+
+    def met(self) -> set[tuple[str, str]]:
+        """Pins (segment, hash) inside segments that were found once and need no reading again."""
+        return {(name, head) for name, head in self._ask("select name, head from met")}
+
+    def note_met(self, pins: Iterable[tuple[str, str]]) -> None:
+        with self._lock:
+            self._db.executemany("insert or ignore into met values (?, ?)", list(pins))
+
+    def _ask(self, query: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
 
 
 def read_pins(opened: dict[str, Any]) -> str:

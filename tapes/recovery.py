@@ -70,7 +70,7 @@ def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callab
         try:
             breaks = index.refresh()  # again: a writer may have ended before its lock was ours
             segments = index.segments()
-            _refuse_corrupt(folder, disk, segments, breaks)
+            _refuse_corrupt(index, segments, breaks)
             for name, handle in held.items():
                 _mend(folder, disk, name, handle, breaks.get(name), found)
             _clear_parts(folder, disk)
@@ -110,11 +110,11 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
     return held
 
 
-def _refuse_corrupt(folder: Path, disk: Disk, segments: list[Segment], breaks: dict[str, Break]) -> None:
+def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Break]) -> None:
     for broken in breaks.values():
         if broken.verdict == "corrupt":
             raise broken.error()
-    missing = unmet_pins(segments, folder, disk)
+    missing = unmet_pins(segments, index)
     if missing:
         raise Corrupt(f"{missing[0]}. Bring the segment back from a copy, or go on in a new run; "
                       "`tapereel verify` lists all that is damaged")
@@ -177,23 +177,19 @@ def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
     return head.decode()
 
 
-def unmet_pins(segments: list[Segment], folder: Path, disk: Disk,
-               extra: dict[str, set[str]] | None = None) -> list[str]:
-    """Pins that the segments don't hold, each as a sentence. `extra`: pins kept elsewhere, by segment name."""
-    wanted: dict[str, set[str]] = {name: set(heads) for name, heads in (extra or {}).items()}
+def unmet_pins(segments: list[Segment], index: Index) -> list[str]:
+    """What the segments pin of each other and don't hold, each as a sentence."""
+    held = {(segment.name, segment.head) for segment in segments} | index.met()
+    wanted = {pin for segment in segments for pin in read_pins(segment).items()} - held
+    found: set[tuple[str, str]] = set()
     for segment in segments:
-        for name, head in read_pins(segment).items():
-            wanted.setdefault(name, set()).add(head)
-    known = {segment.name: segment for segment in segments}
-    unmet: list[str] = []
-    for name, heads in sorted(wanted.items()):
-        segment = known.get(name)
-        missing = heads - ({segment.head} if segment else set())
-        if missing and segment is not None:
-            missing -= {line.h.decode() for _, line, _ in SegmentReader(folder, name, disk=disk)}
-        unmet += [f"segment {name} does not hold the line with the hash {head} that was pinned"
-                  for head in sorted(missing)]
-    return unmet
+        heads = {head for name, head in wanted if name == segment.name}
+        if heads:
+            lines = SegmentReader(index.folder, segment.name, disk=index.disk)
+            found |= {(segment.name, line.h.decode()) for _, line, _ in lines if line.h.decode() in heads}
+    index.note_met(found)
+    return [f"segment {name} does not hold the line with the hash {head} that was pinned"
+            for name, head in sorted(wanted - found)]  # fmt: skip
 
 
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:

@@ -7,6 +7,7 @@ What a record means is decided in the modules that fold records (`ledger`, `book
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,7 +66,7 @@ class Store:
         self.folder = path / "tapes"
         self._index_path = index
         self._writer: SegmentWriter | None = None
-        self._books_fold, self._books_cursor = BooksFold(), Cursor()
+        self._books_fold, self._books_cursor, self._books_lock = BooksFold(), Cursor(), threading.Lock()
         self.recovered = Recovered()
         """What opening for writing found and did about writers that died."""
 
@@ -316,10 +317,11 @@ class Store:
 
     def books(self) -> Books:
         """The account of every token and episode so far. Reads only what was added since it was last asked."""
-        found, self._books_cursor = self.tail(self._books_cursor)
-        for stored in found:
-            self._books_fold.add(stored.body)
-        return self._books_fold.books()
+        with self._books_lock:
+            found, self._books_cursor = self.tail(self._books_cursor)
+            for stored in found:
+                self._books_fold.add(stored.body)
+            return self._books_fold.books()
 
     @cached_property
     def media(self) -> Media:

@@ -7,10 +7,10 @@ The format. RUN/tapes/000001-<6 hex>.jsonl, 000002-..., ...: one line per record
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
 h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c says how many lines were
 durable when this one was written.   p is the h of the line before; on the first line a head that its body pins, or 64
-zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state its h as "opened";
-nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.   A tape's digest is
-d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`, `reward` records, in
-order, to its `end`.
+zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state the h of that line
+as "opened"; nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.   A tape's
+digest is d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`, `reward`
+records, in order, to its `end`.
 
 Exit code 0: all lines are whole, chained and pinned. 1: bytes that were durable are not what was written. 2: it can't
 be told (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is used where it is there.
@@ -71,7 +71,7 @@ def read_segment(path, run):
             if broken is None and line is not None:
                 state = (state[0] + 1, line[5], line[1], line[4]["t"] == "seal", state[4] or line[5])
                 take(line, name, run)
-            elif state[3] or (line and (line[1] > state[0] or line[4]["t"] == "seal" or line[:2] == (state[0], state[0]))):
+            elif state[3] or (line and (line[1] > state[0] or line[4]["t"] == "seal" or line[:2] == 2 * state[:1])):
                 run["corrupt"].append(f"segment {name}, {broken}, and that place was durable")
                 break
         else:

@@ -91,7 +91,7 @@ class SegmentWriter:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._closing = self._closed = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
@@ -152,7 +152,7 @@ class SegmentWriter:
         return max(self._durable - self._base, 0)
 
     @property
-    def failure(self) -> OSError | None:
+    def failure(self) -> Exception | None:
         """What poisoned this writer; None while it is well."""
         return self._failure
 
@@ -162,7 +162,8 @@ class SegmentWriter:
         assert cause is not None
         message = (f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
                    "but this process writes nothing more. Mend the disk, then open the run again: it recovers itself")
-        error = StoreFailed(cause.errno, message) if cause.errno else StoreFailed(message)
+        number = getattr(cause, "errno", None)
+        error = StoreFailed(number, message) if number else StoreFailed(message)
         error.__cause__ = cause
         return error
 
@@ -186,8 +187,11 @@ class SegmentWriter:
         future: asyncio.Future[None] = loop.create_future()
 
         def done(error: StoreFailed | None) -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(_resolve, future, error)
+            except RuntimeError:
+                if not loop.is_closed():  # in a loop that is gone nobody waits
+                    raise
 
         if self.when_durable(done):
             await future
@@ -254,7 +258,7 @@ class SegmentWriter:
             self._put(batch)
             if sync:
                 self.disk.sync(self._handle)
-        except OSError as error:
+        except Exception as error:  # whatever it is, those who wait must hear of it
             self._poison(error)
             return
         with self._lock:
@@ -315,7 +319,7 @@ class SegmentWriter:
         self._appended += 1
         return line
 
-    def _poison(self, error: OSError) -> None:
+    def _poison(self, error: Exception) -> None:
         with self._lock:
             self._failure = error
             waiting, self._waiting = self._waiting, []
@@ -347,7 +351,7 @@ class SegmentWriter:
         try:
             self._put([self._seal(reason, None)])
             self.disk.sync(self._handle)
-        except OSError as error:
+        except Exception as error:
             self._poison(error)
 
     def abandon(self) -> None:

@@ -1,6 +1,7 @@
-"""Bytes of TapeAgents' JSON for an episode; run by its own Python. Arguments: turns, words per message, prompt, completion.
+"""Bytes of TapeAgents' JSON for an episode; run by its own Python. Arguments: turns, words, prompt, completion.
 
-Each turn has one LLMCall with its whole prompt (messages and token ids), as TapeAgents keeps it, and a log-prob per token.
+Each turn has one LLMCall with its whole prompt (messages and token ids), as TapeAgents keeps it, and a log-prob for
+each token of its completion.
 """
 
 import json
@@ -17,8 +18,9 @@ for _ in range(turns):
     messages.append({"role": "user", "content": text})
     ids += [rng.randrange(32_000) for _ in range(prompt)]
     out = [TokenLogprob(logprob=-rng.random(), token_id=rng.randrange(32_000)) for _ in range(completion)]
-    call = LLMCall(prompt=Prompt(messages=list(messages), token_ids=list(ids)), output=LLMOutput(content=text), cached=False,
-                   prompt_length_tokens=len(ids), output_length_tokens=completion, logprobs=out)  # fmt: skip
+    whole = Prompt(messages=list(messages), token_ids=list(ids))
+    call = LLMCall(prompt=whole, output=LLMOutput(content=text), cached=False, prompt_length_tokens=len(ids),
+                   output_length_tokens=completion, logprobs=out)  # fmt: skip
     # `logprobs` is left out of a dump by default; a trainer that needs them writes them like this.
     size += len(call.model_dump_json()) + len(json.dumps([t.model_dump() for t in out], separators=(",", ":")))
     messages.append({"role": "assistant", "content": text})

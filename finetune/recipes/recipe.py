@@ -16,7 +16,7 @@ from ..words import (
     Anchor,
     Baseline,
     Credit,
-    Demonstrations,
+    Entropy,
     EpisodeKL,
     Regulariser,
     Reward,
@@ -97,7 +97,7 @@ class Recipe(Word):
     @property
     def idle_at_zero(self) -> bool:
         """True when a token with advantage 0 has loss and gradient exactly 0."""
-        others = any(word.active for word in self.regulariser if not isinstance(word, Demonstrations))
+        others = any(word.active for word in self.regulariser if isinstance(word, KL | Entropy))
         return self.surrogate.advantages and self.local and not others
 
     def __str__(self) -> str:

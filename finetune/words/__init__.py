@@ -5,7 +5,7 @@ from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
-from .regulariser import KL, Adaptive, Demonstrations, Entropy, Regulariser
+from .regulariser import KL, Adaptive, Balance, Demonstrations, Entropy, Regulariser
 from .reward import Reward
 from .score import Score
 from .select import Select
@@ -25,6 +25,7 @@ __all__ = [
     "Adaptive",
     "Adjust",
     "Anchor",
+    "Balance",
     "Baseline",
     "Clip",
     "ClipAdvantage",

@@ -104,10 +104,10 @@ def _clock(kind: str, stream: Stream) -> _Clock:
         opens[1:] = inverse[1:] != inverse[:-1]
         first = order[opens]
     episode = stream.episode[first]
-    # the last token at or before the end of each turn, and then its step, unless it belongs to an earlier episode
+    # The last token at or before the end of each turn, and its step, unless it belongs to an earlier episode.
     until = torch.searchsorted(turn, torch.arange(len(stream.turns.reward)), right=True) - 1
-    end = torch.full_like(until, -1)
-    known = until >= 0
-    end[known] = step[order[until[known]]]
-    known &= torch.where(known, episode[end.clamp(min=0)] if len(episode) else until, -1) == stream.turns.episode
+    if not len(order):
+        return _Clock(step, episode, first, until)
+    end = step[order[until.clamp(min=0)]]
+    known = (until >= 0) & (episode[end] == stream.turns.episode)
     return _Clock(step, episode, first, torch.where(known, end, -1))

@@ -3,6 +3,7 @@
     kl       beta * estimate(lp, reference or sampler)
     entropy  -coefficient * H,  H the exact entropy of the policy at the token
     nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
+    aux      coefficient * balance of a mixture's experts over the batch (`finetune.router`)
 
 A coefficient is fixed, or a controller's: after each update  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 with the mean k1 of the update and its n episodes.
@@ -99,10 +100,9 @@ class Entropy(Word):
         return -self.coefficient * entropy
 
 
-class Demonstrations(Word):
-    """Keep what was shown: cross-entropy on rows given beside the batch, in the same update."""
+class _Beside(Word):
+    """A term that belongs to no own token of the batch."""
 
-    kind: Literal["nll"] = "nll"
     coefficient: float = Field(default=0.0, ge=0)
 
     @property
@@ -115,4 +115,16 @@ class Demonstrations(Word):
         return False
 
 
-Regulariser = Annotated[KL | Entropy | Demonstrations, Field(discriminator="kind")]
+class Demonstrations(_Beside):
+    """Keep what was shown: cross-entropy on rows given beside the batch, in the same update."""
+
+    kind: Literal["nll"] = "nll"
+
+
+class Balance(_Beside):
+    """Keep a mixture's experts evenly used."""
+
+    kind: Literal["aux"] = "aux"
+
+
+Regulariser = Annotated[KL | Entropy | Demonstrations | Balance, Field(discriminator="kind")]

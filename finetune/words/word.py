@@ -68,6 +68,11 @@ class Sums:
         n = self.counts.get(name, 0.0)
         return self.sums[name] / n if n else None
 
+    def std(self, name: str) -> float | None:
+        """Biased deviation, where `name/square` was added as well; None when nothing was counted."""
+        mean, square = self.mean(name), self.mean(f"{name}/square")
+        return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
+
     def items(self) -> Iterator[tuple[str, float, float]]:
         """(name, sum, count) in the order of their first appearance."""
         for name, value in self.sums.items():

@@ -348,8 +348,9 @@ def test_control_token_text_never_becomes_a_control_token(name: str) -> None:
         completion = renderer.completion(renderer.prompt([say("user", "x")]), say("assistant", f"a{token}b"))
         assert [id for id in completion if id in renderer.end_ids] == [renderer.end_ids[0]]
         assert completion[-1] == renderer.end_ids[0]
-    inside = {"qwen3": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]", "r1": "</think>"}.get(name)
-    if inside:
+    belongs = {"qwen3": ["<tool_call>", "</tool_call>"], "llama3": ["<|python_tag|>"], "mistral": ["[TOOL_CALLS]"],
+               "r1": ["</think>"]}
+    for inside in belongs.get(name, []):
         completion = renderer.completion(renderer.prompt([say("user", "x")]), say("assistant", f"a{inside}b"))
         assert words.convert_tokens_to_ids(inside) in completion
 

@@ -120,6 +120,7 @@ def test_flat_groups_and_groups_of_one_are_counted():
     assert (context.sums.lows["reward"], context.sums.highs["reward"]) == (0, 5)
 
 
+@pytest.mark.ledger("X5", "X12")
 def test_bounds_and_best_of_a_group_are_kept_and_the_rest_is_counted():
     stream = exact(*simple([1, 5, 3, 4, 2, 9]))
     context = Context()

@@ -160,6 +160,21 @@ def test_no_padding_value_is_ever_a_log_prob(side):
     assert got["old_logprobs"][~padding & (got["labels"] != -100)].isfinite().all()
 
 
+@pytest.mark.ledger("F10", "F01")
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_was_padded_can_be_stripped_to_what_it_was(side, tmp_path):
+    rows, episodes = batch()
+    data = to_dataset(rows, episodes)
+    data.save_to_disk(str(tmp_path / "data"))
+    kept = Dataset.load_from_disk(str(tmp_path / "data"))
+    padded = collate(list(kept), side=side)
+    for i, line in enumerate(data):
+        there = padded["attention_mask"][i] == 1
+        for name in ("input_ids", "labels", "old_logprobs", "rewards"):
+            assert padded[name][i, there].tolist() == pytest.approx(line[name], nan_ok=True)
+        assert (line["tape_id"], line["group_id"]) == (rows[i].tape, rows[i].group)
+
+
 @pytest.mark.ledger("F53", "F54", "F55", "F08", "P1")
 @pytest.mark.parametrize("algo", ["grpo", "reinforce"])
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -103,7 +103,7 @@ def test_the_kl_price_of_an_episode():
     assert x.item() == pytest.approx(case["stated"], abs=5e-7)
 
 
-@pytest.mark.ledger("F31", "F33")
+@pytest.mark.ledger("F31", "F33", "X6")
 def test_the_kl_price_of_each_token_rides_on_top_of_the_reward():
     case = LEDGER["F31"]
     rows = [row(t, t, turns=(len(k),)) for t, k in zip("ab", case["kl"], strict=True)]

@@ -409,3 +409,48 @@ def test_weights_add_up_to_one_where_they_are_means(seed, weigh, flat):
     if weigh in ("token", "episode", "turn", "group"):
         assert float(part.weight.sum()) == pytest.approx(1.0, rel=1e-12)
     assert Weigh(kind=weigh).kind == weigh
+
+
+@pytest.mark.ledger("F18")
+def test_the_reference_scores_a_rollout_batch_once_however_many_updates_follow():
+    rows, episodes = batch(model=tiny_model())
+    reference = tiny_model(seed=1)
+    forwards = []
+    reference.model.register_forward_hook(lambda *_: forwards.append(1))
+    recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.1}]})
+    trainer = Trainer(tiny_model(), recipe, reference=reference)
+    assert len(list(trainer.updates(rows, episodes, epochs=3, minibatches=2))) == 6
+    assert len(forwards) == 1
+
+
+@pytest.mark.ledger("F77", "F33", "F76")
+def test_rewards_and_advantages_are_reported_as_sums_from_which_any_mean_follows():
+    rows, episodes = batch(model=tiny_model())
+    recipe = get_recipe("grpo", {"shape": [{"kind": "clip", "low": 0, "high": 0.5}]})
+    stats = Trainer(tiny_model(), recipe).update(rows, episodes)
+    rewards = [e.reward for e in episodes]
+    assert stats.sums.mean("reward") == pytest.approx(np.mean(rewards)), "raw, not shaped"
+    assert stats.sums.std("reward") == pytest.approx(np.std(rewards))
+    advantage = stats.advantage.numpy()
+    assert stats.sums.std("advantage") == pytest.approx(advantage.std())
+    assert (stats.sums.lows["advantage"], stats.sums.highs["advantage"]) == (advantage.min(), advantage.max())
+    twice = type(stats.sums)()
+    twice.merge(stats.sums)
+    twice.merge(stats.sums)
+    assert twice["reward"] == 2 * stats.sums["reward"]
+    assert twice.mean("reward") == stats.sums.mean("reward")
+    assert twice.mean("nothing") is None
+    assert set(stats.sums.flat()) >= {"reward", "reward/min", "advantage/max", "mismatch/max"}
+
+
+@pytest.mark.ledger("X7", "F01")
+def test_every_token_knows_its_policy_version_call_and_agent():
+    rows = [dataclasses.replace(row("a", turns=(2, 1), calls=["c1", "c2"]), versions=("run:3", "run:4"),
+                                version=np.array([0, 1, 1], np.int32), agents=("planner", "planner/searcher")),
+            dataclasses.replace(row("b", turns=(1,), calls=["c1"]), version=np.array([-1], np.int32))]
+    stream = Stream.of(rows, [episode("a"), episode("b", reward=None)])
+    assert [stream.versions[v] if v >= 0 else None for v in stream.version] == ["run:3", "run:4", "run:4", None]
+    assert [stream.calls[c] for c in stream.call] == [("a", "c1"), ("a", "c1"), ("a", "c2"), ("b", "c1")]
+    assert [stream.agents[a] for a in stream.agent] == ["planner", "planner", "planner/searcher", "player"]
+    assert stream.token.tolist() == [int(t) for r in rows for t in r.input_ids[r.own]]
+    assert stream.episodes.reward.isnan().tolist() == [False, True]

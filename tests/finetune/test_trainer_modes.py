@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from tapereel.finetune.ranks import Group, Ranks
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.score import score
+from tapereel.finetune.score import UnsupportedModel, score
 from tapereel.finetune.stream import BadBatch
 from tapereel.finetune.trainer import Trainer
 from tapereel.finetune.words import Sums
@@ -163,3 +163,52 @@ def test_one_process_has_nothing_to_add_up():
     with pytest.raises(RuntimeError, match="torchrun"):
         Group()
     assert copy.copy(Ranks()).size == 1
+
+
+def mixture(dtype: torch.dtype = torch.float32):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3,
+        router_aux_loss_coef=1.0)).to(dtype)
+
+
+@pytest.mark.ledger("F66")
+def test_the_balance_of_experts_is_that_of_the_whole_batch_and_adds_linearly():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = mixture()
+    rows, episodes = batch()
+    sft = get_recipe("sft")
+    plain = gradient(model, sft, rows, episodes)
+    routed = {c: gradient(model, sft.but({"regulariser": [{"kind": "aux", "coefficient": c}]}), rows, episodes)
+              for c in (0.5, 1.0)}
+    width = max(int(r.own[-1]) for r in rows)
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
+    for i, r in enumerate(rows):
+        n = int(r.own[-1])
+        ids[i, :n], mask[i, :n] = torch.from_numpy(r.input_ids[:n]).long(), 1
+    out = model.model(input_ids=ids, output_router_logits=True)
+    want = load_balancing_loss_func(out.router_logits, 4, 2, mask)
+    assert routed[1.0][0] - plain[0] == pytest.approx(want.item(), rel=1e-5)
+    model.zero_grad()
+    want.backward()
+    for name, p in model.named_parameters():
+        aux = torch.zeros_like(p) if p.grad is None else p.grad
+        for c, (_, grads) in routed.items():
+            torch.testing.assert_close(grads[name], plain[1][name] + c * aux, rtol=1e-3, atol=1e-6)
+    model.zero_grad()
+    balanced = sft.but({"regulariser": [{"kind": "aux", "coefficient": 1.0}]})
+    many = gradient(model, balanced, rows, episodes, micro_tokens=9)
+    assert many[0] == pytest.approx(routed[1.0][0], rel=1e-5)
+    for name, g in many[1].items():
+        torch.testing.assert_close(g, routed[1.0][1][name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_model_without_experts_has_none_to_balance():
+    rows, episodes = batch()
+    recipe = get_recipe("sft", {"regulariser": [{"kind": "aux", "coefficient": 1.0}]})
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has no experts"):
+        Trainer(tiny_model(), recipe).update(rows, episodes)

@@ -1,7 +1,7 @@
 """The crash enumerator: run writers on a simulated disk, cut the power after every operation, recover, and check.
 
-After each operation of the workload every legal disk image is recovered (each distinct image once) and compared with what
-had been acknowledged by then. `Enumerator.counts` says honestly how many operations, images and distinct images that was.
+After each operation of the workload every legal disk image is recovered (each distinct image once) and compared with
+what had been acknowledged by then. `Enumerator.counts` says how many operations, images and distinct images that was.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Enumerator:
     """Runs a workload once and checks every legal image after each of its operations."""
 
     def __init__(self, lab: Lab, *, thorough: bool = True, stride: int = 1, deep: int = 0) -> None:
-        """`stride`: check after every so many operations. `deep`: cut recovery itself short, on one image in so many."""
+        """`stride`: check after every so many operations. `deep`: cut recovery itself, on one image in so many."""
         self.lab, self.thorough, self.stride, self.deep = lab, thorough, stride, deep
         self.counts: Counter[str] = Counter()
         self._seen: dict[bytes, Recovery] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from .crash import RUN, Broken, Enumerator
 from .lab import Clock, Lab
 from .simdisk import SimDisk
-from .tamper import closed_run, crashed_run, segment_paths, undetected
+from .tamper import closed_run, crashed_run, damages, segment_paths, undetected
 
 
 def crash(lab: Lab) -> None:
@@ -60,6 +62,15 @@ def removed_segment(lab: Lab) -> None:
         raise Broken("a segment that another pins was removed, and nobody noticed")
 
 
+def flipped_bits(lab: Lab) -> None:
+    """Ten bits of a crashed run, each below its frontier."""
+    image, durable = crashed_run(lab, episodes=1)
+    (path,) = segment_paths(image)
+    for name, data in itertools.islice(damages(image[path], durable, flips=10), 10):
+        if lab.verify.verify(RUN, disk=SimDisk({**image, path: data})).exit_code != 1:
+            raise Broken(f"{name} below the frontier, and nobody noticed")
+
+
 def tampered(lab: Lab) -> None:
     """Changed, moved, copied, forged and removed lines of a sealed run and of a crashed one."""
 
@@ -77,4 +88,4 @@ def tampered(lab: Lab) -> None:
             raise Broken(f"{len(missed)} changes went unseen: {missed[0]}")
 
 
-KILLERS = (failed_sync, live_writer, crash, removed_segment, crash_in_recovery, tampered)
+KILLERS = (failed_sync, live_writer, crash, removed_segment, flipped_bits, crash_in_recovery, tampered)

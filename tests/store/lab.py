@@ -1,4 +1,4 @@
-"""What the store's tests share: records to write, and the store's modules by package, so that mutants can be loaded too."""
+"""What the store's tests share: records to write, and the store's modules by package, so that mutants load too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Lab:
 
     def end(self, tape: str, status: str = "finished", cause: str | None = None) -> bytes:
         r = self.records
-        return r.End(tape=tape, status=status, cause=r.Cause(type=cause) if cause else None, seconds=1.0, at=1002.0).body()
+        why = r.Cause(type=cause) if cause else None
+        return r.End(tape=tape, status=status, cause=why, seconds=1.0, at=1002.0).body()
 
     def use(self, update: int, items: list[tuple[str, str, int, int, float]], *, lineage: str = "main", epoch: int = 0,
             **info: Any) -> bytes:  # fmt: skip

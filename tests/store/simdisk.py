@@ -1,8 +1,8 @@
 """A file system whose every legal state after a power cut can be listed.
 
-It keeps what POSIX promises and nothing more: bytes and lengths of a file are safe after `sync` of that file, names after
-`sync_dir` of their folder, locks die with their holder. What was not synced may be there or not, in whole or by sectors
-in any order, with zeros, noise or another file's old bytes in the gaps.
+It keeps what POSIX promises and nothing more: bytes and lengths of a file are safe after `sync` of that file, names
+after `sync_dir` of their folder, locks die with their holder. What was not synced may be there or not, in whole or by
+sectors in any order, with zeros, noise or another file's old bytes in the gaps.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class SimDisk:
         """A place for tests to look at the disk after every operation."""
 
     def after_death(self) -> SimDisk:
-        """The disk as it is when every process has died but the power stays on: no locks, nothing safer than before."""
+        """The disk when every process has died but the power stays on: no locks, nothing safer than before."""
         copy = SimDisk(seed=self.seed + 100)
         copy.inodes = [Inode(i.safe, list(i.pending), bytearray(i.data)) for i in self.inodes]
         copy.names_now, copy.names_safe = dict(self.names_now), dict(self.names_safe)
@@ -183,7 +183,7 @@ class SimDisk:
         return {path: bytes(self.inodes[inode].data) for path, inode in self.names_now.items()}
 
     def crash_images(self, stale: bytes, *, thorough: bool = True) -> Iterator[Image]:
-        """Legal images after a power cut now. Every file varies in all its ways while the others are at two extremes."""
+        """Legal images after a power cut now. Each file varies in all its ways, the others between two extremes."""
         for names in self._name_states():
             inodes = sorted(set(names.values()))
             dirty = [inode for inode in inodes if self.inodes[inode].pending]
@@ -220,7 +220,7 @@ class SimDisk:
             names[path] = inode
 
     def _contents(self, number: int, stale: bytes, thorough: bool) -> Iterator[bytes]:
-        """Everything that a file may hold: nothing that is safe is lost, nothing that was never written appears whole."""
+        """What a file may hold: nothing that is safe is lost, the rest may be there, be missing or be old bytes."""
         inode = self.inodes[number]
         now, safe = bytes(inode.data), inode.safe
         yield now

@@ -18,7 +18,7 @@ def closed_run(lab: Lab, *, episodes: int = 6) -> Image:
     """Two sealed segments, the second by a writer that pinned the first."""
     disk = SimDisk()
     for part in range(2):
-        with lab.Store.open(RUN, write=True, disk=_started(disk), thread=False, clock=Clock(), rotate_bytes=1 << 20) as s:
+        with lab.Store.open(RUN, write=True, disk=_started(disk), thread=False, clock=Clock()) as s:
             for k in range(episodes // 2):
                 for n, body in enumerate(lab.episode(f"t{part}{k}")):
                     s.writer.append(body)
@@ -53,8 +53,7 @@ def segment_paths(image: Image) -> list[str]:
 
 
 def damages(data: bytes, below: int, *, flips: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Ways to change a segment, each with a name. Only the first `below` lines are touched, and nothing after them moves
-    in front of them."""
+    """Ways to change a segment, each with a name. Only the first `below` lines are touched."""
     lines = data.splitlines(keepends=True)
     rng = random.Random(seed)
     end = sum(map(len, lines[:below]))

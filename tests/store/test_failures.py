@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -64,7 +65,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False)
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    made = subprocess.run(command, capture_output=True, check=False)
     if made.returncode:
         pytest.skip("needs the right to mount a small tmpfs")
     try:
@@ -76,7 +78,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_poisons_the_writer_and_loses_nothing_acknowledged(small_disk: Path) -> None:
     store = Store.create(small_disk / "run", cache=False)
     acknowledged = 0
-    with pytest.raises(StoreFailed, match="No space left") as caught:
+    with pytest.raises(StoreFailed, match="No space left") as caught:  # noqa: PT012
         for k in range(1_000):
             write(store, *lab.episode(f"t{k:04d}"))
             store.writer.sync()
@@ -175,9 +177,20 @@ def test_everyone_who_waits_is_told_of_a_failure(tmp_path: Path) -> None:
     store.abandon()
 
 
+def test_an_error_of_any_other_kind_is_told_too(tmp_path: Path) -> None:
+    """A writer's thread that dies in silence would leave everybody waiting for ever."""
+    disk = FaultyDisk()
+    store = Store.create(tmp_path / "run", disk=disk)
+    disk.sync_error = MemoryError("no room")  # type: ignore[assignment]
+    store.writer.append(lab.begin("a"))
+    with pytest.raises(StoreFailed, match="no room"):
+        asyncio.run(store.writer.durable())
+    store.abandon()
+
+
 def test_a_failure_inside_the_with_statement_is_what_comes_out(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with pytest.raises(StoreFailed, match="on fire"), Store.create(tmp_path / "run", disk=disk) as store:
+    with pytest.raises(StoreFailed, match="on fire"), Store.create(tmp_path / "run", disk=disk) as store:  # noqa: PT012
         disk.sync_error = OSError(errno.EIO, "on fire")
         write(store, lab.begin("a"))
         store.writer.sync()
@@ -393,7 +406,8 @@ def test_open_episodes_end_as_crashed_and_irreversible_actions_are_named(tmp_pat
     store = Store.create(run)
     write(store, lab.begin("pure"), lab.step("pure", "do it"))
     write(store, lab.begin("sent", effect="irreversible"), lab.step("sent", "send the letter"))
-    write(store, lab.begin("seen", effect="irreversible"), lab.step("seen", "send"), lab.step("seen", "sent", action=False))
+    write(store, lab.begin("seen", effect="irreversible"), lab.step("seen", "send"))
+    write(store, lab.step("seen", "sent", action=False))
     write(store, *lab.episode("done", effect="irreversible"))
     store.writer.sync()
     store.abandon()
@@ -450,14 +464,14 @@ def test_a_clock_that_goes_backwards_changes_no_order(tmp_path: Path) -> None:
     run = tmp_path / "run"
     times = iter(range(1_000_000, 0, -1_000))
     for k in range(4):
-        store = Store.open(run, write=True, clock=lambda: next(times)) if k else Store.create(run, clock=lambda: next(times))
-        with store:
+        start = Store.create if k == 0 else functools.partial(Store.open, write=True)
+        with start(run, clock=lambda: next(times)) as store:
             write(store, lab.begin(f"t{k}", at=float(next(times))))
             if k % 2:
                 write(store, lab.end(f"t{k}"))
     with Store.open(run, write=True, clock=lambda: next(times)) as store:
         assert [summary.id for summary in store.summaries()] == ["t0", "t1", "t2", "t3"]
-        crashed = [tape for tape in store.tapes(status="crashed")]
+        crashed = list(store.tapes(status="crashed"))
         assert [tape.id for tape in crashed] == ["t0", "t2"]
         assert all(tape.end is not None and tape.end.seconds >= 0 for tape in crashed)
         assert store.books().closes

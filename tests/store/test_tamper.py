@@ -31,7 +31,8 @@ def rewritten(lab: Lab) -> Image:
 def test_every_change_below_a_pin_shows() -> None:
     image = closed_run(Lab(), episodes=4)
     assert check(SimDisk(image)) == 0
-    tried, missed = undetected(image, {path: image[path].count(b"\n") for path in segment_paths(image)}, check, flips=120)
+    lines = {path: image[path].count(b"\n") for path in segment_paths(image)}
+    tried, missed = undetected(image, lines, check, flips=100)
     assert not missed
     assert tried >= 400
 
@@ -41,7 +42,7 @@ def test_every_change_below_the_seals_shows_without_a_pin() -> None:
     first, last = segment_paths(image)
     # The last seal itself is above every frontier; what becomes of it is told below.
     lines = {first: image[first].count(b"\n"), last: image[last].count(b"\n") - 1}
-    tried, missed = undetected(image, lines, check, flips=120)
+    tried, missed = undetected(image, lines, check, flips=100)
     assert not missed
     assert tried >= 300
 

@@ -51,7 +51,8 @@ def refusal_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 64) 
 def killed(at: int, *words: str) -> None:
     """Run a command in a process of its own that the world kills at its step `at`."""
     environment = {**os.environ, "DEADLY_STEP": str(at), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-m", "tapereel.cli", *words], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "tapereel.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == -9, done.stderr[-2000:]
 
 

@@ -156,8 +156,8 @@ def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path: Path, capsys)
     from tapereel.agents.tiny import char_tokenizer
 
     char_tokenizer("0123456789\x1b[m\n").save_pretrained(tmp_path / "t")
-    words = ("run", *SCENE, *settings('engine.answers=["\\u001b[31m\\n"]', "count=1", f"engine.tokenizer={tmp_path / 't'}"))
-    answer_of(capsys, *words, "--out", str(tmp_path / "r"))
+    script = settings('engine.answers=["\\u001b[31m\\n"]', f"engine.tokenizer={tmp_path / 't'}", "count=1")
+    answer_of(capsys, "run", *SCENE, *script, "--out", str(tmp_path / "r"))
     assert main(["explain", str(tmp_path / "r")]) == 0
     shown = capsys.readouterr().out
     assert "\x1b[31m" not in shown

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes import RunExists
 from tapereel.tapes.config import Config, ConfigError
+from tapereel.tapes.errors import RunExists
 from tapereel.tapes.progress import live_progress
 from tapereel.tapes.rundir import append_metrics, open_run, read_metrics
 

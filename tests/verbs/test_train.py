@@ -61,7 +61,8 @@ def test_held_out_tasks_are_not_trained_on_and_their_tapes_have_the_version_they
         for when, version in (("before", 0), ("update-000001", 1), ("update-000002", 2), ("after", 3)):
             tapes = list(store.tapes(split=f"eval-{when}-sampled"))
             assert len(tapes) == 4
-            assert {span[0] for tape in tapes for call in tape.calls for span in call.spans} == {f"{lineage}:{version}"}
+            versions = {span[0] for tape in tapes for call in tape.calls for span in call.spans}
+            assert versions == {f"{lineage}:{version}"}
             assert not train & {tape.begin.task_hash for tape in tapes}
 
 
@@ -130,7 +131,9 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     (("loop.group_sise=3",), "did you mean loop.group_size"),
     (("warm.updates=3",), "warm.tapes is not set"),
 ])  # fmt: skip
-def test_a_wrong_configuration_is_refused_before_anything_is_written(model: str, more: Any, says: str, tmp_path, capsys):
+def test_a_wrong_configuration_is_refused_before_anything_is_written(
+    model: str, more: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(list(train_words(model, tmp_path / "r", *more))) in (1, 64)
     assert says in capsys.readouterr().err
     assert not (tmp_path / "r").exists()

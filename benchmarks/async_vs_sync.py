@@ -1,0 +1,134 @@
+"""Async against synchronous training on the demo's task after its warm start, in pairs: same seed, start and tasks.
+
+    python benchmarks/async_vs_sync.py [--seeds 10 11 12] [--updates N] [--out DIR] [--json] [--tiny]
+
+For each seed the demo records its demonstrations and imitates them once; from those weights the loop runs twice, with
+`max_lag` 1 (rollouts go on beside the updates) and 0 (they wait for each other), which goes first changing from seed to
+seed. Reported: mean reward of the last five updates' episodes, sampled reward on held-out tasks after, seconds of the
+loop, share of them in which neither engine nor trainer was at work, and the paired differences. Prints Markdown.
+Seconds depend on what else the machine does; the load is printed along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapereel.finetune.checkpoint import copied_weights
+from tapereel.finetune.config import WarmStartConfig
+from tapereel.finetune.demo import Demo, DemoConfig
+from tapereel.finetune.loop import UpdateReport
+from tapereel.finetune.training import new_results
+from tapereel.tapes.rundir import open_run
+from tapereel.tapes.store import Store
+
+MODES = {"async": 1, "sync": 0}
+"""name -> max_lag."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--updates", type=int, default=None, help="of the loop (default: the demo's)")
+    parser.add_argument("--out", type=Path, default=None, help="keep the runs there (default: nowhere)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out or Path(scratch)
+        pairs = [pair(configuration(seed, args), out / str(seed), first=k % 2) for k, seed in enumerate(args.seeds)]
+    print(json.dumps(pairs, indent=1) if args.json else table(args.seeds, pairs))
+
+
+def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
+    """The demo's, or a tiny one."""
+    config = DemoConfig(seed=seed)
+    if args.tiny:
+        loop = config.loop.model_copy(update={"groups": 2, "group_size": 2})
+        config = DemoConfig(seed=seed, model_size="micro", tasks=200, held_out=16, demonstrations=64,
+                            warm=WarmStartConfig(updates=2, batch=8), loop=loop)  # fmt: skip
+    if args.updates is not None:
+        config = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": args.updates})})
+    return config
+
+
+def pair(config: DemoConfig, path: Path, *, first: int) -> dict[str, dict[str, Any]]:
+    """Both modes from one warm start."""
+    torch.set_num_threads(config.threads)
+    with open_run(path, config, begin=new_results) as directory:
+        demo = Demo(config, path)
+        demo.results, demo.store = directory.results, directory.store
+        demo._setup(directory)
+        demo._demonstrate()
+        demo.training.restore()
+        demo.training.imitate(demo.demo_order, demo.demos.__getitem__)
+        base = copied_weights(demo.training.model)
+        found = {}
+        for mode in sorted(MODES, reverse=bool(first)):
+            demo.training.model.load_state_dict(base)
+            found[mode] = measured(demo, mode, path / mode)
+    return found
+
+
+def measured(demo: Demo, mode: str, path: Path) -> dict[str, Any]:
+    """One loop from the weights that the model has now."""
+    training, rewards, lags = demo.training, [], []
+
+    def on_update(report: UpdateReport) -> None:
+        rewards.append(report.reward)
+        lags.append(report.metrics["lag"])
+
+    with Store.create(path) as store:
+        history = training.history_in(store, f"{demo.results['lineage']}-{mode}", path)
+        config = training.loop.model_copy(update={"max_lag": MODES[mode]})
+        started, cpu = time.perf_counter(), time.process_time()
+        loop = asyncio.run(training.run_loop(history, config, on_update, name=mode, start=0))
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        after = asyncio.run(training.evaluate(training.engine(history), mode))
+        books = store.books()
+    last = [reward for reward in rewards[-5:] if reward is not None]
+    found = {"reward": statistics.fmean(last), "held_out": after["sampled"]["mean"], "seconds": seconds, "cpu": cpu,
+            "idle": loop.idle_share, "lag": statistics.fmean(lags), "engine": loop.engine_seconds,
+            "trainer": loop.train_seconds, "tokens": books.sampled, "books_close": books.closes,
+            "load": os.getloadavg()[0]}  # fmt: skip
+    print(demo.config.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
+    return found
+
+
+def table(seeds: list[int], pairs: list[dict[str, dict[str, Any]]]) -> str:
+    """The pairs and their differences, as Markdown."""
+    lines = [
+        "| seed | mode | reward, last 5 updates | held out, sampled | loop, s | CPU, s | neither busy | lag | load |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for seed, modes in zip(seeds, pairs, strict=True):
+        for mode in MODES:
+            r = modes[mode]
+            lines.append(f"| {seed} | {mode} | {r['reward']:.3f} | {r['held_out']:.3f} | {r['seconds']:.0f} | "
+                         f"{r['cpu']:.0f} | {r['idle']:.0%} | {r['lag']:.2f} | {r['load']:.1f} |")
+    lines.append("")
+    for name, what in (("reward", "reward of the last 5 updates"), ("held_out", "held-out reward")):
+        differences = [modes["async"][name] - modes["sync"][name] for modes in pairs]
+        spread = statistics.stdev(differences) if len(differences) > 1 else float("nan")
+        mean = statistics.fmean(differences)
+        lines.append(f"- {what}, async - sync: mean {mean:+.3f}, standard deviation {spread:.3f}")
+    ratios = [modes["sync"]["seconds"] / modes["async"]["seconds"] for modes in pairs]
+    lines.append(f"- speed-up of async: {statistics.fmean(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+    for mode in MODES:
+        idle = [modes[mode]["idle"] for modes in pairs]
+        lines.append(f"- neither engine nor trainer busy, {mode}: {statistics.fmean(idle):.0%}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

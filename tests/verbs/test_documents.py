@@ -1,0 +1,41 @@
+"""The commands of docs/cli.md and of the examples' README run, in the order in which they stand, at a small size."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tapereel.cli import VERBS, main
+
+from .lab import ROOT
+
+SMALL = ["--set", "loop.updates=2", "--set", "loop.groups=2", "--set", "loop.group_size=4"]
+
+
+def commands(document: str) -> list[list[str]]:
+    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
+    fences = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [shlex.split(line) for fence in fences for line in fence.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("document", ["docs/cli.md", "docs/training.md", "examples/README.md"])
+def test_the_commands_run(document: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(ROOT)
+    made = {"runs/digits-model": model}
+    ran = 0
+    for program, *words in commands(document):
+        if program == "python" or words[0] == "demo":  # the model is there; the demo has tests of its own
+            continue
+        here = [made.get(word, re.sub(r"(^|=)runs/", rf"\1{tmp_path}/", word)) for word in words]
+        assert program == "tapereel"
+        assert main([*here, *(SMALL if words[0] == "train" else [])]) == 0, (words, capsys.readouterr())
+        ran += 1
+    assert ran > 0
+
+
+def test_every_verb_has_its_part_in_the_page():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"\n## {verb}\n" not in text] == []
