@@ -222,7 +222,7 @@ class LLM:
                 tracks.append(TextTrack(call.call, messages, call.reply))
             elif call.prompt is not None and call.completion is not None:
                 tracks.append(renderer.retrack(
-                    call=call.call, messages=[*messages, call.reply], tools=None,
+                    call=call.call, messages=[*messages, call.reply], tools=prefix.call_tools(call),
                     ids=prefix.call_prompt(call) + call.completion, completion=call.completion,
                 ))  # fmt: skip
 

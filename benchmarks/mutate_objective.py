@@ -32,7 +32,7 @@ FILES = {
     "words/baseline.py": "baseline",
     "words/credit.py": "credit baseline regulariser",
     "words/kl.py": "regulariser",
-    "words/surrogate.py": "surrogate",
+    "words/surrogate.py": "surrogate recipes",
     "words/weigh.py": "surrogate",
     "words/adjust.py": "credit baseline",
     "words/regulariser.py": "regulariser recipes",
@@ -46,6 +46,7 @@ FILES = {
     "schedule.py": "regulariser",
     "objective.py": "baseline regulariser surrogate recipes trainer",
     "head.py": "score",
+    "micro.py": "micro",
     "stream.py": "credit baseline trainer",
     "recipes/grpo.py": "recipes",
     "recipes/reinforce.py": "recipes",
@@ -56,6 +57,7 @@ FILES = {
 """Each file, and the test files that answer for it."""
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("words/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
+    ("words/weigh.py", "return 1.0"): "a sum has no denominator to add up",
     ("words/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
 }
 """Survivors that change nothing: (file, text of the mutated line) and why."""

@@ -19,7 +19,7 @@ from ..agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ..agents.llm import derive_seed
 from ..envs.calculator import Calculator, calculator_tasks, demonstrate, read_action
 from ..envs.taskset import overlap
-from ..tapes import Action, Misread, Sampling, Tape
+from ..tapes import Sampling, Tape
 from ..tapes.config import Config
 from ..tapes.errors import MissingExtra, TapereelError
 from ..tapes.progress import Progress, silent
@@ -46,6 +46,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
     raise MissingExtra(error.name, "demo", "the demo") from error
+
 
 class DemoConfig(Config):
     """What the demo does. The defaults are what the README's numbers were made with."""
@@ -79,14 +80,7 @@ class DemoFailed(TapereelError, RuntimeError):
 
 def calculator_agent() -> ChatAgent:
     """The agent of the demo: whatever the model writes is a call of the calculator, an answer, or misread."""
-    return ChatAgent(parse=_parse, name="solver", misreads=0)
-
-
-def _parse(text: str) -> Action:
-    action = read_action(text)
-    if isinstance(action, Misread):
-        raise ValueError(action.problem)
-    return action
+    return ChatAgent(parse=read_action, name="solver", misreads=0)
 
 
 @dataclass

@@ -200,9 +200,12 @@ class Loop:
                 continue
             if any(group.wants(k) for k in range(group.size)):
                 self._unfinished.append(group)
-            else:
+            elif group.usable:
                 self.pacer.start()
                 self._close(group)
+            else:
+                # Dropped by the earlier process; it is not this one's first in a row, or nothing mended could go on.
+                self.dropped_groups += 1
 
     async def _feed(self) -> None:
         async with asyncio.TaskGroup() as jobs:
@@ -234,7 +237,8 @@ class Loop:
         while group.wants(k):
             tape = await rollout(
                 self.agent, self.env, Task.of(group.task), engine=self.engine,
-                seed=derive_seed(self.seed, name, k, len(tapes)), env_seed=derive_seed(self.seed, name, "env"),
+                seed=derive_seed(self.seed, self.phase, group.number, k, len(tapes)),
+                env_seed=derive_seed(self.seed, self.phase, group.number, "env"),
                 group=name, attempt=k, split="train", limits=self.config.limits, sampling=self.config.sampling,
                 journal=self.store.writer,
             )  # fmt: skip

@@ -139,7 +139,7 @@ def _tokens_of(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
             "give rows() the renderer of the model that will be trained"
         )
-    return renderer.authored(tape.call_messages(call), call.reply)
+    return renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
 
 
 @dataclass(slots=True)

@@ -1,28 +1,24 @@
-"""score: log-probs of own tokens under a model. The only place that sees prompts, padding and micro-batches.
+"""score: log-probs of own tokens under a model. With `micro`, the only place that sees prompts and padding.
 
-Rows of like length are put side by side, padded on the right and cut behind their last own token. A causal model sees
-nothing to its right, so that padding needs no mask and changes nothing; neither does what else is in the batch. (On a
-CPU this is 1.6x faster than packing at 60 tokens a row, where block-diagonal attention costs the square of the pack.)
-Hidden states are taken at own positions only, and the vocabulary is met in chunks (`head`).
+Hidden states are taken at own positions only, and the vocabulary is met in chunks (`head`). Where rows of a group share
+a long prompt it is forwarded once, and its keys and values, with their gradient, serve all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..tapes.errors import TapereelError
 from . import head
+from .micro import MICRO_TOKENS, Micro, plan
 from .rows import Row
 
-MICRO_TOKENS = 2048
-"""Tokens of a micro-batch, padding included: measured best for small models on one CPU thread, 1,000 to 4,000 alike."""
+__all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "plan", "score"]
 
 
 class UnsupportedModel(TapereelError, ValueError):
@@ -36,66 +32,6 @@ class Scores(NamedTuple):
     """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
     entropy: Tensor | None
     """(T,) entropy of that distribution in nats; None unless asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """Some rows as one padded batch."""
-
-    ids: Tensor
-    """(B, L) int64."""
-    at: Tensor
-    """(n,) int64 into the B * L positions: those that predict the tokens wanted."""
-    token: Tensor
-    """(n,) int64 the tokens wanted."""
-    temperature: Tensor
-    """(n,) float32."""
-    index: Tensor
-    """(n,) int64 their places in the stream of all rows."""
-    there: Tensor
-    """(B, L) bool: not padding."""
-
-
-def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int = MICRO_TOKENS) -> list[Micro]:
-    """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
-
-    Rows without such a token aren't in any. A row that is longer than `micro_tokens` is a micro-batch of its own.
-    """
-    start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
-    wanted = [np.arange(len(row.own)) for row in rows] if live is None else \
-        [live[start[i]:start[i + 1]].numpy().nonzero()[0] for i in range(len(rows))]
-    length = np.array([row.own[w[-1]] if len(w) else 0 for row, w in zip(rows, wanted, strict=True)], dtype=np.int64)
-    order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
-    micros: list[Micro] = []
-    group: list[int] = []
-    for i in order:
-        if group and (len(group) + 1) * length[i] > micro_tokens:
-            micros.append(_micro(rows, group, wanted, length, start))
-            group = []
-        group.append(i)
-    if group:
-        micros.append(_micro(rows, group, wanted, length, start))
-    return micros
-
-
-def _micro(rows: Sequence[Row], group: list[int], wanted: list[Any], length: Any, start: Any) -> Micro:
-    width = int(length[group[-1]])
-    ids = np.zeros((len(group), width), dtype=np.int64)
-    at, token, temperature, index = [], [], [], []
-    for j, i in enumerate(group):
-        row, own = rows[i], rows[i].own[wanted[i]]
-        ids[j, :length[i]] = row.input_ids[:length[i]]
-        at.append(own + (j * width - 1))
-        token.append(row.input_ids[own])
-        temperature.append(row.temperature[wanted[i]])
-        index.append(wanted[i] + start[i])
-    return Micro(ids=torch.from_numpy(ids), at=_joined(at), token=_joined(token),
-                 temperature=torch.from_numpy(np.concatenate(temperature)), index=_joined(index),
-                 there=torch.from_numpy(np.arange(width) < length[group][:, None]))
-
-
-def _joined(columns: list[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate(columns)).long()
 
 
 def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False) -> Scores:
@@ -120,7 +56,13 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, *, entropy: bool = 
 def states(body: nn.Module, micro: Micro) -> Tensor:
     """(n, D) the hidden states that predict the micro-batch's tokens."""
     device = next(body.parameters()).device
-    hidden = body(input_ids=micro.ids.to(device), use_cache=False).last_hidden_state
+    ids = micro.ids.to(device)
+    if micro.prefix is None:
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    else:
+        cache = body(input_ids=micro.prefix.to(device)[None], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(ids))
+        hidden = body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(device))
 
 
@@ -136,7 +78,7 @@ def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: 
     lp = torch.full((n,), torch.nan, dtype=dtype)
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
     with torch.no_grad(), without_adapters(model) if ref else nullcontext():
-        for micro in plan(rows, live=live, micro_tokens=micro_tokens):
+        for micro in plan(rows, live=live, micro_tokens=micro_tokens, share=shares_prefixes(model)):
             part = forward(model, micro, entropy=entropy, unit_temperature=unit_temperature)
             lp[micro.index] = part.logprob.to(lp.device)
             if h is not None and part.entropy is not None:
@@ -157,6 +99,14 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
             raise UnsupportedModel(f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
                                    "which score doesn't know")
     return base.get_decoder(), output
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """True when keys and values of a prefix can serve several rows: full attention, and nothing recomputed."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
+    plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
+    return plain and not (base.training and base.is_gradient_checkpointing)
 
 
 @contextmanager

@@ -188,8 +188,10 @@ class _Run:
             await self.training.before()
         try:
             await self.training.improve(measured.on_update)
-        finally:
-            await measured.finish()
+        except BaseException:
+            await measured.stop()
+            raise
+        await measured.finish()
         if self.held_out:
             await self.training.after()
 
@@ -245,6 +247,12 @@ class _Evaluations:
         """Wait for the last one."""
         if self.last is not None:
             await self.last
+
+    async def stop(self) -> None:
+        """Cancel what runs; its episodes are closed as cancelled."""
+        if self.last is not None:
+            self.last.cancel()
+            await asyncio.gather(self.last, return_exceptions=True)
 
 
 def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:

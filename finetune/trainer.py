@@ -26,7 +26,7 @@ from .recipes import Recipe, get_recipe
 from .router import Load, load, probabilities, routed
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, Scores, forward, parts, plan, read_out, score, states
+from .score import MICRO_TOKENS, Micro, Scores, forward, parts, plan, read_out, score, shares_prefixes, states
 from .stream import BadBatch, Episode, Stream
 from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
 from .words import KL, Balance, Context, Demonstrations, Moments, Sums
@@ -216,7 +216,8 @@ class Trainer:
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
         done = Accumulated()
-        micros = plan(rows, live=part.live, micro_tokens=self.micro_tokens)
+        share = not self._balance and shares_prefixes(self.model)
+        micros = plan(rows, live=part.live, micro_tokens=self.micro_tokens, share=share)
         balance = load(self.model, micros, self.ranks.add_up) if self._balance else None
         if not micros:
             done.skipped = "nothing to train on"

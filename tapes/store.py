@@ -214,7 +214,7 @@ class Store:
         """The tape of that id, or the only one whose id starts so, with its layers. NoSuchTape when there is none."""
         if refresh:
             self.refresh()
-        return self._tape(self._resolve(tape), {})
+        return self._tape(self._resolve(tape))
 
     def _resolve(self, tape: str) -> str:
         found = self.index.ids(tape)
@@ -225,33 +225,33 @@ class Store:
             raise NoSuchTape(f"{how} {tape!r} in {self.path}")
         return found[0]
 
-    def _tape(self, tape: str, family: dict[str, Tape]) -> Tape:
-        places = self.index.places(tape)
-        ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
-        bodies: list[bytes] = []
-        layers: list[Record] = []
-        for k, body in enumerate(self._bodies(places)):
-            if k <= ended and places[k].t in _IN_TAPE:
-                bodies.append(body)
-            else:
-                layers.append(parse_record(body))
-        if not bodies or places[0].t != "begin":
-            raise NotATape(f"tape {tape!r} has records but no begin in {self.path}")
-        parent = self._parent(bodies[0], tape, family)
-        family[tape] = found = Tape.of(bodies, layers=layers, parent=parent)
+    def _tape(self, tape: str) -> Tape:
+        """The tape, on the prefixes that it and its ancestors were forked from. A parent may have grown since."""
+        line = [self._read(tape, None)]
+        seen = {tape}
+        while (above := parse_record(line[-1][0][0]).parent) is not None:
+            if above.tape in seen:
+                raise NotATape(f"tape {tape} is said to be a fork of itself, by way of {above.tape}")
+            if above.tape not in self.index.ids(above.tape):
+                raise NotATape(f"tape {tape} was forked from tape {above.tape}, which is not in {self.path}; bring the "
+                               "run that holds it here, or read the fork there")
+            seen.add(above.tape)
+            line.append(self._read(above.tape, above.records))
+        found: Tape | None = None
+        for bodies, layers in reversed(line):
+            found = Tape.of(bodies, layers=layers, parent=found)
+        assert found is not None
         return found
 
-    def _parent(self, begin: bytes, tape: str, family: dict[str, Tape]) -> Tape | None:
-        record = parse_record(begin)
-        if record.parent is None:
-            return None
-        name = record.parent.tape
-        if name in family:
-            return family[name]
-        if name not in self.index.ids(name):
-            raise NotATape(f"tape {tape} was forked from tape {name}, which is not in {self.path}; bring the run that "
-                           "holds it here, or read the fork there")
-        return self._tape(name, family)
+    def _read(self, tape: str, records: int | None) -> tuple[list[bytes], list[Record]]:
+        """Bodies of the tape's own records and its layers, or of its first `records` ones alone."""
+        places = self.index.places(tape)
+        ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
+        inside = [place for k, place in enumerate(places) if k <= ended and place.t in _IN_TAPE]
+        if not inside[:records] or inside[0].t != "begin":
+            raise NotATape(f"tape {tape!r} has records but no begin in {self.path}")
+        layers = sorted(set(places) - set(inside)) if records is None else []
+        return list(self._bodies(inside[:records])), [parse_record(body) for body in self._bodies(layers)]
 
     def _bodies(self, places: list[Place]) -> Iterator[bytes]:
         """Bodies at these places; the hash of each line is checked again."""

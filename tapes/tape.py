@@ -225,6 +225,19 @@ class Tape(Sequence[Step]):
             messages.extend(one.messages)
         return messages
 
+    def call_tools(self, call: Call | str) -> tuple[dict[str, JsonValue], ...] | None:
+        """The function schemas that a call offered; None for none."""
+        log: TapeLog | None = self._visible("call_tools")
+        offered = (log.call(call) if isinstance(call, str) else call).tools
+        if offered is None or offered.schemas is not None:
+            return offered.schemas if offered is not None else None
+        while log is not None:
+            for _, one in log.call_order:
+                if one.tools is not None and one.tools.hash == offered.hash and one.tools.schemas is not None:
+                    return one.tools.schemas
+            log = log.parent._log if log.parent is not None else None
+        raise NotATape(f"tape {self.id} names tools {offered.hash} that no call of it spells out")
+
     def call_prompt(self, call: Call | str) -> array[int]:
         """Every prompt token id of a call; NotATape where an engine of texts recorded none."""
         log = self._visible("call_prompt")

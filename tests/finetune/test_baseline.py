@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tapereel.finetune import objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.words import Baseline, Context, GroupWeights, Reward, Select
+from tapereel.tapes.records import Status
 
 from ..oracles import objective as oracle
 from .build import episode, exact, ledger, row, simple
@@ -93,6 +96,22 @@ def test_groups_that_teach_make_up_for_those_that_do_not(case):
     stream = exact(*simple(rewards, groups))
     got = GroupWeights(flat=case["flat"], cap=case["cap"]).weights(stream, Context())
     assert got.tolist() == pytest.approx(case["expected"], rel=1e-12)
+
+
+@pytest.mark.ledger("F41")
+def test_group_weights_multiply_advantages_and_see_only_what_is_trained():
+    rows, _ = simple([0] * 8, list("aabbccdd"))
+    values = [1.0, 0.0, 3.0, 3.0, 5.0, None, 7.0, 1.0]
+    episodes = [episode(r.tape, r.group, reward=v) for r, v in zip(rows, values, strict=True)]
+    episodes[7] = dataclasses.replace(episodes[7], status=Status.CRASHED)
+    weigh = [{"kind": "groups", "flat": 0.5, "cap": 9.0}]
+    recipe = get_recipe("grpo", {"baseline": {"kind": "none"}, "adjust": weigh})
+    batch = objective.prepare(recipe, exact(rows, episodes), Context())
+    assert batch.advantage[::2].tolist() == [4.0, 0.0, 1.5, 1.5, 2.5, 0.0, 3.5, 0.0]
+    assert GroupWeights().model_dump() == {"kind": "groups", "flat": 1.0, "cap": 3.0}
+    for wrong in ({"flat": -0.1}, {"cap": 0.0}):
+        with pytest.raises(ValidationError):
+            GroupWeights(**wrong)
 
 
 @pytest.mark.ledger("F42", "T17", "X5")

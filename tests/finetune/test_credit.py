@@ -123,6 +123,9 @@ def test_whitening_sees_own_tokens_only():
     assert float(white.var(correction=0)) == pytest.approx(1, rel=1e-9)
     assert Whiten(centre_only=True)(a, inside, stream, Context())[inside].tolist() == pytest.approx(case["centred"])
     assert Whiten()(torch.full((4,), 0.1), inside, stream, Context()).tolist() == [0.0] * 4
+    floor, both = LOSSES["F45_floor"], torch.tensor([True, True, False, False])
+    bounded = Whiten()(doubles([*floor["advantages"], 7, 7]), both, stream, Context())
+    assert bounded.tolist() == pytest.approx([*floor["expected"], 0, 0], rel=1e-9)
 
 
 @pytest.mark.ledger("F46", "F47")

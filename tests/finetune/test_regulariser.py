@@ -14,13 +14,16 @@ from tapereel.finetune.schedule import Schedule
 from tapereel.finetune.words import (
     KL,
     Adaptive,
+    Balance,
     Clip,
     Context,
+    Demonstrations,
     Entropy,
     EpisodeKL,
     Moments,
     Overlong,
     Running,
+    TokenKL,
 )
 from tapereel.finetune.words import kl as estimators
 
@@ -131,9 +134,13 @@ def test_the_price_of_a_long_answer():
 
 @pytest.mark.ledger("F27")
 def test_a_price_of_the_episode_falls_on_its_last_turn_when_rewards_are_per_turn():
-    stream = exact([row(turns=(1, 1))], [episode(reward=3.0, turn_rewards=[1.0, 2.0], length=100)])
-    x = Overlong(limit=100, buffer=20)(stream.turns.reward, torch.ones(2, dtype=torch.bool), stream, Context())
-    assert x.tolist() == [1.0, 1.0]
+    rows = [row("a", turns=(1, 1)), row("b", turns=(1, 1))]
+    episodes = [episode("a", reward=3.0, turn_rewards=[1.0, 2.0], length=100),
+                episode("b", reward=3.0, turn_rewards=[1.0, 2.0], length=90)]
+    stream = exact(rows, episodes)
+    word = Overlong(limit=100, buffer=20, factor=2.0)
+    x = word(stream.turns.reward, torch.ones(4, dtype=torch.bool), stream, Context())
+    assert x.tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.ledger("F28", "T05")
@@ -178,7 +185,7 @@ def test_rewards_outside_the_bounds_are_counted_before_they_are_clipped():
     stream = exact(*simple([float(r) for r in case["rewards"]]))
     context = Context()
     word = Clip(low=case["low"], high=case["high"])
-    x = word(stream.episodes.reward, torch.ones(2, dtype=torch.bool), stream, context)
+    x = word(stream.episodes.reward, torch.ones(len(case["rewards"]), dtype=torch.bool), stream, context)
     assert x.tolist() == case["expected"]
     assert context.sums.mean("reward/clipped") == case["clipped"]
 
@@ -197,6 +204,35 @@ def test_the_adaptive_coefficient():
     got = Adaptive(target=case["target"], horizon=case["horizon"]).next(case["beta"], case["kl"], case["episodes"])
     assert got == pytest.approx(case["expected"], rel=1e-12)
     assert got == pytest.approx(case["stated"], abs=1e-9)
+
+
+@pytest.mark.ledger("F68")
+@pytest.mark.parametrize(("kl", "factor"), [(6.6, 1.1), (5.4, 0.9), (60, 1.2), (0, 0.8), (6, 1.0)])
+def test_the_adaptive_coefficient_moves_by_the_error_and_by_at_most_a_fifth(kl, factor):
+    assert Adaptive(target=6, horizon=100).next(0.5, kl, 100) == pytest.approx(0.5 * factor, rel=1e-9)
+
+
+@pytest.mark.parametrize(("word", "constants"), [
+    (KL, {"beta": -0.1}), (Adaptive, {"target": 0, "horizon": 1}), (Adaptive, {"target": 1, "horizon": 0}),
+    (Overlong, {"limit": 0, "buffer": 1}), (Overlong, {"limit": 1, "buffer": 0}), (EpisodeKL, {"beta": -1}),
+    (TokenKL, {"beta": -1}), (Demonstrations, {"coefficient": -1}), (Balance, {"coefficient": -1}),
+])
+def test_a_constant_that_makes_no_sense_is_refused(word, constants):
+    with pytest.raises(ValidationError):
+        word(**constants)
+
+
+@pytest.mark.parametrize(("word", "constants"), [
+    (KL, {"to": "reference", "estimator": "k3", "beta": 0.0, "adaptive": None}), (Entropy, {"coefficient": 0.0}),
+    (Demonstrations, {"coefficient": 0.0}), (Balance, {"coefficient": 0.0}),
+])
+def test_a_regulariser_adds_nothing_unless_it_is_told_to(word, constants):
+    assert {k: v for k, v in word().model_dump().items() if k != "kind"} == constants
+    assert not word().active
+    assert not word().needs_reference
+    name = "beta" if word is KL else "coefficient"
+    assert word(**{name: 0.5}).active
+    assert word(**{name: 0.5}).needs_reference == (word is KL)
 
 
 @pytest.mark.ledger("T21")

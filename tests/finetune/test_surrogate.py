@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tapereel.finetune import objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.words import Anchor, Context, Select, Surrogate, Weigh
+from tapereel.finetune.words import Anchor, Context, Select, Sums, Surrogate, Weigh
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, ledger, row
@@ -35,15 +35,54 @@ def losses(word, lp, old, advantage, **columns):
     return got.detach(), grad, context.sums
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ledger(*rows)) for n, rows in (
-    ("F52", ("F52",)), ("X1", ("X1",)), ("X2", ("X2", "T23")), ("sapo", ()), ("dual", ()))])
+BLOCKS = {"F52": ("F52",), "X1": ("X1",), "X2": ("X2", "T23"), "X2_low": ("X2",), "sapo": (), "dual": ("F71",)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ledger(*rows)) for n, rows in BLOCKS.items()])
 def test_loss_and_gradient_of_one_token(name):
-    for case in LOSSES[name]["cases"]:
-        loss, grad, _ = losses(LOSSES[name]["word"], [math.log(case["ratio"])], [0.0], [case["advantage"]])
+    block, counted = LOSSES[name], Sums()
+    for case in block["cases"]:
+        loss, grad, sums = losses(block["word"], [math.log(case["ratio"]) - 1], [-1.0], [case["advantage"]])
+        counted.merge(sums)
         if "loss" in case:
             assert loss.item() == pytest.approx(case["loss"], rel=1e-9)
         if "grad" in case:
             assert grad.item() == pytest.approx(case["grad"], rel=1e-9, abs=1e-12)
+    if "clipped" in block:
+        assert counted.mean("clip") == pytest.approx(block["clipped"])
+
+
+@pytest.mark.parametrize(("word", "constants"), [
+    ({"kind": "ppo"}, {"low": 0.2, "high": 0.2, "dual": None, "per": "token"}),
+    ({"kind": "cispo"}, {"low": None, "cap": 5.0}),
+    ({"kind": "cpg"}, {"low": 0.2, "high": 0.2}),
+    ({"kind": "sapo"}, {"tau": 1.0, "tau_negative": 1.05}),
+    ({"kind": "minor_nll"}, {"beta": 0.1, "per": "episode"}),
+])
+def test_what_is_not_said_is_the_papers(word, constants):
+    assert READ.validate_python(word).model_dump() == word | constants
+
+
+@pytest.mark.parametrize("word", [
+    {"kind": "ppo", "low": -0.1}, {"kind": "ppo", "low": 1.1}, {"kind": "ppo", "high": -0.1},
+    {"kind": "ppo", "dual": 1.0},
+    {"kind": "cispo", "low": -0.1}, {"kind": "cispo", "low": 1.5}, {"kind": "cispo", "cap": 0.0},
+    {"kind": "cpg", "low": 1.0}, {"kind": "cpg", "low": -0.1}, {"kind": "cpg", "high": -0.1},
+    {"kind": "sapo", "tau": 0.0}, {"kind": "sapo", "tau_negative": 0.0}, {"kind": "minor_nll", "beta": 0.0},
+], ids=str)
+def test_a_constant_that_makes_no_sense_is_refused(word):
+    with pytest.raises(ValidationError):
+        READ.validate_python(word)
+
+
+@pytest.mark.parametrize(("word", "local", "advantages"), [
+    ({"kind": "ppo"}, True, True), ({"kind": "ppo", "per": "turn"}, False, True), ({"kind": "reinforce"}, True, True),
+    ({"kind": "nll"}, True, False), ({"kind": "minor_nll"}, False, False), ({"kind": "none"}, True, False),
+    ({"kind": "minor_nll", "per": "token"}, True, False), ({"kind": "cispo"}, True, True),
+])
+def test_what_a_surrogate_needs_is_what_it_says(word, local, advantages):
+    read = READ.validate_python(word)
+    assert (read.local, read.advantages) == (local, advantages)
 
 
 @pytest.mark.ledger("F55")
@@ -115,6 +154,9 @@ def test_the_clipped_policy_gradient_bounds_the_log_prob():
     assert loss.mean().item() == pytest.approx(case["stated"], abs=5e-6)
     assert grad.tolist() == case["grad"]
     assert sums.mean("clip") == 1.0
+    _, grad, sums = losses(case["word"], [-1.0, -1.0, -2.0], [-1.0, -1.05, -1.0], [1.0, 0.0, 0.0])
+    assert grad.tolist() == [-1.0, 0.0, 0.0]
+    assert sums.mean("clip") == 0.0
 
 
 def test_a_ratio_over_an_episode_is_the_geometric_mean_and_its_gradient_reaches_every_token():
@@ -176,6 +218,27 @@ def test_masked_importance_weights_per_token_geometric_mean_or_product():
         _, weight = word(lp, index, stream, Context())
         assert weight is not None
         assert weight.tolist() == pytest.approx([want] * 2, rel=1e-9)
+
+
+def test_what_an_importance_weight_changes_is_counted():
+    ratios = [0.25, 0.5, 1.0, 1.5, 3.0, 4.0]
+    stream = one_row(6, old=[-5.0] * 6, anchor=[math.log(r) - 5 for r in ratios])
+    lp, index, context = doubles([-5.0] * 6), torch.arange(6), Context()
+    for how in ("truncate", "mask"):
+        Anchor(to="recomputed", weight=how, low=0.4, high=2.0)(lp, index, stream, context)
+    assert context.sums.mean("importance/truncated") == pytest.approx(2 / 6)
+    assert context.sums.mean("importance/masked") == pytest.approx(3 / 6)
+
+
+def test_an_anchor_is_the_samplers_own_log_prob_and_local_unless_it_is_told_otherwise():
+    assert Anchor().model_dump() == {"to": "sampler", "weight": "none", "per": "token", "combine": "mean", "low": 0.0,
+                                     "high": 2.0}
+    assert Anchor(per="turn").local
+    assert Anchor(to="recomputed", weight="mask").local
+    assert not Anchor(to="recomputed", weight="mask", per="turn").local
+    for wrong in ({"low": -0.1}, {"high": 0.0}):
+        with pytest.raises(ValidationError):
+            Anchor(**wrong)
 
 
 def test_an_importance_weight_against_the_sampler_itself_is_refused():

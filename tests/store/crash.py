@@ -9,12 +9,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from .lab import Clock, Lab
 from .simdisk import Image, SimDisk, fingerprint
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """One process number, so that lines are as long in every process and the same images are tried."""
+    with mock.patch("os.getpid", return_value=4242):
+        yield
+
 
 RUN = Path("/run")
 TAPES = "/run/tapes"
@@ -105,7 +115,7 @@ class Enumerator:
         self.lab, self.thorough, self.stride, self.deep = lab, thorough, stride, deep
         self.counts: Counter[str] = Counter()
         self._seen: dict[bytes, Recovery] = {}
-        self.stale = _old_segment(lab)
+        self.stale = old_segment(lab)
 
     def run(self, workload: Callable[[Trace], Iterator[None]] = two_writers) -> Counter[str]:
         """Counts. Raises Broken at the first image that breaks an invariant."""
@@ -242,7 +252,7 @@ def _written(disk: SimDisk) -> dict[str, bytes]:
     return {path: bytes(inode.data) for path, inode in _segments(disk)}
 
 
-def _old_segment(lab: Lab) -> bytes:
+def old_segment(lab: Lab) -> bytes:
     """A segment of another, earlier run with the same name: what a reused block may still hold."""
     disk = SimDisk(seed=1)
     with lab.Store.create(RUN, disk=disk, thread=False, clock=Clock(1_600_000_000.0)) as store:

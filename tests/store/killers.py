@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from .crash import RUN, Broken, Enumerator
+from .crash import RUN, Broken, Enumerator, old_segment
 from .lab import Clock, Lab
-from .simdisk import SimDisk
+from .simdisk import SECTOR, SimDisk
 from .tamper import closed_run, crashed_run, damages, segment_paths, undetected
 
 
@@ -53,6 +53,28 @@ def live_writer(lab: Lab) -> None:
         raise Broken(f"a live writer's episodes were ended, or its files changed: {two.recovered}")
 
 
+def stale_tail(lab: Lab) -> None:
+    """Sectors that were never written hold whole lines of an older run's segment, at every offset."""
+    disk = SimDisk()
+    store = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    for body in lab.episode("a"):
+        store.writer.append(body)
+    store.writer.commit()
+    for body in lab.episode("b"):
+        store.writer.append(body)
+    store.writer.commit(sync=False)
+    (path,) = segment_paths(disk.image())
+    inode = disk.inodes[disk.names_now[path]]
+    first = len(inode.safe) + -len(inode.safe) % SECTOR
+    stale = old_segment(lab)
+    half = len(stale) // 2  # from here on the old lines state frontiers beyond the break
+    for phase in range(half, half + 1500, 12):
+        data = bytes(inode.data[:first]) + stale[phase : phase + len(inode.data) - first]
+        report = lab.verify.verify(RUN, disk=SimDisk({path: data}))
+        if report.broken:
+            raise Broken(f"a crash is called tampering: {report.broken}")
+
+
 def removed_segment(lab: Lab) -> None:
     """A segment that a later one pins is gone, and so is the file with the pins."""
     closed = closed_run(lab, episodes=2)
@@ -88,4 +110,4 @@ def tampered(lab: Lab) -> None:
             raise Broken(f"{len(missed)} changes went unseen: {missed[0]}")
 
 
-KILLERS = (failed_sync, live_writer, crash, removed_segment, flipped_bits, crash_in_recovery, tampered)
+KILLERS = (failed_sync, live_writer, crash, removed_segment, stale_tail, flipped_bits, crash_in_recovery, tampered)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from tapereel.tapes.store import Store
 
-from .crash import RUN, Enumerator
-from .killers import failed_sync, live_writer
+from .crash import RUN, Enumerator, steady
+from .killers import failed_sync, live_writer, stale_tail
 from .lab import Clock, Lab
 from .simdisk import SimDisk
 
 
 def test_every_legal_image_recovers_everything_that_was_acknowledged() -> None:
-    counts = Enumerator(Lab(), thorough=True, deep=120).run()
+    with steady():
+        counts = Enumerator(Lab(), thorough=True, deep=120).run()
     # What was tried, so that a workload that shrinks to nothing is seen.
     assert counts["moments"] > 50
     assert counts["acknowledged"] >= 15
@@ -26,6 +27,10 @@ def test_a_sync_that_failed_is_never_tried_again() -> None:
 
 def test_a_live_writer_is_never_touched() -> None:
     live_writer(Lab())
+
+
+def test_old_lines_of_another_run_are_no_evidence() -> None:
+    stale_tail(Lab())
 
 
 def test_the_simulated_disk_loses_what_was_not_synced() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from .crash import steady
 from .killers import KILLERS
 from .mutants import MUTANTS, Mutant, broken_store
 
@@ -16,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_dies(mutant: Mutant, tmp_path: Path) -> None:
     killed_by = None
-    with broken_store(mutant, tmp_path) as lab:
+    with steady(), broken_store(mutant, tmp_path) as lab:
         for killer in KILLERS:
             try:
                 killer(lab)

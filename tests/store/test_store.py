@@ -175,6 +175,28 @@ def test_forks_of_forks_are_read(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").exit_code == 0
 
 
+def test_a_fork_keeps_its_prefix_when_the_parent_goes_on(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, lab.begin("parent"))
+        store.writer.sync()
+        cut = store.tape("parent")
+        write(store, lab.begin("child", parent=Parent(tape="parent", digest=cut.digest, records=1, turn=0)))
+        write(store, lab.step("parent", "later", action=False))
+        store.writer.sync()
+        parent = store.tape("child").parent
+        assert parent is not None
+        assert parent.bodies == cut.bodies
+
+
+def test_a_tape_that_claims_to_be_its_own_ancestor_is_refused(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        write(store, lab.begin("a", parent=Parent(tape="b", digest="0" * 64, records=1, turn=0)))
+        write(store, lab.begin("b", parent=Parent(tape="a", digest="0" * 64, records=1, turn=0)))
+        store.writer.sync()
+        with pytest.raises(NotATape, match="a fork of itself"):
+            store.tape("a")
+
+
 def test_the_live_tail_gives_every_record_once_and_goes_through_json(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", rotate_bytes=1500) as store, Store.open(tmp_path / "run") as reader:
         seen: list[bytes] = []

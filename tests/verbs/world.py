@@ -29,6 +29,18 @@ class Deadly(Digits):
         return await super().step(action)
 
 
+class BreaksLater(Digits):
+    """Works for 30 steps, then breaks in every episode."""
+
+    steps = 0
+
+    async def step(self, action: Any) -> Outcome:
+        BreaksLater.steps += 1
+        if BreaksLater.steps > 30:
+            raise OSError("the world broke")
+        return await super().step(action)
+
+
 class Broken(Digits):
     async def step(self, action: Any) -> Outcome:
         raise OSError("the world broke")
