@@ -78,7 +78,7 @@ class TapeLog:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
         if record.tape != self.begin.tape:
             raise NotATape(f"a record of tape {record.tape!r} can't stand on tape {self.begin.tape!r}")
-        body = record.body() if body is None else body
+        written: bytes = record.body() if body is None else body
         # By class, not isinstance: pydantic's metaclass makes that check cost more than the rest of this method.
         kind = type(record)
         if kind is StepRecord:
@@ -95,8 +95,8 @@ class TapeLog:
             self.end = record
         else:
             raise NotATape(f"a {type(record).__name__} is no part of a tape")
-        self._fold(body)
-        return body
+        self._fold(written)
+        return written
 
     def _fold(self, body: bytes) -> None:
         self.bodies.append(body)

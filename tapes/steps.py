@@ -180,12 +180,18 @@ def role_of(step: Step) -> Role:
     cls = type(step)
     role = _roles.get(cls)
     if role is None:
-        bases: dict[type[Step], Role] = {Action: "action", Observation: "observation", Thought: "thought"}
-        role = next((name for base, name in bases.items() if issubclass(cls, base)), None)
-        if role is None:
-            raise TypeError(f"{cls.__qualname__} must subclass Observation, Thought or Action")
-        _roles[cls] = role
+        role = _roles[cls] = _role(cls)
     return role
+
+
+def _role(cls: type[Step]) -> Role:
+    if issubclass(cls, Action):
+        return "action"
+    if issubclass(cls, Observation):
+        return "observation"
+    if issubclass(cls, Thought):
+        return "thought"
+    raise TypeError(f"{cls.__qualname__} must subclass Observation, Thought or Action")
 
 
 def step_class(kind: str) -> type[Step] | None:
