@@ -295,19 +295,23 @@ def acted(act: Any, made: tuple[Renderer, int] | None = None) -> tuple[Tape, Dic
 
 
 def test_a_failed_call_costs_no_row_and_is_no_answer() -> None:
-    async def act(tape: Tape, llm: LLM, engine: Dice) -> AsyncIterator[Any]:
-        reply = await llm(tape)
+    async def failing(llm: LLM, tape: Tape, engine: Dice) -> None:
         engine.fail_next = True
         with pytest.raises(ModelFailed):
             await llm(tape)
+
+    async def act(tape: Tape, llm: LLM, engine: Dice) -> AsyncIterator[Any]:
+        await failing(llm, tape, engine)
+        reply = await llm(tape)
+        await failing(llm, tape, engine)
         yield Answer(text=reply.text)
 
     tape, engine = acted(act)
     check(tape, engine)
     assert len(rows(tape)) == 1
-    assert [c.finish == "error" for c in tape.calls] == [False, True] * TURNS
+    assert [c.finish == "error" for c in tape.calls] == [True, False, True] * TURNS
     said = [m["content"] for m in tape.messages(path="main") if m["role"] == "assistant"]
-    assert said == [c.text for c in tape.calls[::2]]
+    assert said == [c.text for c in tape.calls[1::3]]
 
 
 def test_what_was_cancelled_is_on_the_tape_but_nobody_s_answer() -> None:
