@@ -57,6 +57,7 @@ FILES = {
 """Each file, and the test files that answer for it."""
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("words/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
+    ("words/select.py", "quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)"): ROUNDING,
     ("words/weigh.py", "return 1.0"): "a sum has no denominator to add up",
     ("words/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
 }

@@ -27,7 +27,7 @@ HEAD = re.compile(rb'\{"n":(\d+),"c":(\d+),"p":"([0-9a-f]{64})","b":(?=\{)')
 TAPE_RECORDS = ("begin", "step", "call", "reward", "end")
 
 
-def read_line(raw):
+def read_line(raw: bytes) -> tuple:
     """(n, c, p, body bytes, record, h) of a line, or ValueError."""
     match, cut = HEAD.match(raw), raw.rfind(b',"h":')
     if not match or not re.fullmatch(rb',"h":"[0-9a-f]{64}"\}\n', raw[cut:]):
@@ -42,7 +42,7 @@ def read_line(raw):
     return int(match[1]), int(match[2]), match[3].decode(), body, record, h
 
 
-def can_stand(line, name, state):
+def can_stand(line: tuple, name: str, state: tuple) -> bool:
     """Whether a sound line is the one that belongs after `state` in segment `name`."""
     (n, c, p, _, record, _), (lines, head, frontier, sealed, first) = line, state
     if sealed or n != lines or not frontier <= c <= n:
@@ -56,7 +56,7 @@ def can_stand(line, name, state):
     return p == head and record["t"] != "open" and (record["t"] != "seal" or c == n)
 
 
-def read_segment(path, run):
+def read_segment(path: Path, run: dict) -> dict:
     """Check one file; gives what it holds and adds its hashes, pins and tapes to `run`."""
     name, state, broken = path.stem, (0, "0" * 64, 0, False, ""), None
     run["hashes"][name] = set()
@@ -79,7 +79,7 @@ def read_segment(path, run):
     return {"lines": state[0], "head": state[1], "sealed": state[3], "broken": broken}
 
 
-def take(line, name, run):
+def take(line: tuple, name: str, run: dict) -> None:
     n, _, _, body, record, h = line
     run["hashes"][name].add(h)
     run["pins"] += list(record["pins"].items()) if n == 0 else []
@@ -90,7 +90,7 @@ def take(line, name, run):
         run["closed"] |= {tape} if record["t"] == "end" else set()
 
 
-def check(folder, pins):
+def check(folder: Path, pins: list) -> tuple[int, dict]:
     run = {"hashes": {}, "pins": list(pins), "digests": {}, "closed": set(), "corrupt": [], "torn": []}
     if (folder / "pins.json").exists():
         run["pins"] += list(json.loads((folder / "pins.json").read_text()).items())
@@ -109,7 +109,7 @@ def check(folder, pins):
                                   ["a tail cut off, or everything rewritten: only a pin shows that"])}
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     pins = [tuple(arguments[i + 1].split(":")) for i, word in enumerate(arguments) if word == "--pin"]
     code, report = check(Path(arguments[0]), pins)
     print(json.dumps(report, indent=2))

@@ -109,6 +109,7 @@ def test_group_weights_multiply_advantages_and_see_only_what_is_trained():
     batch = objective.prepare(recipe, exact(rows, episodes), Context())
     assert batch.advantage[::2].tolist() == [4.0, 0.0, 1.5, 1.5, 2.5, 0.0, 3.5, 0.0]
     assert GroupWeights().model_dump() == {"kind": "groups", "flat": 1.0, "cap": 3.0}
+    assert GroupWeights(flat=0.0, cap=0.5).cap == 0.5
     for wrong in ({"flat": -0.1}, {"cap": 0.0}):
         with pytest.raises(ValidationError):
             GroupWeights(**wrong)
@@ -148,6 +149,10 @@ def test_bounds_and_best_of_a_group_are_kept_and_the_rest_is_counted():
     assert select.episodes(scored, stream, context).tolist() == [False, True, False, True, False, False]
     assert context.sums["episode/outside"] == 1
     assert context.sums["episode/surplus"] == 3
+    four = Select(keep=4, keep_how="spread")
+    assert four.episodes(scored, stream, Context()).tolist() == [True, True, False, False, True, True]
+    with pytest.raises(ValidationError):
+        Select(keep=0)
     spread = Select(keep=3, keep_how="spread")
     assert spread.episodes(scored, stream, Context()).tolist() == [True, True, False, False, False, True]
 
@@ -178,6 +183,18 @@ def test_the_order_of_episodes_changes_nothing(values, random):
     assert [straight[i] for i in order] == pytest.approx(shuffled, rel=1e-9, abs=1e-12)
 
 
+def test_what_its_status_or_its_bounds_keep_out_is_counted():
+    rows, _ = simple([0, 0, 0, 0])
+    episodes = [episode(r.tape, r.group, reward=x) for r, x in zip(rows, (1.0, 0.5, None, 1.0), strict=True)]
+    episodes[3] = dataclasses.replace(episodes[3], status=Status.CANCELLED)
+    context = Context()
+    batch = objective.prepare(get_recipe("rft"), exact(rows, episodes), context)
+    assert batch.entered[::2].tolist() == [True, False, False, False]
+    assert (context.sums["episode/status"], context.sums["episode/outside"]) == (1, 2)
+    both = objective.prepare(get_recipe("rft", {"select": {"bounds": (0.4, 0.9)}}), exact(rows, episodes), Context())
+    assert both.entered[::2].tolist() == [False, True, False, False]
+
+
 def test_an_unscored_episode_is_in_no_group_and_never_counts_as_zero():
     rows, episodes = simple([1.0, None, 0.0])
     context = Context()
@@ -186,6 +203,17 @@ def test_an_unscored_episode_is_in_no_group_and_never_counts_as_zero():
     assert batch.entered.tolist() == [True, True, False, False, True, True]
     assert context.sums["episode/unscored"] == 1
     assert context.sums.mean("reward") == 0.5
+
+
+@pytest.mark.ledger("X5")
+def test_the_return_of_an_episode_is_the_sum_mean_or_largest_of_its_turns():
+    rows = [row("a", turns=(1, 1, 1)), row("b", turns=(2, 1))]
+    episodes = [episode("a", reward=3.0, turn_rewards=[-1.0, 5.0, -1.0]),
+                episode("b", reward=-5.0, turn_rewards=[-2.0, -3.0])]
+    stream = exact(rows, episodes)
+    for how, want in (("sum", [3.0, -5.0]), ("mean", [1.0, -2.5]), ("max", [5.0, -2.0])):
+        assert Reward(reduce=how)(stream, Context()).tolist() == pytest.approx(want)
+    assert Reward(per="turn")(stream, Context()).tolist() == [-1.0, 5.0, -1.0, -2.0, -3.0]
 
 
 def test_components_are_weighed_anew_and_a_missing_one_leaves_the_episode_unscored():

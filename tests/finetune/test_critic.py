@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tapereel.finetune.critic import Critic, CriticTrainer
 from tapereel.finetune.recipes import get_recipe
@@ -26,6 +27,12 @@ def test_the_clipped_value_loss():
         loss = Value(clip=case["clip"])(value, doubles([case["old"]]), doubles([case["target"]]), context)
         assert loss.item() == pytest.approx(case["loss"], rel=1e-9)
         assert torch.autograd.grad(loss.sum(), value)[0].item() == pytest.approx(case["grad"], abs=1e-12)
+        if case["clip"] is not None:
+            assert context.sums["value/clipped"] == (case["grad"] == 0)
+    assert Value().clip == 0.2
+    assert Value(clip=0.9).clip == 0.9
+    with pytest.raises(ValidationError):
+        Value(clip=0.0)
 
 
 @pytest.mark.ledger("F59")

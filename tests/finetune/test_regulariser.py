@@ -222,6 +222,10 @@ def test_a_constant_that_makes_no_sense_is_refused(word, constants):
         word(**constants)
 
 
+def test_a_controller_may_be_tight_and_quick():
+    assert Adaptive(target=0.01, horizon=0.5).next(1.0, 0.01, 10) == 1.0
+
+
 @pytest.mark.parametrize(("word", "constants"), [
     (KL, {"to": "reference", "estimator": "k3", "beta": 0.0, "adaptive": None}), (Entropy, {"coefficient": 0.0}),
     (Demonstrations, {"coefficient": 0.0}), (Balance, {"coefficient": 0.0}),

@@ -75,6 +75,15 @@ def test_a_constant_that_makes_no_sense_is_refused(word):
         READ.validate_python(word)
 
 
+@pytest.mark.parametrize("word", [
+    {"kind": "cispo", "cap": 0.5, "low": 1.0}, {"kind": "sapo", "tau": 0.5, "tau_negative": 0.5},
+    {"kind": "ppo", "low": 1.0}, {"kind": "ppo", "high": 0.0, "low": 0.0, "dual": 1.1}, {"kind": "cpg", "low": 0.9},
+    {"kind": "minor_nll", "beta": 0.5},
+], ids=str)
+def test_a_constant_at_the_edge_of_sense_is_allowed(word):
+    assert READ.validate_python(word).model_dump() | word == READ.validate_python(word).model_dump()
+
+
 @pytest.mark.parametrize(("word", "local", "advantages"), [
     ({"kind": "ppo"}, True, True), ({"kind": "ppo", "per": "turn"}, False, True), ({"kind": "reinforce"}, True, True),
     ({"kind": "nll"}, True, False), ({"kind": "minor_nll"}, False, False), ({"kind": "none"}, True, False),
@@ -264,6 +273,28 @@ def test_the_entropy_filter_never_selects_a_token_that_did_not_enter():
     stream = one_row(4, entropy=[0.0, 0.0, 0.0, 9.0])
     entered = torch.tensor([True, True, True, False])
     assert Select(entropy_top=0.5).top_entropy(entered, stream).tolist() == [True, False, False, False]
+
+
+@pytest.mark.ledger("F57")
+def test_the_entropy_filter_ranks_within_each_episode():
+    rows = [row("a", turns=(3,)), row("b", turns=(2,)), row("c", turns=(4,))]
+    stream = exact(rows, [episode(t) for t in "abc"], entropy=[9, 8, 7, 1, 2, 5, 3, 4, 6])
+    kept = Select(entropy_top=0.5).top_entropy(torch.ones(9, dtype=torch.bool), stream)
+    assert kept.int().tolist() == [1, 0, 0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.mark.ledger("X3")
+def test_two_masks_drop_what_either_drops_and_count_each_of_their_own():
+    old, lp, context = [-1.0, -1.0, -1.0, -2.0], [-1.0, -1.6, -1.3, -0.5], Context()
+    select = Select(kl_mask=0.1, shift_mask=0.15)
+    keep = select.tokens(doubles(lp), doubles([1.0, 1.0, -1.0, 1.0]), torch.arange(4), one_row(4, old=old), context)
+    assert keep is not None
+    assert keep.int().tolist() == [1, 0, 1, 0]
+    assert (context.sums["token/kl_masked"], context.sums["token/shift_masked"]) == (2, 1)
+    near = Select(kl_mask=9.0, shift_mask=0.05).tokens(doubles([-1.0, -1.6]), doubles([1.0, -1.0]), torch.arange(2),
+                                                       one_row(2, old=[-1.0, -1.0]), Context())
+    assert near is not None
+    assert near.int().tolist() == [1, 0]
 
 
 @pytest.mark.ledger("X3")
