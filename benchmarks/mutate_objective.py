@@ -41,7 +41,7 @@ FILES = {
     "words/select.py": "baseline surrogate",
     "words/value.py": "critic",
     "words/reward.py": "baseline",
-    "words/word.py": "regulariser baseline",
+    "words/word.py": "sums regulariser baseline",
     "segments.py": "credit baseline",
     "schedule.py": "regulariser",
     "objective.py": "baseline regulariser surrogate recipes trainer",
@@ -58,6 +58,8 @@ FILES = {
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("words/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
     ("words/select.py", "quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)"): ROUNDING,
+    ("words/word.py", "return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None"):
+        "one value has no squared deviation either",
     ("words/weigh.py", "return 1.0"): "a sum has no denominator to add up",
     ("words/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
 }

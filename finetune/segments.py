@@ -38,8 +38,6 @@ def recur(x: Tensor, decay: Tensor) -> Tensor:
     |decay| <= 1 nothing grows, and no element outside the segment is ever multiplied by anything but an exact 0.
     """
     y, carry, step = x.clone(), decay.clone(), 1
-    if len(x):
-        carry[-1] = 0
     while step < len(x) and bool(carry.any()):
         y[:-step] = y[:-step] + carry[:-step] * y[step:]
         carry[:-step] = carry[:-step] * carry[step:]

@@ -163,8 +163,16 @@ def test_words_of_adjust_apply_in_the_order_given():
     assert batch.advantage.tolist() == [1.0, 1.0] + [0.0] * 6
 
 
+def test_an_empty_segment_has_mean_zero_and_no_extremes():
+    x, segment = doubles([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2])
+    assert segments.mean(x, segment, 4).tolist() == [2.0, 0.0, 5.0, 0.0]
+    low, high = segments.extremes(x, segment, 3)
+    assert (low.tolist(), high.tolist()) == ([1.0, float("inf"), 5.0], [3.0, float("-inf"), 5.0])
+
+
 def test_the_recurrence_is_exact_at_its_edges():
     assert segments.recur(doubles([]), doubles([])).tolist() == []
     assert segments.recur(doubles([2.0]), doubles([0.5])).tolist() == [2.0]
+    assert segments.recur(doubles([1.0, 1.0]), doubles([1.0, 1.0])).tolist() == [2.0, 1.0]
     x, decay = doubles(np.ones(7)), doubles([1, 1, 0, 1, 1, 1, 1])
     assert segments.recur(x, decay).tolist() == [3, 2, 1, 4, 3, 2, 1]

@@ -222,6 +222,10 @@ def test_a_constant_that_makes_no_sense_is_refused(word, constants):
         word(**constants)
 
 
+def test_the_shortest_limit_is_one_token_and_the_price_is_one():
+    assert Overlong(limit=1, buffer=1).model_dump() == {"kind": "overlong", "limit": 1, "buffer": 1, "factor": 1.0}
+
+
 def test_a_controller_may_be_tight_and_quick():
     assert Adaptive(target=0.01, horizon=0.5).next(1.0, 0.01, 10) == 1.0
 

@@ -234,14 +234,15 @@ def test_what_an_importance_weight_changes_is_counted():
     stream = one_row(6, old=[-5.0] * 6, anchor=[math.log(r) - 5 for r in ratios])
     lp, index, context = doubles([-5.0] * 6), torch.arange(6), Context()
     for how in ("truncate", "mask"):
-        Anchor(to="recomputed", weight=how, low=0.4, high=2.0)(lp, index, stream, context)
+        Anchor(to="recomputed", weight=how, low=0.6, high=2.0)(lp, index, stream, context)
     assert context.sums.mean("importance/truncated") == pytest.approx(2 / 6)
-    assert context.sums.mean("importance/masked") == pytest.approx(3 / 6)
+    assert context.sums.mean("importance/masked") == pytest.approx(4 / 6)
 
 
 def test_an_anchor_is_the_samplers_own_log_prob_and_local_unless_it_is_told_otherwise():
     assert Anchor().model_dump() == {"to": "sampler", "weight": "none", "per": "token", "combine": "mean", "low": 0.0,
                                      "high": 2.0}
+    assert Anchor(high=0.5).high == 0.5
     assert Anchor(per="turn").local
     assert Anchor(to="recomputed", weight="mask").local
     assert not Anchor(to="recomputed", weight="mask", per="turn").local

@@ -1,0 +1,61 @@
+"""Metrics as sums and counts, and the running moments: closed forms and edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tapereel.finetune.words import Moments, Sums
+
+
+def test_sums_counts_extremes_means_and_deviations():
+    sums = Sums()
+    sums.add("x", torch.tensor([1.0, 4.0]), extremes=True)
+    sums.add("x", torch.tensor([7.0]), extremes=True)
+    sums.add("x/square", torch.tensor([1.0, 16.0, 49.0]))
+    sums.add("flag", torch.tensor([True, False, True, True]))
+    sums.put("once", 2.5)
+    sums.add("empty", torch.zeros(0), extremes=True)
+    assert (sums["x"], sums.counts["x"], sums.mean("x")) == (12.0, 3, 4.0)
+    assert sums.std("x") == pytest.approx((22 - 16) ** 0.5)
+    assert sums.std("flag") is None
+    assert sums.std("nothing") is None
+    assert sums.mean("flag") == 0.75
+    assert (sums["once"], sums.counts["once"]) == (2.5, 1)
+    assert (sums["empty"], sums.counts["empty"], sums.mean("empty")) == (0.0, 0, None)
+    assert "x" in sums
+    assert "y" not in sums
+    assert next(iter(sums.items())) == ("x", 12.0, 3)
+    flat = {"x": 4.0, "x/square": 22.0, "flag": 0.75, "once": 2.5, "x/min": 1.0, "x/max": 7.0}
+    assert sums.flat() == pytest.approx(flat)
+
+
+def test_parts_merge_to_what_the_whole_would_have_been():
+    whole, one, two = Sums(), Sums(), Sums()
+    for part, values in ((one, [3.0, -1.0]), (two, [5.0])):
+        part.add("x", torch.tensor(values), extremes=True)
+        whole.add("x", torch.tensor(values), extremes=True)
+    two.put("only", 1.0, 4)
+    whole.put("only", 1.0, 4)
+    one.merge(two)
+    assert (one.sums, one.counts, one.lows, one.highs) == (whole.sums, whole.counts, whole.lows, whole.highs)
+
+
+@pytest.mark.ledger("F28", "T05")
+def test_running_moments_at_their_edges():
+    moments = Moments()
+    assert (moments.n, moments.mean, moments.m2, moments.std) == (0, 0, 0, None)
+    moments.take(0, 9.0, 9.0)
+    assert (moments.n, moments.mean) == (0, 0)
+    moments.take(1, 0.1, 0.0)
+    assert moments.std is None
+    moments.take(1, 0.2, 0.0)
+    assert moments.std == pytest.approx(0.1 / 2**0.5)
+    assert moments.mean == pytest.approx(0.15)
+
+
+def test_rounding_never_makes_a_deviation_of_equal_values_negative():
+    sums = Sums()
+    sums.put("x", 0.3, 3)
+    sums.put("x/square", 0.03 - 1e-12, 3)
+    assert sums.std("x") == 0.0
