@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..tapes import Tape
-from ..tapes.journal import Journal
+from ..tapes.journal import Durability, Journal
 from ..tapes.log import TapeLog
 from ..tapes.records import Begin, Record
 
@@ -34,6 +34,11 @@ class Recorder:
     def new_call_id(self) -> str:
         self._calls += 1
         return f"{self.tape}.{self._calls}"
+
+    @property
+    def every_turn(self) -> bool:
+        """Whether each action waits until it is durable, whatever the environment's effect."""
+        return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
         """Return when all that was written would survive a power cut."""

@@ -167,7 +167,7 @@ class _Episode:
             if ended is not None:
                 return ended
             assert action is not None
-            if self.env.effect != "pure":
+            if self.env.effect != "pure" or self.recorder.every_turn:
                 await self.recorder.durable()
             ended = await self._react(action)
             if ended is not None:

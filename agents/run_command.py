@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..tapes.config import add_config_arguments, dump_config, load_config
 from ..tapes.console import Exit, UsageError, answer, safe, table
 from ..tapes.progress import live_progress
+from ..tapes.rundir import pin_line
 
 if TYPE_CHECKING:
     from .run import RunSummary
@@ -86,6 +87,7 @@ def _lines(summary: RunSummary) -> list[str]:
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{reward}; {summary.tokens['sampled']:,} tokens sampled.",
+        pin_line(summary.run),
         safe(f"Next: tapereel show {summary.run}"),
     ]  # fmt: skip
     if not summary.usable and summary.episodes:

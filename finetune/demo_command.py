@@ -9,6 +9,7 @@ from typing import Any
 from ..tapes.config import add_config_arguments, dump_config, load_config
 from ..tapes.console import Exit, answer
 from ..tapes.progress import live_progress
+from ..tapes.rundir import pin_line
 
 EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
 
@@ -64,6 +65,7 @@ def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> s
         f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
+        pin_line(demo.out),
         "", "Next, on this very run:", *(f"  {command}" for command in commands),
     ]  # fmt: skip
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from ..agents.run_command import add_scene_arguments, run_directory, scene_setti
 from ..tapes.config import add_config_arguments, dump_config, load_config
 from ..tapes.console import Exit, answer, safe, table
 from ..tapes.progress import live_progress
+from ..tapes.rundir import pin_line
 
 if TYPE_CHECKING:
     from .train import TrainSummary
@@ -61,6 +62,7 @@ def _lines(summary: TrainSummary) -> list[str]:
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
         safe(f"The model: {summary.model}"),
+        pin_line(summary.run),
         safe(f"Next: tapereel explain {summary.run}"),
     ]
 

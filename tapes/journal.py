@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
+
+
+class Durability(StrEnum):
+    """What has to be on the disk, and when."""
+
+    STEP = "step"
+    """Every turn waits until its action would survive a power cut."""
+    TAPE = "tape"
+    """The end of every episode waits; turns only where the environment's effect is not `pure`."""
+    OS = "os"
+    """Nothing waits for the disk: survives the death of the process, not that of the machine."""
 
 
 class Journal(Protocol):
     """An ordered, append-only sink of record bodies."""
+
+    @property
+    def durability(self) -> Durability:
+        """When an episode waits for the disk."""
+        ...
 
     def append(self, body: bytes) -> None:
         """Queue one record body. Never waits for the disk. Raises StoreFailed once the writer is poisoned."""

@@ -86,6 +86,13 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
         yield RunDir(path, results, store, resumed=found)
 
 
+def pin_line(path: str | Path) -> str:
+    """A sentence with the head of a closed run, to be kept where the run can't be edited along with it."""
+    heads: dict[str, str] = json.loads((Path(path) / "pins.json").read_text(encoding="utf-8"))
+    segment, head = list(heads.items())[-1]
+    return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
+
+
 def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
     """One JSON line; a number that isn't finite is null."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}

@@ -21,6 +21,7 @@ from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
 from .errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from .index import Index, Place, Summary
+from .journal import Durability
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import Break, SegmentReader
@@ -29,7 +30,7 @@ from .recovery import Recovered, start_writer
 from .segment import parse_line, peek, segment_names
 from .tape import Tape
 from .verify import PINS
-from .writer import Durability, FolderLock, SegmentWriter
+from .writer import FolderLock, SegmentWriter
 
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 

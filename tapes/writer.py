@@ -16,12 +16,12 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
 from .disk import REAL, Disk, write_all
 from .errors import StoreFailed
+from .journal import Durability
 from .records import SCHEMA, Commit, Open, Seal
 from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
 
@@ -30,17 +30,6 @@ Done = Callable[[StoreFailed | None], None]
 NAMED_EVERY = 256
 """Lines. A busy writer, too, states the frontier this often: a `commit` names its segment, and so ties the lines
 around it to their file when a stretch of it is damaged."""
-
-
-class Durability(StrEnum):
-    """What has to be on the disk, and when."""
-
-    STEP = "step"
-    """Every turn waits until its action would survive a power cut."""
-    TAPE = "tape"
-    """The end of every episode waits; turns only where the environment's effect is not `pure`."""
-    OS = "os"
-    """Nothing waits for the disk: survives the death of the process, not that of the machine."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:

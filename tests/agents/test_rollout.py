@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +25,12 @@ from tapereel.agents import (
 from tapereel.agents.llm import derive_seed
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
+from tapereel.tapes.journal import Durability
 from tests.agents.worlds import Guess, GuessNumber, Hint, Player
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(*args: Any, **options: Any) -> Tape:
     return asyncio.run(rollout(*args, **options))
-
-
-def test_the_hello_of_the_readme(capsys):
-    runpy.run_path(str(ROOT / "examples/hello.py"), run_name="__main__")
-    assert capsys.readouterr().out.splitlines()[-1] == "finished 0.8"
 
 
 def test_an_episode_and_what_the_model_was_asked():
@@ -162,11 +154,11 @@ def test_an_environment_that_hangs_ends_in_time(where, blocking):
 
     setattr(Hanging, where, hang)
     try:
-        tape = run(Player(), Hanging(), 7, engine=ScriptedEngine(["7"]), limits=Limits(environment_seconds=0.05))
+        tape = run(Player(), Hanging(), 7, engine=ScriptedEngine(["7"]), limits=Limits(environment_seconds=1.0))
     finally:
         release.set()
     assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "TimeoutError")
-    assert f"{where} gave no answer in 0.05 s" in tape.cause.message
+    assert f"{where} gave no answer in 1.0 s" in tape.cause.message
 
 
 def test_a_blocking_environment_runs_in_one_thread_of_its_own():
@@ -310,6 +302,8 @@ def test_cancelling_closes_the_tape_records_the_partial_answer_and_reaches_the_c
     bodies: list[bytes] = []
 
     class Memory:
+        durability = Durability.TAPE
+
         def append(self, body: bytes) -> None:
             bodies.append(body)
 
@@ -345,6 +339,8 @@ def test_cancelling_closes_the_tape_records_the_partial_answer_and_reaches_the_c
 
 def test_a_failing_store_is_loud():
     class Broken:
+        durability = Durability.TAPE
+
         def append(self, body: bytes) -> None:
             raise StoreFailed("no space left")
 
@@ -355,26 +351,42 @@ def test_a_failing_store_is_loud():
         run(Player(), GuessNumber(), 7, engine=ScriptedEngine(["7"]), journal=Broken())
 
 
-def test_an_irreversible_action_is_durable_before_it_is_done():
-    events: list[str] = []
+class Diary:
+    """Notes the order of what is written, made durable and done."""
 
-    class Journal:
-        def append(self, body: bytes) -> None:
-            events.append(body.split(b'"t":"')[1].split(b'"')[0].decode())
+    def __init__(self, durability: Durability) -> None:
+        self.durability = durability
+        self.events: list[str] = []
 
-        async def durable(self) -> None:
-            events.append("durable")
+    def append(self, body: bytes) -> None:
+        self.events.append(body.split(b'"t":"')[1].split(b'"')[0].decode())
+
+    async def durable(self) -> None:
+        self.events.append("durable")
+
+
+@pytest.mark.parametrize(
+    ("effect", "durability", "waits"),
+    [
+        ("irreversible", Durability.TAPE, True),
+        ("idempotent", Durability.TAPE, True),
+        ("pure", Durability.STEP, True),
+        ("pure", Durability.TAPE, False),
+    ],
+)
+def test_an_action_with_an_effect_is_durable_before_it_is_done(effect, durability, waits):
+    diary = Diary(durability)
 
     class Launch(GuessNumber):
-        effect = "irreversible"
-
         async def step(self, action: Guess) -> Outcome:
-            events.append("LAUNCH")
+            diary.events.append("LAUNCH")
             return await super().step(action)
 
-    tape = run(Player(), Launch(), 7, engine=ScriptedEngine(["7"]), journal=Journal())
-    assert events == ["begin", "step", "call", "step", "durable", "LAUNCH", "reward", "end", "durable"]
-    assert tape.begin.env.effect == "irreversible"
+    Launch.effect = effect
+    tape = run(Player(), Launch(), 7, engine=ScriptedEngine(["7"]), journal=diary)
+    before = ["begin", "step", "call", "step", *(["durable"] if waits else []), "LAUNCH"]
+    assert diary.events == [*before, "reward", "end", "durable"]
+    assert tape.begin.env.effect == effect
 
 
 def test_sub_agents_speak_under_their_path_with_conversations_of_their_own():

@@ -226,3 +226,6 @@ def test_components_are_weighed_anew_and_a_missing_one_leaves_the_episode_unscor
     assert x[:2].tolist() == pytest.approx(case["expected"], rel=1e-12)
     assert np.isnan(x[2].item())
     assert context.sums["reward/missing/rule"] == 1
+    recipe = get_recipe("grpo", {"reward": {"components": case["weights"]}})
+    advantage = objective.prepare(recipe, exact(rows, episodes), Context()).advantage
+    assert advantage[::2].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0], rel=1e-8)

@@ -60,6 +60,9 @@ def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(
             seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, :offset + 1].tolist()]
             assert seen == rows[i].input_ids[:position].tolist()
             assert bool(m.there[b, offset])
+    lengths = {i: int(rows[i].own[k]) for i in range(len(rows)) for k in range(len(rows[i].own)) if live[at[i] + k]}
+    leads = sum(0 if m.prefix is None else len(m.prefix) * len(m.ids) for m in micros)
+    assert sum(int(m.there.sum()) for m in micros) + leads == sum(lengths.values())
 
 
 @pytest.mark.ledger("P1", "P3", "P4")
@@ -96,6 +99,16 @@ def test_a_prefix_is_shared_only_where_it_saves_enough_and_never_past_the_first_
     assert plan(group("g", 1, 20, rng), share=True)[0].prefix is None
     long = [dataclasses.replace(r, own=r.own) for r in group("g", 2, 8, rng, tokens=60)]
     assert plan(long, share=True)[0].prefix is None
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [
+    (7 + 3 * 6, [3, 1]), (7 + 3 * 6 - 1, [2, 2]), (7 + 4 * 6, [4]), (1, [1] * 4),
+])
+def test_a_micro_batch_behind_a_prefix_is_filled_to_its_budget(budget, sizes):
+    rows = group("g", 4, 8, np.random.default_rng(3), tokens=4)
+    micros = plan(rows, micro_tokens=budget, share=True)
+    assert [m.ids.shape for m in micros] == [(n, 6) for n in sizes]
+    assert all(m.prefix is not None and len(m.prefix) == 7 for m in micros)
 
 
 def test_a_model_that_cannot_share_does_not():

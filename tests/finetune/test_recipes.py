@@ -12,7 +12,7 @@ import torch
 
 from tapereel.finetune import objective
 from tapereel.finetune.recipes import RECIPES, BadRecipe, Recipe, get_recipe, read
-from tapereel.finetune.words import Context
+from tapereel.finetune.words import Context, Whiten
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, row
@@ -20,6 +20,8 @@ from .build import doubles, episode, exact, row
 GROUPS = ["g", "g", "g", "h", "h", "h", "k", "k"]
 TURNS = [(2, 1), (1,), (3,), (2,), (1, 1), (2,), (1,), (2,)]
 REWARDS = [1.0, 0.0, 0.25, 0.5, 2.0, 0.0, 1.0, 1.0]
+LENGTHS = [17000, 10, 19000, 20480, 30000, 20, 18000, 10]
+"""What counts against a length limit; only a recipe with one looks at it."""
 N = sum(map(sum, TURNS))
 
 
@@ -57,7 +59,7 @@ def world(seed: int = 3) -> World:
 
     of = [i for i, turns in enumerate(TURNS) for _ in range(sum(turns))]
     old = draw(0.3)
-    lp = [min(o + 0.15 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)]
+    lp = [min(o + 0.4 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)]
     return World(of, lp, old, draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist())
 
 
@@ -121,7 +123,8 @@ def dr_grpo(w: World) -> float:
 
 
 def dapo(w: World) -> float:
-    a = w.std(1e-9)
+    priced = [r - min(max(n - (20480 - 4096), 0) / 4096, 1) for r, n in zip(REWARDS, LENGTHS, strict=True)]
+    a = oracle.baseline(priced, GROUPS, "std", "group", 1e-9, 1)
     used = [t for t in range(N) if len(set(w.group(w.of[t]))) > 1]
     return -sum(w.clipped(t, a[w.of[t]], 0.2, 0.28) for t in used) / len(used)
 
@@ -186,7 +189,8 @@ STOPPED = {"cispo", "decoupled_ppo"}
 
 def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
     rows = [row(f"t{i}", g, turns=t) for i, (g, t) in enumerate(zip(GROUPS, TURNS, strict=True))]
-    episodes = [episode(f"t{i}", g, reward=r) for i, (g, r) in enumerate(zip(GROUPS, REWARDS, strict=True))]
+    episodes = [episode(f"t{i}", g, reward=r, length=n)
+                for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))]
     stream = exact(rows, episodes, old=w.old, ref=w.ref, value=w.value)
     part = objective.prepare(recipe, stream, Context()).part()
     lp = doubles(w.lp).requires_grad_()
@@ -217,6 +221,12 @@ def test_a_weight_without_gradient_leaves_the_score_function_alone():
     assert grad.tolist() == pytest.approx([-min(w.ratio(t), 5) * a[w.of[t]] / N for t in range(N)], rel=1e-9, abs=1e-15)
     _, grad = computed(RECIPES["decoupled_ppo"], w)
     assert grad.tolist() == pytest.approx([-min(w.ratio(t), 2) * a[w.of[t]] / N for t in range(N)], rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.ledger("F45", "F47")
+def test_the_floor_of_the_batch_deviation_is_that_of_the_source():
+    for name in ("ppo", "reinforce_pp", "reinforce_pp_baseline"):
+        assert RECIPES[name].adjust == (Whiten(ddof=0, eps=1e-8, how="floor", centre_only=False),)
 
 
 def test_a_recipe_prints_every_word_with_its_constants():

@@ -260,3 +260,9 @@ def test_schedules():
     assert Schedule().factor(10**6) == 1.0
     with pytest.raises(ValidationError, match="needs `total` updates"):
         Schedule(kind="cosine", warmup=5, total=5)
+    assert Schedule(kind="linear", total=1).factor(1) == 0.0
+    assert Schedule(kind="linear", total=1, floor=1.0).factor(5) == 1.0
+    assert Schedule().model_dump() == {"kind": "constant", "warmup": 0, "total": None, "floor": 0.0}
+    for wrong in ({"warmup": -1}, {"total": 0}, {"floor": -0.1}, {"floor": 1.1}):
+        with pytest.raises(ValidationError):
+            Schedule(**wrong)

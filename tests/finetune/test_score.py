@@ -102,9 +102,11 @@ def test_uniform_logits_over_v_tokens_give_minus_log_v_and_entropy_log_v():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 2**31 - 1))
+@given(st.integers(1, 9), st.integers(1, 40), *[st.booleans()] * 3, st.sampled_from([0, 1, None]),
+       st.integers(0, 2**31 - 1))
 @pytest.mark.ledger("F19", "P4")
-def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n, chunk, tempered, biased, seed):
+def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n, chunk, tempered, biased, entropic,
+                                                                               frozen, seed):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -117,23 +119,24 @@ def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n
     pull = draw(2, n)
     grads = []
     for chunked in (True, False):
-        leaves = [x.clone().requires_grad_() for x in inputs]
+        leaves = [x.clone().requires_grad_(i != frozen) for i, x in enumerate(inputs)]
+        moving = [x for x in leaves if x.requires_grad]
         bias = leaves[2] if biased else None
         if chunked:
             old, head.CHUNK = head.CHUNK, chunk
             try:
-                lp, h = head.log_probs(leaves[0], leaves[1], bias, token, temperature, entropy=True)
-                assert h is not None
+                lp, h = head.log_probs(leaves[0], leaves[1], bias, token, temperature, entropy=entropic)
+                h = torch.zeros_like(lp) if h is None else h
                 value = (pull[0] * lp + pull[1] * h).sum()
-                grads.append((lp, h, *torch.autograd.grad(value, leaves)))
+                grads.append((lp, h, *torch.autograd.grad(value, moving)))
             finally:
                 head.CHUNK = old
         else:
             z = (leaves[0] @ leaves[1].T + (0 if bias is None else bias)) / temperature[:, None]
             lsm = z.log_softmax(-1)
-            lp, h = lsm.gather(1, token[:, None])[:, 0], -(lsm.exp() * lsm).sum(-1)
+            lp, h = lsm.gather(1, token[:, None])[:, 0], -(lsm.exp() * lsm).sum(-1) * entropic
             value = (pull[0] * lp + pull[1] * h).sum()
-            grads.append((lp, h, *torch.autograd.grad(value, leaves)))
+            grads.append((lp, h, *torch.autograd.grad(value, moving)))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 

@@ -270,11 +270,13 @@ def test_a_bad_micro_batch_late_in_the_update_takes_back_the_earlier_ones():
 
 @pytest.mark.ledger("P12")
 def test_every_kind_of_bad_input_is_named():
-    with pytest.raises(BadBatch, match=r"log-prob of 0\.5"):
-        Stream.of([row(old=[-1.0, 0.5, -1.0])], [episode()])
+    with pytest.raises(BadBatch, match=r"tape 'b' has a log-prob of 0\.5"):
+        Stream.of([row("a"), row("b", old=[-1.0, 0.5, -1.0])], [episode("a"), episode("b")])
+    with pytest.raises(BadBatch, match=r"0\.0015, above 0 by more than 0\.001"):
+        Stream.of([row(old=[-1.0, 1.5e-3, -1.0])], [episode()])
     assert Stream.of([row(old=[-1.0, 5e-4, -1.0])], [episode()]).old.tolist() == [-1.0, 0.0, -1.0]
-    with pytest.raises(BadBatch, match="given twice"):
-        Stream.of([row()], [episode(), episode()])
+    with pytest.raises(BadBatch, match="'b' is given twice"):
+        Stream.of([row()], [episode(), episode("b"), episode("c"), episode("b")])
     with pytest.raises(BadBatch, match="isn't among"):
         Stream.of([row("other")], [episode()])
     with pytest.raises(BadBatch, match="group by one id"):
@@ -283,6 +285,28 @@ def test_every_kind_of_bad_input_is_named():
         Stream.of([row(turns=(1, 1))], [episode(reward=1.0, turn_rewards=[1.0, 2.0])])
     with pytest.raises(BadBatch, match="reference model"):
         Trainer(tiny_model(), get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.1}]}))
+
+
+@pytest.mark.ledger("F04")
+def test_the_rows_of_a_stream_are_slices_of_it():
+    case = ledger("rows")["F04"]
+    rows = [row(f"t{i}", turns=(n,)) for i, n in enumerate(case["lens"])]
+    stream = exact(rows, [episode(r.tape) for r in rows])
+    values = torch.tensor(case["values"])
+    assert [values[a:b].tolist() for a, b in itertools.pairwise(stream.rows.tolist())] == case["expected"]
+
+
+def test_an_episode_without_tokens_has_its_turn_and_one_without_turn_rewards_earned_at_its_last():
+    episodes = [episode("a", reward=2.0), episode("b", reward=3.0), episode("c", reward=4.0, turn_rewards=[])]
+    stream = Stream.of([row("b", turns=(1, 1))], episodes)
+    assert stream.turns.reward.tolist() == [2.0, 0.0, 3.0, 4.0]
+    assert stream.turns.episode.tolist() == [0, 1, 1, 2]
+    assert stream.tokens_of_episode.tolist() == [0, 2, 0]
+    empty = Stream.of([], episodes)
+    assert len(empty) == 0
+    recipe = get_recipe("ppo", {"credit": {"kind": "returns"}})
+    assert objective.prepare(recipe, empty, Context()).advantage.shape == (0,)
+    assert Trainer(tiny_model(), get_recipe("grpo")).update([], episodes).skipped == "nothing to train on"
 
 
 @pytest.mark.ledger("P9", "F83")
@@ -314,6 +338,17 @@ def test_going_on_from_a_saved_state_is_bit_equal():
     assert all(torch.equal(p, second.averaged[n]) for n, p in straight.averaged.items())
     assert straight.betas == second.betas
     assert straight.betas != list(objective.betas(recipe))
+
+
+@pytest.mark.ledger("F79")
+def test_a_mini_batch_is_live_nowhere_else():
+    rows, episodes = batch(model=tiny_model())
+    prepared = objective.prepare(get_recipe("sft"), exact(rows, episodes), Context())
+    mine = torch.tensor([True, False, True, False, False, True])
+    part = prepared.part(mine)
+    assert part.live.tolist() == mine[prepared.stream.episode].tolist()
+    assert (part.weight > 0).tolist() == part.live.tolist()
+    assert float(part.weight.sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.ledger("F79")

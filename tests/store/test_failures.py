@@ -18,10 +18,10 @@ import pytest
 
 from tapereel.tapes.disk import RealDisk
 from tapereel.tapes.errors import Corrupt, StoreFailed
+from tapereel.tapes.journal import Durability
 from tapereel.tapes.records import Status
 from tapereel.tapes.store import Cursor, Store
 from tapereel.tapes.verify import verify
-from tapereel.tapes.writer import Durability
 
 from .lab import Lab
 
