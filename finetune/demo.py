@@ -224,11 +224,12 @@ class Demo:
                    on_update=report, stop=lambda: history.trained_tokens >= trained)  # fmt: skip
 
     def _control_shuffled(self, history: History, trained: int) -> None:
-        """The same loop, with rewards that say nothing."""
-        config = self.config.loop.model_copy(update={"shuffle_rewards": True})
+        """The same loop, with rewards that say nothing, for as many tokens; its episodes are shorter, so it takes more
+        updates. Four times as many are the end, should they shrink to nothing."""
+        config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
         asyncio.run(self.training.run_loop(
             history, config, lambda update: append_metrics(history.store.path / METRICS, update.metrics),
-            name="control: shuffled rewards", start=0,
+            name="control: shuffled rewards", start=0, stop=lambda: history.trained_tokens >= trained,
         ))  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

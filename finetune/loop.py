@@ -109,9 +109,11 @@ class Loop:
         phase: str = "rl",
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `start`: the update at which this phase began
-        (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does."""
+        (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`:
+        asked between updates; true ends the phase before it has them all."""
         if not config.sampling.exact:
             raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
                              "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
@@ -126,6 +128,7 @@ class Loop:
         self.phase = phase
         self.start = history.updates if start is None else start
         self.on_update = on_update
+        self.stop = stop
         self.pacer = Pacer(config.groups, max(1, config.max_concurrent // config.group_size), config.max_lag)
         self.ready: dict[int, Group] = {}
         self.next_group = 0
@@ -146,6 +149,11 @@ class Loop:
     @property
     def target(self) -> int:
         return self.start + self.config.updates
+
+    @property
+    def done(self) -> bool:
+        """Whether the phase is over."""
+        return self.history.updates >= self.target or self.stop()
 
     async def run(self) -> None:
         """Go on until the phase has its updates. Raises what the trainer, the store or the pacing raised."""
@@ -271,7 +279,7 @@ class Loop:
     # Updates
 
     async def _train(self) -> None:
-        while self.history.updates < self.target:
+        while not self.done:
             while not self.pacer.has_batch:
                 self._closed.clear()
                 await self._closed.wait()
@@ -281,8 +289,8 @@ class Loop:
             waited = await self._update(plan, groups)
             self.pacer.applied()
             self._changed.set()
-            if self.history.updates % self.config.checkpoint_every == 0 or self.history.updates == self.target:
-                await asyncio.to_thread(self.history.checkpoint, pinned=self.history.updates == self.target)
+            if self.history.updates % self.config.checkpoint_every == 0 or self.done:
+                await asyncio.to_thread(self.history.checkpoint, pinned=self.done)
             if self.on_update is not None:
                 self.on_update(waited)
 

@@ -157,8 +157,8 @@ class Training:
         self.run.save()
 
     async def run_loop(self, history: History, config: LoopConfig, on_update: Callable[[UpdateReport], None], *,
-                       name: str, start: int) -> Loop:  # fmt: skip
-        """The loop by `config` on `history` and in its store, which began at update `start`."""
+                       name: str, start: int, stop: Callable[[], bool] = lambda: False) -> Loop:  # fmt: skip
+        """The loop by `config` on `history` and in its store, which began at update `start`; `stop` as in `Loop`."""
         engine = self.engine(history)
         _, publish = history.publish_record("start")
         if publish.version not in history.published:
@@ -174,6 +174,7 @@ class Training:
         loop = Loop(
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
             tasks=lambda k: self.train_tasks[order[k % len(order)]], seed=self.seed, start=start, on_update=report,
+            stop=stop,
         )  # fmt: skip
         try:
             await loop.run()
