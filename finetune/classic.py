@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from .recipes import Recipe, get_recipe
 from .rows import IGNORED, Row
 from .score import parts
 from .stream import BadBatch, Episode, Episodes, Stream, Turns
-from .words import Context
+from .words import Context, Reward, Select, TokenKL
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
 """Floats aligned to `input_ids`; padded with NaN."""
@@ -124,21 +125,25 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
     """The dataset with `rewards` and `advantages` computed over its groups; the order of rows doesn't matter."""
     table = dataset.flatten_indices().data.table if dataset._indices is not None else dataset.data.table
     columns = _Columns(table)
-    stream = columns.stream(with_ref=bool(config.reward_minus_kl_coef))
     recipe = config.recipe()
-    context = Context()
-    batch = objective.prepare(recipe, stream, context)
-    advantage = np.full(len(columns.own), np.nan, dtype=np.float32)
-    advantage[columns.own] = torch.where(batch.entered, batch.advantage, torch.nan).to(torch.float32).numpy()
-    table = columns.put(table, "advantages", advantage)
-    if recipe.shape:
-        x, scored = stream.episodes.reward, torch.ones(len(stream.episodes.tape), dtype=torch.bool)
-        for word in recipe.shape:
-            x = word(x, scored, stream, Context())  # type: ignore[operator]
-        shaped = np.repeat(x.numpy()[columns.episode], columns.lengths)
-        table = columns.put(table, "rewards", shaped.astype(np.float64))
+    if _one_per_episode(recipe):
+        table = columns.put(table, "advantages", columns.spread(recipe))
+    else:
+        stream = columns.stream(with_ref=bool(config.reward_minus_kl_coef))
+        batch = objective.prepare(recipe, stream, Context())
+        advantage = np.full(len(columns.own), np.nan, dtype=np.float32)
+        advantage[columns.own] = torch.where(batch.entered, batch.advantage, torch.nan).to(torch.float32).numpy()
+        table = columns.put(table, "advantages", advantage)
+        if recipe.shape:
+            table = columns.put(table, "rewards", columns.shaped(recipe, stream))
     seal = hashlib.sha256(f"{dataset._fingerprint}{config.model_dump_json()}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
+
+
+def _one_per_episode(recipe: Recipe) -> bool:
+    """True when an episode's tokens share one advantage that follows from rewards alone, so no token is looked at."""
+    simple = recipe.credit.kind == "broadcast" and recipe.reward == Reward() and recipe.select == Select()
+    return simple and not recipe.shape and not recipe.adjust
 
 
 class _Columns:
@@ -167,8 +172,42 @@ class _Columns:
                            "token column is aligned to `input_ids`")
         return values
 
+    def spread(self, recipe: Recipe) -> NDArray[np.float32]:
+        """Each episode's advantage on its own tokens, NaN elsewhere and where nothing can be learned."""
+        stream = self._of_episodes()
+        x = stream.episodes.reward
+        y = torch.where(x.isnan(), x, recipe.baseline(x.nan_to_num(), ~x.isnan(), stream, Context()))
+        known = self.own & np.isfinite(self._values("old_logprobs"))
+        per_row = y.numpy().astype(np.float32)[self.episode]
+        return np.where(known, np.repeat(per_row, self.lengths), np.float32(np.nan))
+
+    def shaped(self, recipe: Recipe, stream: Stream) -> NDArray[np.float64]:
+        """The shaped reward of each token's episode."""
+        x, scored = stream.episodes.reward, torch.ones(len(self.tapes), dtype=torch.bool)
+        for word in recipe.shape:
+            if not isinstance(word, TokenKL):
+                x = word(x, scored, stream, Context())
+        return np.repeat(x.numpy()[self.episode], self.lengths)
+
     def stream(self, *, with_ref: bool) -> Stream:
         """The own tokens of all rows, and their episodes."""
+        sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
+        episode = torch.from_numpy(np.repeat(self.episode, sizes))
+        zeros = torch.zeros(len(episode), dtype=torch.int64)
+        stream = self._of_episodes()
+        lengths = torch.bincount(episode, minlength=len(self.tapes))
+        return replace(
+            stream, token=zeros, temperature=zeros, version=zeros, call=zeros, agent=zeros, turn=episode,
+            episode=episode, old=self._own("old_logprobs"), ref=self._own("ref_logprobs") if with_ref else None,
+            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
+            episodes=replace(stream.episodes, length=lengths),
+        )
+
+    def _own(self, name: str) -> Tensor:
+        return torch.from_numpy(self._values(name)[self.own].astype(np.float64))
+
+    def _of_episodes(self) -> Stream:
+        """The episodes of all rows, without a token."""
         rewards = self._values("rewards")
         per_row = np.full(len(self.lengths), np.nan)
         per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
@@ -177,21 +216,13 @@ class _Columns:
         reward, group = np.full(n, np.nan), np.zeros(n, dtype=np.int64)
         reward[self.episode], group[self.episode] = per_row, group_of_row
         self._agree(reward, group, per_row, group_of_row)
-        sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
-        episode = torch.from_numpy(np.repeat(self.episode, sizes))
-        t = len(episode)
-        zeros = torch.zeros(t, dtype=torch.int64)
-        column = lambda name: torch.from_numpy(self._values(name)[self.own].astype(np.float64))  # noqa: E731
-        truth = torch.ones(n, dtype=torch.bool)
+        truth, none = torch.ones(n, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
         return Stream(
-            token=zeros, old=column("old_logprobs"), temperature=zeros, version=zeros, call=zeros, turn=episode,
-            episode=episode, agent=zeros,
-            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
-            ref=column("ref_logprobs") if with_ref else None,
+            token=none, old=none, temperature=none, version=none, call=none, turn=none, episode=none, agent=none,
+            rows=torch.zeros(len(self.lengths) + 1, dtype=torch.int64),
             episodes=Episodes(tape=self.tapes, reward=torch.from_numpy(reward), trains=truth, cut=~truth,
-                              bootstrap=torch.zeros(n, dtype=torch.float64),
-                              length=torch.bincount(episode, minlength=n), group=torch.from_numpy(group),
-                              fork=torch.arange(n), groups=groups, components=()),
+                              bootstrap=torch.zeros(n, dtype=torch.float64), length=torch.zeros(n, dtype=torch.int64),
+                              group=torch.from_numpy(group), fork=torch.arange(n), groups=groups, components=()),
             turns=Turns(reward=torch.from_numpy(reward), episode=torch.arange(n)),
         )
 

@@ -138,6 +138,17 @@ def test_the_kl_price_reaches_rewards_and_advantages_alike():
     assert got["advantages"][0][1:] == pytest.approx([case["expected"]] * 2, rel=1e-6)
 
 
+@pytest.mark.ledger("F45", "F06")
+def test_a_recipe_that_whitens_over_tokens_sees_the_tokens_of_the_whole_dataset():
+    data = made([1, 0, 3], tokens=2)
+    for algo in ("reinforce_pp", "reinforce_pp_baseline"):
+        got = update_rewards_and_advantages(data, RLConfig(algo=algo))
+        a = np.array([line["advantages"][1:] for line in got])
+        want = np.array([1.0, 0.0, 3.0]) - 4 / 3
+        assert a == pytest.approx(np.repeat(want / want.std(), 2).reshape(3, 2), rel=1e-6)
+        assert got["rewards"] == data["rewards"]
+
+
 @pytest.mark.ledger("F07")
 def test_a_token_is_a_target_iff_its_characters_overlap_a_span():
     case = ROWS["F07"]

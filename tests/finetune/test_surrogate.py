@@ -52,6 +52,13 @@ def test_loss_and_gradient_of_one_token(name):
         assert counted.mean("clip") == pytest.approx(block["clipped"])
 
 
+@pytest.mark.ledger("F71")
+def test_the_dual_clip_is_for_what_went_worse_only():
+    loss, _, sums = losses({"kind": "ppo", "high": 9.0, "dual": 3.0}, [math.log(5.0)], [0.0], [0.5])
+    assert loss.item() == pytest.approx(-2.5)
+    assert sums["clip"] == 0
+
+
 @pytest.mark.parametrize(("word", "constants"), [
     ({"kind": "ppo"}, {"low": 0.2, "high": 0.2, "dual": None, "per": "token"}),
     ({"kind": "cispo"}, {"low": None, "cap": 5.0}),
@@ -286,11 +293,11 @@ def test_the_entropy_filter_ranks_within_each_episode():
 
 @pytest.mark.ledger("X3")
 def test_two_masks_drop_what_either_drops_and_count_each_of_their_own():
-    old, lp, context = [-1.0, -1.0, -1.0, -2.0], [-1.0, -1.6, -1.3, -0.5], Context()
-    select = Select(kl_mask=0.1, shift_mask=0.15)
-    keep = select.tokens(doubles(lp), doubles([1.0, 1.0, -1.0, 1.0]), torch.arange(4), one_row(4, old=old), context)
+    old, lp, context = [-1.0, -1.0, -1.0, -2.0, -1.0], [-1.0, -1.6, -1.3, -0.5, -1.1], Context()
+    select, a = Select(kl_mask=0.1, shift_mask=0.15), doubles([1.0, 1.0, -1.0, 1.0, 1.0])
+    keep = select.tokens(doubles(lp), a, torch.arange(5), one_row(5, old=old), context)
     assert keep is not None
-    assert keep.int().tolist() == [1, 0, 1, 0]
+    assert keep.int().tolist() == [1, 0, 1, 0, 1]
     assert (context.sums["token/kl_masked"], context.sums["token/shift_masked"]) == (2, 1)
     near = Select(kl_mask=9.0, shift_mask=0.05).tokens(doubles([-1.0, -1.6]), doubles([1.0, -1.0]), torch.arange(2),
                                                        one_row(2, old=[-1.0, -1.0]), Context())
