@@ -229,6 +229,13 @@ def test_the_floor_of_the_batch_deviation_is_that_of_the_source():
         assert RECIPES[name].adjust == (Whiten(ddof=0, eps=1e-8, how="floor", centre_only=False),)
 
 
+def test_clips_are_the_papers():
+    clips = {name: (r.surrogate.low, r.surrogate.high) for name, r in RECIPES.items() if r.surrogate.kind == "ppo"}
+    assert clips.pop("dapo") == (0.2, 0.28)
+    assert clips.pop("gspo") == (3e-4, 4e-4)
+    assert set(clips.values()) == {(0.2, 0.2)}
+
+
 def test_a_recipe_prints_every_word_with_its_constants():
     text = str(RECIPES["grpo"])
     assert text.splitlines()[0] == "recipe grpo"
