@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..tapes import Tape
 from ..tapes.rundir import METRICS
 from .curves import held_out_levels, reward_curve
 from .plots import plot_curve
@@ -98,11 +97,6 @@ def pages(demo: Demo) -> tuple[TapePage, ...]:
     add("eval-after-sampled", "after RL, right", 1.0, 2)
     add("eval-after-sampled", "after RL, wrong", 0.0)
     return tuple(chosen)
-
-
-def mixed_version_tape(tapes: list[Tape]) -> Tape | None:
-    """A tape whose tokens come from more than one policy, if there is one."""
-    return next((t for t in tapes if len({v for c in t.calls for v, _, _ in c.spans}) > 1), None)
 
 
 def _partial_credit(part: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..tapes.errors import TapereelError
-from ..tapes.records import TRAINABLE_LIMITS, CauseType, Status
+from ..tapes.records import CauseType, Status, trains
 from .rows import Row
 
 LOGPROB_SLACK = 1e-3
@@ -55,15 +55,7 @@ class Episode:
     @property
     def trains(self) -> bool:
         """True when its status lets it be trained on."""
-        match self.status:
-            case Status.FINISHED | Status.TRUNCATED:
-                return True
-            case Status.LIMIT:
-                return self.cause in TRAINABLE_LIMITS
-            case Status.ERROR:
-                return self.cause is CauseType.AGENT
-            case _:
-                return False
+        return trains(self.status, self.cause)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args
 
@@ -459,8 +458,3 @@ def record_schema() -> dict[str, Any]:
 def fold(digest: bytes, body: bytes) -> bytes:
     """One step of the digest."""
     return hashlib.sha256(digest + body).digest()
-
-
-def empty() -> array[int]:
-    """No tokens."""
-    return array("i")
