@@ -279,7 +279,7 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
-    yield "what agents, environments, models and training did: replay, reexec, requery and reproduce check that"
+    yield "what agents, environments, models and training did; this reads bytes and runs nothing"
     for report in reports:
         if not report.sealed and report.lines > report.frontier:
             yield (f"segment {report.name}: its last {report.lines - report.frontier} lines stand above its frontier; "
