@@ -1,6 +1,6 @@
 """Async against synchronous training on the demo's task after its warm start, in pairs: same seed, start and tasks.
 
-    python benchmarks/async_vs_sync.py [--seeds 10 11 12] [--updates N] [--out DIR] [--json] [--tiny]
+    python benchmarks/async_vs_sync.py [--seeds 10 11 12] [--updates N] [--model-size NAME] [--out DIR] [--json]
 
 For each seed the demo records its demonstrations and imitates them once; from those weights the loop runs twice, with
 `max_lag` 1 (rollouts go on beside the updates) and 0 (they wait for each other), which goes first changing from seed to
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--updates", type=int, default=None, help="of the loop (default: the demo's)")
+    parser.add_argument("--model-size", default="small", help="of the demo's model (default: small)")
     parser.add_argument("--out", type=Path, default=None, help="keep the runs there (default: nowhere)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
@@ -52,7 +53,7 @@ def main() -> None:
 
 def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
     """The demo's, or a tiny one."""
-    config = DemoConfig(seed=seed)
+    config = DemoConfig(seed=seed, model_size=args.model_size)
     if args.tiny:
         loop = config.loop.model_copy(update={"groups": 2, "group_size": 2})
         config = DemoConfig(seed=seed, model_size="micro", tasks=200, held_out=16, demonstrations=64,

@@ -38,29 +38,32 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def bytes_on_tape(run: Path) -> int:
-    return sum(path.stat().st_size for path in run.glob("**/tapes/*.jsonl"))
+    """Of the run and its controls; nothing that comes and goes is walked through, as the checkpoints beside them do."""
+    return sum(path.stat().st_size for kind in (".", "controls/*") for path in run.glob(f"{kind}/tapes/*.jsonl"))
 
 
 def moment(run: Path, rng: random.Random, scale: int) -> Callable[[], bool]:
     """A condition that becomes true at some point of the work."""
     if rng.random() < 0.2:
-        return lambda: any(run.glob("**/checkpoints/.update-*"))
+        return lambda: any(part for kind in (".", "controls/*") for part in run.glob(f"{kind}/checkpoints/.update-*"))
     limit = bytes_on_tape(run) + int(rng.random() * BYTES * scale)
     return lambda: bytes_on_tape(run) > limit
 
 
 def lived(process: subprocess.Popen[str], condition: Callable[[], bool]) -> bool:
-    """True when the process ended by itself before the condition held; else it is killed."""
-    while process.poll() is None:
-        if condition():
-            process.kill()
-            process.wait()
-            return False
-        try:
-            process.wait(timeout=0.002)
-        except subprocess.TimeoutExpired:
-            continue
-    return True
+    """True when the process ended by itself before the condition held; else it is killed, whatever happens here."""
+    try:
+        while process.poll() is None:
+            if condition():
+                return False
+            try:
+                process.wait(timeout=0.002)
+            except subprocess.TimeoutExpired:
+                continue
+        return True
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.kill
