@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, JsonValue, model_validator
@@ -20,6 +21,7 @@ from .engine import Engine, EngineError, Request
 from .scripted import Policy, ScriptedEngine
 
 if TYPE_CHECKING:
+    from .remote import RemoteEngine
     from .render import Renderer
 
 
@@ -77,7 +79,26 @@ class EmbeddedConfig(Config):
     """Torch threads. One is steady when anything else runs beside."""
 
 
-EngineConfig = Annotated[ScriptedConfig | EmbeddedConfig, Field(discriminator="kind")]
+class VLLMConfig(Config):
+    """vLLM servers that serve one model. `tapereel serve` starts one with the flags that they need."""
+
+    kind: Literal["vllm"] = "vllm"
+    model: str
+    """A folder in Hugging Face format with the tokenizer and configuration of the model they serve."""
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Their addresses, as in `http://127.0.0.1:8000`."""
+    renderer: RendererConfig = RendererConfig()
+    key_variable: str | None = None
+    """The environment variable with their API key."""
+    weights_folder: str | None = None
+    """Where new weights are written for them in training; a folder that they can read. None: a temporary one."""
+    seconds: float = Field(default=600.0, gt=0)
+    """Bound of one request."""
+    patience: float = Field(default=300.0, gt=0)
+    """So long, in seconds, is a server asked again that is paused or full."""
+
+
+EngineConfig = Annotated[ScriptedConfig | EmbeddedConfig | VLLMConfig, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -86,12 +107,29 @@ class Made:
 
     engine: Engine
     publish: Publish | None
-    """Version and digest of its weights; None for an engine without any."""
+    """Version and digest of its weights; None for an engine without any, or whose weights nobody here has seen."""
 
 
-def make_engine(config: ScriptedConfig | EmbeddedConfig) -> Made:
-    """The engine that `config` describes."""
-    return Made(_scripted(config), None) if isinstance(config, ScriptedConfig) else _embedded(config)
+async def make_engine(config: ScriptedConfig | EmbeddedConfig | VLLMConfig) -> Made:
+    """The engine that `config` describes. EngineError and NotTrainable of a server that can't be used."""
+    if isinstance(config, ScriptedConfig):
+        return Made(_scripted(config), None)
+    if isinstance(config, EmbeddedConfig):
+        return _embedded(config)
+    return Made(await connect_to(config), None)
+
+
+async def connect_to(config: VLLMConfig, *, weights: bool = False) -> RemoteEngine:
+    """An engine of the servers; with `weights`, new ones can be published to them."""
+    from .connect import connect
+    from .pretrained import load_tokenizer
+
+    folder = config.weights_folder
+    return await connect(
+        config.urls, config.renderer.make(load_tokenizer(config.model)), model_folder=Path(config.model),
+        weights=weights, weights_folder=Path(folder) if folder is not None else None,
+        key_variable=config.key_variable, seconds=config.seconds, patience=config.patience,
+    )  # fmt: skip
 
 
 def _scripted(config: ScriptedConfig) -> ScriptedEngine:

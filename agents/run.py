@@ -89,17 +89,21 @@ def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: P
 
     Raises UsageError before anything is written where the configuration names what isn't there.
     """
+    return asyncio.run(_run(config, Path(out), resume, progress))
+
+
+async def _run(config: RunConfig, out: Path, resume: bool, progress: Progress) -> RunSummary:
     started = time.perf_counter()
     scene = config.load()
-    made = make_engine(config.engine)
+    made = await make_engine(config.engine)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
         if made.publish is not None and made.publish.version not in _published(store):
             store.append_layer(made.publish)
         places = Places(config, scene, directory)
-        recorded = asyncio.run(_fill(places, made.engine, progress))
+        recorded = await _fill(places, made.engine, progress)
         store.writer.sync()
-        return _summary(config, len(scene.tasks), recorded, store, Path(out), time.perf_counter() - started)
+        return _summary(config, len(scene.tasks), recorded, store, out, time.perf_counter() - started)
 
 
 class Places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections import Counter
@@ -184,7 +185,7 @@ def test_a_dry_run_prints_a_configuration_that_can_be_read_back(tmp_path: Path, 
 
 
 def test_an_engine_of_a_folder_is_that_folder_s_model(model: str):
-    made = make_engine(EmbeddedConfig(model=model, capacity=20, slots=2))
+    made = asyncio.run(make_engine(EmbeddedConfig(model=model, capacity=20, slots=2)))
     assert made.publish is not None
     assert made.engine.context == 20
     assert made.engine.renderer is not None

@@ -1,0 +1,140 @@
+"""One server over HTTP with JSON: finite timeouts, bounded answers, and errors typed by whether trying again can help.
+
+Knows nothing of tokens. A key is read from the environment when it is needed and is part of no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from ..tapes.errors import MissingExtra
+from .engine import EngineError
+
+try:
+    import aiohttp
+except ModuleNotFoundError as error:
+    raise MissingExtra(error.name or "aiohttp", "http", "engines over HTTP") from error
+
+LARGEST = 256 << 20
+"""Bytes of one answer. A completion with its log-probs takes about 100 bytes a token."""
+
+
+class ServerFailed(EngineError):
+    """The server couldn't be reached, broke off, took too long or said no."""
+
+    def __init__(self, message: str, *, retry: bool, status: int | None = None, after: float | None = None) -> None:
+        super().__init__(message, retry=retry)
+        self.status = status
+        """The HTTP status; None when no answer came."""
+        self.after = after
+        """Seconds after which the server wants to be asked again, where it said so."""
+
+    @property
+    def busy(self) -> bool:
+        """True when the server is well and takes no requests now: it is paused or full."""
+        return self.status in (429, 503)
+
+
+class Server:
+    """A base address and its connections. Safe for any number of requests at once, of one event loop."""
+
+    def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0, connections: int = 512):
+        """`key_variable` names the environment variable with the API key. Every request is bounded by `seconds`."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"server address {url!r}: must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.in_flight = 0
+        self._key_variable = key_variable
+        self._seconds = seconds
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return self.url
+
+    async def get(self, route: str, *, seconds: float | None = None) -> Any:
+        """The JSON answer to a GET. ServerFailed."""
+        return await self._ask("GET", route, None, None, seconds)
+
+    async def post(
+        self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
+        fresh: bool = False,
+    ) -> Any:  # fmt: skip
+        """The JSON answer to a POST. `fresh` takes no pooled connection: servers drop those after some errors.
+        ServerFailed."""
+        return await self._ask("POST", route, body, params, seconds, fresh)
+
+    async def close(self) -> None:
+        """Let the connections go."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(
+        self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float | None,
+        fresh: bool = False,
+    ) -> Any:  # fmt: skip
+        seconds = self._seconds if seconds is None else seconds
+        where = f"{method} {self.url}{route}"
+        headers = {"Connection": "close"} if fresh else {}
+        if self._key_variable is not None:
+            key = os.environ.get(self._key_variable)
+            if not key:
+                raise ServerFailed(f"{where}: the environment variable {self._key_variable} (API key) is not set",
+                                   retry=False)  # fmt: skip
+            headers["Authorization"] = f"Bearer {key}"
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(seconds), self._open().request(
+                method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
+            ) as answer:  # fmt: skip
+                content = await _read(answer.content, where)
+                if answer.status >= 300:
+                    raise _refused(where, answer.status, content, answer.headers.get("Retry-After"))
+        except TimeoutError as error:
+            raise ServerFailed(f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
+                               "is the engine's timeout", retry=False) from error  # fmt: skip
+        except aiohttp.ClientError as error:
+            raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
+        finally:
+            self.in_flight -= 1
+        if not content.strip():
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {_short(content)}", retry=True) from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections), timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=False,
+            )  # fmt: skip
+        return self._session
+
+
+async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
+    parts, size = [], 0
+    async for part in stream.iter_chunked(1 << 16):
+        size += len(part)
+        if size > LARGEST:
+            raise ServerFailed(f"{where}: the answer is longer than {LARGEST >> 20} MiB", retry=False)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refused(where: str, status: int, content: bytes, after: str | None) -> ServerFailed:
+    seconds = float(after) if after is not None and after.replace(".", "", 1).isdigit() else None
+    hint = {401: "; is the API key right?", 403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
+            404: "; the server has no such route or model"}.get(status, "")  # fmt: skip
+    return ServerFailed(f"{where}: {status}{hint}: {_short(content)}", retry=status in (408, 429, 500, 502, 503, 504),
+                        status=status, after=seconds)  # fmt: skip
+
+
+def _short(content: bytes) -> str:
+    text = content[:2000].decode(errors="replace")
+    return text if len(text) <= 400 else f"{text[:400]} ..."

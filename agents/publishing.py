@@ -1,0 +1,131 @@
+"""New weights for servers that sample: one order of steps, each with a timeout that raises.
+
+`publish` goes through pause, start, update, finish and resume on all servers at once, every step on every server before
+the next one. A server on which a step failed has weights that nobody can name; so `publish` raises, and whoever sampled
+with it must not go on. Weights travel as a folder that the servers can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ..tapes.errors import TapereelError
+from .http import Server
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
+"""What becomes of completions in flight. `reprefill`: their KV is computed again under the new weights (exact).
+`drain`: they are finished first (exact, slower). `abort`: they end with what they have, which is recorded. `stale_kv`:
+they go on over the old KV, and their log-probs are those of no model; for experiments that want to show it."""
+
+
+class PublishFailed(TapereelError, RuntimeError):
+    """A step of publishing failed on some server; nothing sampled there from then on can be trusted."""
+
+
+class WeightSync(Protocol):
+    """One server's control plane. Every method returns once the server has done it, and raises when it hasn't."""
+
+    async def init(self) -> None:
+        """Once, before anything else: see that the server takes weights at all."""
+        ...
+
+    async def pause(self, mode: PublishMode) -> None:
+        """Stop sampling, in the way `mode` says."""
+        ...
+
+    async def start(self) -> None:
+        """Weights will come."""
+        ...
+
+    async def update(self, folder: Path) -> None:
+        """Take the weights in `folder` (Hugging Face format, safetensors)."""
+        ...
+
+    async def finish(self, version: str, mode: PublishMode) -> None:
+        """Tokens from now on carry `version`; nothing computed by older weights is used again, except in `stale_kv`."""
+        ...
+
+    async def resume(self) -> None:
+        """Sample again."""
+        ...
+
+
+class VLLMReload:
+    """vLLM's routes of the development mode (VLLM_SERVER_DEV_MODE=1), with weights reloaded from a folder."""
+
+    def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
+        """Every step is bounded by `seconds`."""
+        self.server = server
+        self._seconds = seconds
+
+    async def init(self) -> None:
+        await self.server.get("/weight_info", seconds=self._seconds)
+
+    async def pause(self, mode: PublishMode) -> None:
+        way = {"reprefill": "keep", "stale_kv": "keep", "drain": "wait", "abort": "abort"}[mode]
+        await self._post("/pause", params={"mode": way, "clear_cache": "false" if mode == "stale_kv" else "true"})
+
+    async def start(self) -> None:
+        """Reloading from a folder has no start."""
+
+    async def update(self, folder: Path) -> None:
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)},
+                                             "timeout": self._seconds})  # fmt: skip
+
+    async def finish(self, version: str, mode: PublishMode) -> None:
+        if mode != "stale_kv":
+            # Reloading leaves the prefix cache as it was: later prompts would be read with the old weights' KV.
+            await self._post("/reset_prefix_cache")
+        await self._post("/update_weight_version", {"new_version": version})
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def _post(self, route: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
+        return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
+
+
+async def publish(syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode) -> None:
+    """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server."""
+    steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
+        ("pause", lambda sync: sync.pause(mode)), ("start", lambda sync: sync.start()),
+        ("update", lambda sync: sync.update(folder)), ("finish", lambda sync: sync.finish(version, mode)),
+        ("resume", lambda sync: sync.resume()),
+    ]  # fmt: skip
+    for name, step in steps:
+        results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
+        for sync, result in zip(syncs, results, strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, Exception):
+                    raise result
+                raise PublishFailed(f"publishing {version!r} failed at `{name}` on {getattr(sync, 'server', sync)!r}: "
+                                    f"{type(result).__name__}: {result}") from result  # fmt: skip
+
+
+def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:
+    """`state` as safetensors in `folder`, beside the configuration files of `model`; complete or not there at all."""
+    from safetensors.torch import save_file
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in model.glob("*.json"):
+        if not path.name.endswith(".safetensors.index.json"):
+            shutil.copy2(path, partial / path.name)
+    seen: set[int] = set()
+    tensors = {}
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        if tensor.data_ptr() not in seen:  # a tied weight is stored once, as transformers does
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.replace(folder)

@@ -1,0 +1,160 @@
+"""A vLLM server of one's own, started with the flags that make its answers training data, and stopped for sure.
+
+It listens on loopback unless told otherwise; a server for others needs an API key, and even so the routes for weights
+know none: they are on (`control`) on loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from ..tapes.errors import TapereelError
+from .http import Server, ServerFailed
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerStart(TapereelError, RuntimeError):
+    """The server didn't come up: says with which command, and the end of what it printed."""
+
+
+class LocalServer:
+    """A vLLM server process. `async with LocalServer(folder) as url:`"""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        python: str = sys.executable,
+        control: bool = True,
+        key_variable: str | None = None,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        patience: float = 600.0,
+    ) -> None:
+        """`python` is the interpreter that has vLLM. `options` are further flags of its server. `control` turns on the
+        routes that take weights. `port` 0 takes a free one. What the server prints goes to `log` (default: a temporary
+        file). It must be up within `patience` seconds."""
+        if host not in LOOPBACK and key_variable is None:
+            raise ValueError(f"a server at {host} can be reached by others: give key_variable=, the environment "
+                             "variable with its API key")  # fmt: skip
+        if host not in LOOPBACK and control:
+            raise ValueError(f"a server at {host} with control=True would take weights from whoever reaches it; serve "
+                             "those routes on loopback or pass control=False")  # fmt: skip
+        if key_variable is not None and not os.environ.get(key_variable):
+            raise ValueError(f"the environment variable {key_variable} with the API key is not set")
+        self.model, self.host, self.port = Path(model), host, port or _free_port(host)
+        self._python, self._control, self._options = python, control, tuple(options)
+        self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
+        self._log_path = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        """What is started."""
+        return [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
+                self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm",
+                "--logprobs-mode", "processed_logprobs", *self._options]  # fmt: skip
+
+    async def start(self) -> str:
+        """Start it and wait until it answers; its address. ServerStart."""
+        self._spawn()
+        try:
+            await self._up()
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def _spawn(self) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+                       "VLLM_SERVER_DEV_MODE": "1" if self._control else "0", **self._environment}  # fmt: skip
+        if self._key_variable is not None:
+            environment["VLLM_API_KEY"] = os.environ[self._key_variable]
+        self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                                         env=environment, start_new_session=True)  # fmt: skip
+
+    async def _up(self) -> None:
+        assert self._process is not None
+        server, deadline = Server(self.url), time.monotonic() + self._patience
+        try:
+            while True:
+                if self._process.poll() is not None:
+                    raise ServerStart(f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n"
+                                      f"{self.printed()}")  # fmt: skip
+                with contextlib.suppress(ServerFailed):
+                    await server.get("/health", seconds=5.0)
+                    return
+                if time.monotonic() > deadline:
+                    raise ServerStart(f"{' '.join(self.command)}\nwas not up after {self._patience:g} s:\n"
+                                      f"{self.printed()}")  # fmt: skip
+                await asyncio.sleep(0.25)
+        finally:
+            await server.close()
+
+    def printed(self, end: int = 4000) -> str:
+        """The end of what the server printed."""
+        if self._log is None:
+            return ""
+        with open(self._log_path, "rb") if self._log_path else contextlib.nullcontext(self._log) as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - end))
+            return log.read().decode(errors="replace")
+
+    def wait(self) -> int:
+        """Until it ends by itself; its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process.wait()
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End it and all it started, by force after `grace` seconds."""
+        if self._process is None:
+            return
+        for signal, wait in ((15, grace), (9, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal)
+            try:
+                self._process.wait(wait)
+            except subprocess.TimeoutExpired:
+                continue
+            if signal == 15:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, 9)  # engine processes that outlived their parent
+            break
+        self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def __aenter__(self) -> str:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,60 @@
+"""`tapereel serve`: a local vLLM server with the flags that make its answers training data."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from ..tapes.console import Exit, UsageError, answer, say
+
+EXAMPLE = """
+tapereel serve models/qwen --port 8000
+tapereel serve models/qwen --port 8000 --options '--max-model-len 8192 --gpu-memory-utilization 0.6'
+tapereel run --config run.yaml --set engine.kind=vllm --set engine.model=models/qwen \
+--set engine.urls='["http://127.0.0.1:8000"]' --out runs/qwen
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    parser.add_argument("model", metavar="DIR", help="a model and tokenizer in Hugging Face format")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen; beyond loopback, --key is needed")
+    parser.add_argument("--key", metavar="VARIABLE", help="the environment variable that holds the API key")
+    parser.add_argument("--no-weights", action="store_true",
+                        help="without the routes that take new weights, which know no API key")  # fmt: skip
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with vLLM (default: this one)")
+    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="what vLLM prints (default: vllm.log)")
+    parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="seconds it may take to come up")
+    parser.add_argument("--options", default="", metavar="FLAGS", help="further flags of vLLM's server, as one word")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted or told to end."""
+    from .serve import LocalServer
+
+    if not Path(args.model).is_dir():
+        raise UsageError(f"there is no model folder {args.model!r}")
+    try:
+        server = LocalServer(args.model, port=args.port, host=args.host, key_variable=args.key, python=args.python,
+                             control=not args.no_weights, options=shlex.split(args.options), log=args.log,
+                             patience=args.patience)  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say(f"starting: {' '.join(server.command)}")
+    asyncio.run(server.start())
+    try:
+        answer(args, {"url": server.url, "model": str(server.model), "command": server.command},
+               f"listening at {server.url}; what it prints is in {args.log}; Ctrl-C ends it")  # fmt: skip
+        code = server.wait()
+    except KeyboardInterrupt:
+        server.stop()
+        return Exit.HOLDS
+    say(f"the server ended by itself with exit code {code}:\n{server.printed()}")
+    server.stop()
+    return Exit.BROKEN

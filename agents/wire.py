@@ -1,0 +1,139 @@
+"""What every server of tokens is asked and answers, whatever its dialect: the checks that make an answer training data.
+
+Pure functions over JSON values; no connection, no clock. A dialect builds the body of a request and reads the answer;
+what it read passes `sampled`, which refuses everything that would train a model on the wrong tokens: another number of
+log-probs than of ids, unknown log-probs, version spans with holes.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..tapes.records import Usage
+from .engine import EngineError, Finish, Request
+
+FLOOR = -9000.0
+"""Servers write -9999 for a log-prob that they don't know; no sampled token of a real model comes near it."""
+ABOVE_ZERO = 1e-3
+"""A log-prob of a certain token may come out this far above zero by rounding; it reads as 0 then."""
+
+
+class BadAnswer(EngineError, ValueError):
+    """An answer that can't be a completion: names the field, what it held and what was expected."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One checked answer."""
+
+    ids: array[int]
+    """int32, the turn-ending id included."""
+    logprobs: array[float]
+    """float32, one for each id, as the server gave them (after or before temperature: the dialect's probe knows)."""
+    spans: tuple[tuple[str, int, int], ...] | None
+    """(version, start, end), contiguous over all ids; None when the server doesn't say."""
+    finish: Finish
+    usage: Usage
+
+
+class Dialect(Protocol):
+    """How one kind of server is asked for tokens after tokens."""
+
+    name: str
+    """Of the kind of server; part of the engine's name on each call."""
+    route: str
+    """Where requests are posted."""
+
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
+        """The JSON body that asks for `request`, which ends at any of `stops`."""
+        ...
+
+    def parse(self, answer: Any) -> Sampled:
+        """The completion in a JSON answer. BadAnswer when there is none."""
+        ...
+
+    def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
+        """Route and body that end a request early; its answer then holds what was sampled so far."""
+        ...
+
+
+def sampled(
+    ids: Any, logprobs: Any, *, finish: Any, versions: Any, prompt_tokens: int | None, cached: int | None
+) -> Sampled:
+    """The checked completion. `versions` is a list of {"version", "start", "end"}; None: the server doesn't say."""
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        raise BadAnswer(f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
+                        "return what was asked for, and text alone is no RL data; see `tapereel serve --help` for the "
+                        "flags it needs")  # fmt: skip
+    if len(ids) != len(logprobs):
+        raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
+    for k, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise BadAnswer(f"token id {k} of the answer is {token!r}, not an id")
+    return Sampled(
+        ids=array("i", ids), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
+        spans=_spans(versions, len(ids)), finish=_finish(finish),
+        usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
+    )  # fmt: skip
+
+
+def _logprob(value: Any, k: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
+    if not FLOOR < value <= ABOVE_ZERO:
+        raise BadAnswer(f"log-prob {k} of the answer is {value!r}, the server's word for unknown or no log-prob at all")
+    return min(float(value), 0.0)
+
+
+def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
+    if versions is None:
+        return None
+    try:
+        spans = tuple((str(span["version"]), int(span["start"]), int(span["end"])) for span in versions)
+    except (TypeError, KeyError, ValueError) as error:
+        raise BadAnswer(f"the version spans of the answer are {versions!r}: {type(error).__name__}: {error}") from error
+    at = 0
+    for _, start, end in spans:
+        if start != at or end <= start:
+            raise BadAnswer(f"the version spans of the answer, {spans!r}, don't follow each other from 0 to {n}")
+        at = end
+    if at != n:
+        raise BadAnswer(f"the version spans of the answer, {spans!r}, cover {at} of {n} tokens")
+    return spans
+
+
+_FINISH: dict[Any, Finish] = {"stop": "stop", "length": "length", "abort": "abort", "tool_calls": "tool_calls",
+                              "repetition": "stop"}  # fmt: skip
+
+
+def _finish(value: Any) -> Finish:
+    if value not in _FINISH:
+        raise BadAnswer(f"the answer finished as {value!r}, which is none of {', '.join(_FINISH)}")
+    return _FINISH[value]
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def field(value: Any, *path: str | int) -> Any:
+    """`value[path[0]][path[1]]...` of a JSON answer. BadAnswer, naming the place, where it isn't there."""
+    for k, step in enumerate(path):
+        try:
+            value = value[step]
+        except (TypeError, KeyError, IndexError) as error:
+            where = ".".join(map(str, path[: k + 1]))
+            raise BadAnswer(f"the answer has no {where}; it is {_short(value)}") from error
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

