@@ -56,6 +56,11 @@ class WeightSync(Protocol):
         """Sample again."""
         ...
 
+    async def abandon(self, version: str) -> None:
+        """Publishing `version` failed: end what is under way, name the weights `version`, and sample again, so that
+        nobody waits for a server that stays paused."""
+        ...
+
 
 class VLLMReload:
     """vLLM's routes of the development mode (VLLM_SERVER_DEV_MODE=1), with weights reloaded from a folder."""
@@ -88,25 +93,67 @@ class VLLMReload:
     async def resume(self) -> None:
         await self._post("/resume")
 
+    async def abandon(self, version: str) -> None:
+        await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
+        await self._post("/update_weight_version", {"new_version": version})
+        await self._post("/resume")
+
     async def _post(self, route: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
         return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
 
 
 async def publish(syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode) -> None:
-    """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server."""
+    """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server; what was
+    under way is ended then, on all of them."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)), ("start", lambda sync: sync.start()),
         ("update", lambda sync: sync.update(folder)), ("finish", lambda sync: sync.finish(version, mode)),
         ("resume", lambda sync: sync.resume()),
     ]  # fmt: skip
     for name, step in steps:
-        results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
-        for sync, result in zip(syncs, results, strict=True):
-            if isinstance(result, BaseException):
-                if not isinstance(result, Exception):
-                    raise result
-                raise PublishFailed(f"publishing {version!r} failed at `{name}` on {getattr(sync, 'server', sync)!r}: "
-                                    f"{type(result).__name__}: {result}") from result  # fmt: skip
+        failed = await _on_all(syncs, step)
+        if failed is not None:
+            sync, error = failed
+            left = await _on_all(syncs, lambda sync: sync.abandon(f"unknown: publishing {version} failed"))
+            told = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
+            raise PublishFailed(f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
+                                f"{error}{told}") from error  # fmt: skip
+
+
+async def _on_all(
+    syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
+) -> tuple[WeightSync, Exception] | None:
+    """The step on every server at once; the first that failed, and how."""
+    results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
+    for sync, result in zip(syncs, results, strict=True):
+        if isinstance(result, Exception):
+            return sync, result
+        if isinstance(result, BaseException):
+            raise result
+    return None
+
+
+def _where(sync: WeightSync) -> str:
+    return repr(getattr(sync, "server", sync))
+
+
+def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
+    """That `state` has the names and shapes of the weights in `model`, as far as those are safetensors: a server that
+    was given others is lost. ValueError names the first difference."""
+    from safetensors import safe_open
+
+    expected: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            expected |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not expected:
+        return
+    wrong = next((name for name in expected if name not in state), None)
+    if wrong is not None:
+        raise ValueError(f"the weights lack {wrong!r}, which the model in {model} has")
+    for name, tensor in state.items():
+        if name in expected and tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}; in {model} it has {expected[name]}")
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:

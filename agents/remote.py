@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .engine import Completion, EngineError, PromptTooLong, Request
 from .http import Server, ServerFailed
-from .publishing import PublishMode, WeightSync, publish, write_weights
+from .publishing import PublishMode, WeightSync, check_weights, publish, write_weights
 from .wire import BadAnswer, Dialect, Sampled
 
 if TYPE_CHECKING:
@@ -148,12 +148,13 @@ class RemoteEngine:
         self._homes.pop(cache_key, None)
 
     async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
-        """Make `state` the weights of all servers; tokens from then on carry `version`. PublishFailed, after which the
-        engine samples no more."""
+        """Make `state` the weights of all servers; tokens from then on carry `version`. ValueError, before anything has
+        changed, when it isn't the model's; PublishFailed, after which the engine samples no more."""
         if version in self._versions:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
         if not self._syncs:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
+        check_weights(state, self._model_folder)
         async with self._publishing:
             folder = self._folder / version.replace("/", "_").replace(":", "_")
             await asyncio.to_thread(write_weights, state, folder, self._model_folder)

@@ -85,6 +85,10 @@ class SGLangWeights:
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 
+    async def abandon(self, version: str) -> None:
+        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
+        await self._post("/continue_generation", {})
+
     async def _post(self, route: str, body: Any) -> None:
         answer = await self.server.post(route, body, seconds=self._seconds, fresh=True)
         if isinstance(answer, dict) and answer.get("success") is False:
