@@ -1,126 +1,100 @@
-"""One RL update, ours against plain cross-entropy over all logits: time and memory above the model, as ratios.
+"""One RL update: ours against plain cross-entropy over all logits, TapeAgents' `rl_step` and TorchRL's `GRPOLoss`.
 
-    python benchmarks/rl_update.py [--vocabulary 32000] [--rows 8] [--length 1024] [--reps 3]
+    python benchmarks/rl_update.py                                     # ours and plain
+    python benchmarks/rl_update.py --tapeagents PYTHON --torchrl PYTHON [--vocabulary 152000 --rows 2]
 
-A two-layer Llama of width 128, one thread; half of each row's tokens are the agent's own. Each implementation runs in a
-process of its own, and memory is its peak resident size less that before the first update. CPU seconds, median.
+A two-layer Llama of width 128, one thread, float32; half of each row's tokens are the agent's own (the case is in
+`peers/update_case.py`). An update is forward, loss, backward, clipping of the gradient norm and AdamW. Every
+implementation runs in a process of its own, in turn, `--rounds` times; each must report the same loss. Printed: median
+seconds of CPU and of wall, the process's peak above what it held before the first update, and ratios to ours of the
+same round.
 
-    plain   logits of every position in float32, log_softmax, gather, clipped loss, backward
-    ours    Trainer.update with the recipe grpo: own positions only, the vocabulary in chunks
+    ours        Trainer.update with the recipe grpo: own positions only, the vocabulary in chunks
+    plain       logits of every position in float32, log_softmax, gather, clipped loss, backward
+    tapeagents  python -m venv ta; ta/bin/pip install torch==2.13.0 tapeagents==0.1.16 transformers==4.51.3 "wandb~=0.19" peft==0.12
+                "datasets~=2.21.0" "numpy~=1.26" accelerate==1.7.0 "pyarrow<19"
+    torchrl     python -m venv torchrl; torchrl/bin/pip install torch==2.13.0 torchrl transformers
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
+import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
-import torch
+from peers.update_case import LR, TURN, Case
+from peers.update_case import main as measure_and_print
+from side_by_side import Found, in_turn, ratio, same_loss
+
+HERE = Path(__file__).parent
 
 
-def model_and_rows(vocabulary: int, rows: int, length: int) -> tuple[Any, list[Any], list[Any]]:
-    """A fresh model, and rows of alternating 64-token turns."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def ours(case: Case) -> Callable[[], float]:
+    """An update through the library's own trainer."""
+    from tapereel.finetune.recipes import get_recipe
     from tapereel.finetune.rows import Row
     from tapereel.finetune.stream import Episode
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=length, tie_word_embeddings=True))
-    rng = np.random.default_rng(0)
-    turn = np.arange(length) // 64
-    own = np.flatnonzero(turn % 2 == 1).astype(np.int32)
-    calls = (turn[own] // 2).astype(np.int32)
-    n = len(own)
-    made = [Row(tape=f"t{i}", group="g", input_ids=rng.integers(0, vocabulary, length).astype(np.int32), own=own,
-                old=np.full(n, -np.log(vocabulary), np.float32), temperature=np.ones(n, np.float32),
-                version=np.zeros(n, np.int32), call=calls, turn=calls, offset=(np.arange(n) % 64).astype(np.int32),
-                calls=tuple(f"c{k}" for k in range(calls.max() + 1)), agents=("a",) * (int(calls.max()) + 1),
-                versions=("r:0",)) for i in range(rows)]
-    return model, made, [Episode(tape=f"t{i}", group="g", reward=float(i % 2)) for i in range(rows)]
-
-
-def ours(vocabulary: int, rows: int, length: int) -> Callable[[], None]:
-    from tapereel.finetune.recipes import get_recipe
     from tapereel.finetune.trainer import Trainer
 
-    model, made, episodes = model_and_rows(vocabulary, rows, length)
-    trainer = Trainer(model, get_recipe("grpo"), lr=1e-6)
-    return lambda: _applied(trainer.update(made, episodes).applied)
+    ids, rewards = case.ids().astype(np.int32), case.rewards()
+    own = np.flatnonzero(case.own()).astype(np.int32)
+    n, calls = len(own), (own // (2 * TURN)).astype(np.int32)
+    names = int(calls.max()) + 1
+    rows = [Row(tape=f"t{i}", group="g", input_ids=ids[i], own=own, old=np.full(n, case.old(), np.float32),
+                temperature=np.ones(n, np.float32), version=np.zeros(n, np.int32), call=calls, turn=calls,
+                offset=(np.arange(n) % TURN).astype(np.int32), calls=tuple(f"c{k}" for k in range(names)),
+                agents=("a",) * names, versions=("r:0",)) for i in range(case.rows)]
+    episodes = [Episode(tape=f"t{i}", group="g", reward=float(rewards[i])) for i in range(case.rows)]
+    trainer = Trainer(case.model(), get_recipe("grpo"), lr=LR)
 
-
-def plain(vocabulary: int, rows: int, length: int) -> Callable[[], None]:
-    model, made, episodes = model_and_rows(vocabulary, rows, length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    ids = torch.from_numpy(np.stack([row.input_ids for row in made])).long()
-    own = torch.from_numpy(made[0].own).long()
-    old = torch.from_numpy(np.stack([row.old for row in made]))
-    rewards = torch.tensor([episode.reward for episode in episodes])
-    advantage = ((rewards - rewards.mean()) / rewards.std())[:, None]
-
-    def update() -> None:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        lp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][:, own - 1]
-        ratio = (lp - old).exp()
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    def update() -> float:
+        stats = trainer.update(rows, episodes)
+        if not stats.applied:
+            raise RuntimeError(f"the update was skipped ({stats.skipped}): there is nothing to time")
+        return stats.loss
 
     return update
 
 
-def _applied(applied: bool) -> None:
-    if not applied:
-        raise RuntimeError("the update was skipped: there is nothing to time")
-
-
-def measure(name: str, vocabulary: int, rows: int, length: int, reps: int) -> dict[str, float]:
-    """In this process: CPU seconds per update, and MiB above what the model takes."""
-    torch.set_num_threads(1)
-    update = {"ours": ours, "plain": plain}[name](vocabulary, rows, length)
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
-    for _ in range(reps):
-        start = time.process_time()
-        update()
-        seconds.append(time.process_time() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": statistics.median(seconds), "mib": (peak - base) / 1024}
+def table(found: Found) -> str:
+    """Markdown: medians, and the medians of the rounds' ratios to ours."""
+    lines = ["| | CPU s | wall s | MiB | CPU / ours | wall / ours | memory / ours |", "|---|---|---|---|---|---|---|"]
+    for name, several in found.items():
+        values = [statistics.median(one[key] for one in several) for key in ("cpu", "wall", "mib")]
+        ratios = [ratio(several, found["ours"], key) for key in ("cpu", "wall", "mib")]
+        lines.append(f"| {name} | {values[0]:.2f} | {values[1]:.2f} | {values[2]:,.0f} | "
+                     + " | ".join(f"{one:.2f}" for one in ratios) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("vocabulary", 32_000), ("rows", 8), ("length", 1024), ("reps", 3)):
+    for name, default in (("vocabulary", 32_000), ("rows", 8), ("length", 1024), ("reps", 3), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", choices=["ours", "plain"], help=argparse.SUPPRESS)
+    parser.add_argument("--tapeagents", metavar="PYTHON")
+    parser.add_argument("--torchrl", metavar="PYTHON")
+    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes: shows that it runs, no more")
     args = parser.parse_args()
-    shape = {"vocabulary": args.vocabulary, "rows": args.rows, "length": args.length, "reps": args.reps}
-    if args.only:
-        print(json.dumps(measure(args.only, **shape)))
-        return
-    found = {}
-    for name in ("plain", "ours"):
-        flags = [f"--{key}={value}" for key, value in shape.items()]
-        command = [sys.executable, __file__, "--only", name, *flags]
-        out = subprocess.run(command, check=True, capture_output=True, text=True)
-        found[name] = json.loads(out.stdout)
-    print(f"vocabulary {args.vocabulary}, {args.rows} x {args.length} tokens")
-    print(f"{'':<8}{'CPU s':>8}{'MiB':>9}{'time':>7}{'memory':>8}")
-    for name, one in found.items():
-        print(f"{name:<8}{one['seconds']:>8.2f}{one['mib']:>9.0f}{one['seconds'] / found['plain']['seconds']:>7.2f}"
-              f"{one['mib'] / found['plain']['mib']:>8.2f}")
+    if args.tiny:
+        args.vocabulary, args.rows, args.length, args.reps, args.rounds = 500, 2, 256, 2, 1
+    shape = [str(n) for n in (args.vocabulary, args.rows, args.length, args.reps)]
+    commands = {"ours": [sys.executable, __file__, "ours"],
+                "plain": [sys.executable, str(HERE / "peers" / "plain_update.py")]}
+    for name in ("tapeagents", "torchrl"):
+        if python := getattr(args, name):
+            commands[name] = [python, str(HERE / "peers" / f"{name}_update.py")]
+    found = in_turn({name: [*command, *shape] for name, command in commands.items()}, args.rounds)
+    print(f"vocabulary {args.vocabulary:,}, {args.rows} x {args.length} tokens, {args.rounds} rounds, "
+          f"loss {same_loss(found, 1e-5):.6f}, load {os.getloadavg()[0]:.1f}\n\n{table(found)}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["ours"]:
+        del sys.argv[1]
+        measure_and_print(ours)
+    else:
+        main()

@@ -58,7 +58,11 @@ class _LogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[at] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[at]
+                # In place where it can be: a temporary of the weight's size costs more than the product itself.
+                if grad.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad.t(), hidden[at])
+                else:
+                    grad_weight += grad.t() @ hidden[at]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
