@@ -44,15 +44,12 @@ FILES = {
     "words/word.py": "sums regulariser baseline",
     "segments.py": "credit baseline",
     "schedule.py": "regulariser",
-    "objective.py": "baseline regulariser surrogate recipes trainer",
+    "objective.py": "baseline regulariser surrogate recipes accumulation trainer",
     "head.py": "score",
     "micro.py": "micro",
-    "stream.py": "credit baseline trainer",
-    "recipes/grpo.py": "recipes",
-    "recipes/reinforce.py": "recipes",
-    "recipes/cpgd.py": "recipes",
-    "recipes/ppo.py": "recipes",
-    "recipes/dapo.py": "recipes",
+    "stream.py": "stream credit baseline guards",
+    **{f"recipes/{path.name}": "recipes" for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))
+       if path.stem not in ("__init__", "files", "recipe")},
 }
 """Each file, and the test files that answer for it."""
 LAST = "-1 and 1 name the same dimension of two"

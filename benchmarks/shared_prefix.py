@@ -22,6 +22,15 @@ from tapereel.finetune.stream import Episode
 from tapereel.finetune.trainer import Trainer
 
 
+def policy() -> LlamaForCausalLM:
+    """The model of these measurements, and one thread for it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=104, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True))
+
+
 def batch(prompt: int, tokens: int, group: int) -> tuple[list[Row], list[Episode]]:
     """Two groups, each with a prompt of its own."""
     rng = np.random.default_rng(0)
@@ -54,12 +63,7 @@ def main() -> None:
     for name, default in (("tokens", 64), ("group", 8), ("reps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=104, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True))
-    trainer = Trainer(model, get_recipe("grpo"), lr=1e-6)
+    trainer = Trainer(policy(), get_recipe("grpo"), lr=1e-6)
     micro.SHARE_SAVED = 0.0
     print(f"groups of {args.group}, {args.tokens} tokens each behind the prompt")
     print(f"{'prompt':>7}{'saved':>7}{'each':>8}{'once':>8}{'ratio':>7}")

@@ -31,7 +31,8 @@ from .recipes import Recipe, get_recipe
 from .rows import IGNORED, Row
 from .score import parts
 from .stream import BadBatch, Episode, Episodes, Stream, Turns
-from .words import Context, Reward, Select, TokenKL
+from .words import Context, Reward, Select, Sums, TokenKL
+from .words.kl import estimate
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
 """Floats aligned to `input_ids`; padded with NaN."""
@@ -267,7 +268,11 @@ def collate(features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple:
 
 
 def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
-    """(loss with gradient, statistics) of a collated batch: the token mean of the recipe's loss over its own tokens."""
+    """(loss with gradient, statistics) of a collated batch: the token mean of the recipe's loss over its own tokens.
+
+    Statistics are means, and extremes as `name/min` and `name/max`, over own tokens; `tokens` to weigh them by when
+    batches are put together.
+    """
     recipe = config.recipe()
     if not recipe.local or recipe.weigh.kind != "token" or recipe.select.entropy_top is not None:
         raise BadBatch(f"rl_step sees one padded batch and no episodes; recipe {recipe.name!r} needs them: use Trainer")
@@ -294,7 +299,8 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
                             target=None)
     part = whole.part()
     loss = part.loss(lp, None, torch.arange(t), context, objective.betas(recipe)) if t else lp.sum()
-    return loss, _statistics(loss, lp.detach(), weight, stream, entered, context)
+    _statistics(batch, own, lp.detach(), weight, stream, entered, config.epsilon, context.sums)
+    return loss, {"loss": float(loss.detach()), "tokens": float(entered.sum()), **context.sums.flat()}
 
 
 def _one_episode(batch: Mapping[str, Tensor], own: Tensor, zeros: Tensor) -> Stream:
@@ -309,18 +315,23 @@ def _one_episode(batch: Mapping[str, Tensor], own: Tensor, zeros: Tensor) -> Str
                   ref=batch["ref_logprobs"][own] if "ref_logprobs" in batch else None)
 
 
-def _statistics(loss: Tensor, lp: Tensor, weight: Tensor, stream: Stream, entered: Tensor,
-                context: Context) -> dict[str, float]:
-    """Means and extremes over own tokens of this batch; `tokens` to weigh them by when batches are put together."""
-    sums = context.sums
+def _statistics(batch: Mapping[str, Tensor], own: Tensor, lp: Tensor, weight: Tensor, stream: Stream, entered: Tensor,
+                epsilon: float, sums: Sums) -> None:
+    """Adds up means and extremes over own tokens of this batch."""
     sums.add("new_logprobs", lp[entered], extremes=True)
     sums.add("old_logprobs", stream.old[entered], extremes=True)
-    sums.add("ratio_new_old", (lp - stream.old)[entered].exp(), extremes=True)
+    ratio = (lp - stream.old)[entered].exp()
+    sums.add("ratio_new_old", ratio, extremes=True)
     sums.add("weights", weight[entered], extremes=True)
+    for name in batch.keys() & {"rewards", "advantages"}:
+        known = batch[name][own][entered]
+        sums.add(name, known[known.isfinite()], extremes=True)
+    sums.add("surrogate", ratio * weight[entered], extremes=True)
+    sums.add("surrogate/clipped", ratio.clamp(1 - epsilon, 1 + epsilon) * weight[entered], extremes=True)
     sums.add("logprob_where_weight_positive", lp[entered & (weight > 0)])
     sums.add("logprob_where_weight_negative", lp[entered & (weight < 0)])
     if stream.ref is not None and bool(stream.ref[entered].isfinite().any()):
         sums.add("ref_logprobs", stream.ref[entered], extremes=True)
         sums.add("ratio_ref_new", (stream.ref - lp)[entered].exp(), extremes=True)
         sums.add("ratio_ref_old", (stream.ref - stream.old)[entered].exp(), extremes=True)
-    return {"loss": float(loss.detach()), "tokens": float(entered.sum()), **sums.flat()}
+        sums.add("kl", estimate("k3", lp, stream.ref)[entered], extremes=True)

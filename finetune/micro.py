@@ -2,8 +2,11 @@
 
 Rows of like length are put side by side, padded on the right and cut behind their last wanted token. A causal model
 sees nothing to its right, so that padding needs no mask and changes nothing; neither does what else is in the batch.
-(On a CPU this is 1.6x faster than packing at 60 tokens a row, where block-diagonal attention costs the square of the
-pack.)
+
+Rows may also be packed, end to end in one row without padding, with positions that restart at each: attention doesn't
+cross from one to the next. That is for kernels that know the boundaries (variable-length attention on a GPU). On a CPU
+the mask is block-diagonal, exact but quadratic in the pack: an update takes 3.8 times as long as with padding at 55 to
+65 tokens a row, 3.4 times at 10 to 200 (`benchmarks/packing.py`).
 
 Knows nothing of models: what is shared is decided from ids and lengths.
 """
@@ -47,14 +50,24 @@ class Micro:
     """(B, L) bool: not padding."""
     prefix: Tensor | None
     """(P,) int64 what all of the rows begin with, forwarded once; None: nothing is shared."""
+    positions: Tensor | None = None
+    """(1, L) int64 position of each token in its own row, where rows are packed into one; None: they are padded."""
+
+    @classmethod
+    def idle(cls) -> Micro:
+        """One that wants no token: forwarded where others forward theirs, it adds exactly nothing."""
+        none = torch.zeros(0, dtype=torch.int64)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
 
 
 def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int = MICRO_TOKENS,
-         share: bool = False) -> list[Micro]:
+         share: bool = False, pack: bool = False) -> list[Micro]:
     """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
 
     Rows without such a token aren't in any. A row that is longer than `micro_tokens` is a micro-batch of its own.
-    share: rows of a group may be put together behind the prefix they share, where that saves enough.
+    share: rows of a group may be put together behind the prefix they share, where that saves enough. pack: rows that
+    share none are packed, not padded.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = [np.arange(len(row.own)) for row in rows] if live is None else \
@@ -63,7 +76,7 @@ def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int =
     order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
     batches = _Batches(rows, wanted, length, start)
     return [micro for members, prefix in (_families(rows, wanted, length, order) if share else [(order, 0)])
-            for micro in batches.of(members, prefix, micro_tokens)]
+            for micro in batches.of(members, prefix, micro_tokens, pack and not prefix)]
 
 
 def _families(rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray,
@@ -100,33 +113,48 @@ class _Batches:
     length: NDArray
     start: NDArray
 
-    def of(self, order: Sequence[int], prefix: int, micro_tokens: int) -> list[Micro]:
+    def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
         """Rows in order of length, cut where one more would exceed the budget."""
         micros: list[Micro] = []
         group: list[int] = []
         for i in order:
-            if group and prefix + (len(group) + 1) * (int(self.length[i]) - prefix) > micro_tokens:
-                micros.append(self.one(group, prefix))
+            more = int(self.length[[*group, i]].sum()) if pack else \
+                prefix + (len(group) + 1) * (int(self.length[i]) - prefix)
+            if group and more > micro_tokens:
+                micros.append(self.packed(group) if pack else self.one(group, prefix))
                 group = []
             group.append(i)
-        return [*micros, self.one(group, prefix)] if group else micros
+        if group:
+            micros.append(self.packed(group) if pack else self.one(group, prefix))
+        return micros
+
+    def packed(self, group: Sequence[int]) -> Micro:
+        """Rows end to end; each begins at position 0."""
+        lengths = self.length[list(group)]
+        starts = np.cumsum(lengths) - lengths
+        ids = np.concatenate([self.rows[i].input_ids[:n] for i, n in zip(group, lengths, strict=True)])
+        places = [self.rows[i].own[self.wanted[i]] + (at - 1) for i, at in zip(group, starts, strict=True)]
+        return self._micro(group, ids[None].astype(np.int64), places, np.ones((1, len(ids)), dtype=bool), None,
+                           torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None])
 
     def one(self, group: Sequence[int], prefix: int) -> Micro:
         width = int(self.length[group[-1]]) - prefix
         ids = np.zeros((len(group), width), dtype=np.int64)
-        at, token, temperature, index = [], [], [], []
         for j, i in enumerate(group):
-            row, own = self.rows[i], self.rows[i].own[self.wanted[i]]
-            ids[j, :self.length[i] - prefix] = row.input_ids[prefix:self.length[i]]
-            at.append(own + (j * width - 1 - prefix))
-            token.append(row.input_ids[own])
-            temperature.append(row.temperature[self.wanted[i]])
-            index.append(self.wanted[i] + self.start[i])
+            ids[j, :self.length[i] - prefix] = self.rows[i].input_ids[prefix:self.length[i]]
+        places = [self.rows[i].own[self.wanted[i]] + (j * width - 1 - prefix) for j, i in enumerate(group)]
+        there = np.arange(width) < (self.length[list(group)] - prefix)[:, None]
+        shared = torch.from_numpy(self.rows[group[0]].input_ids[:prefix]).long() if prefix else None
+        return self._micro(group, ids, places, there, shared, None)
+
+    def _micro(self, group: Sequence[int], ids: NDArray, places: Sequence[NDArray], there: NDArray,
+               prefix: Tensor | None, positions: Tensor | None) -> Micro:
+        wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         return Micro(
-            ids=torch.from_numpy(ids), at=_joined(at), token=_joined(token),
-            temperature=torch.from_numpy(np.concatenate(temperature)), index=_joined(index),
-            there=torch.from_numpy(np.arange(width) < (self.length[list(group)] - prefix)[:, None]),
-            prefix=torch.from_numpy(self.rows[group[0]].input_ids[:prefix]).long() if prefix else None,
+            ids=torch.from_numpy(ids), at=_joined(places), there=torch.from_numpy(there), prefix=prefix,
+            positions=positions, token=_joined([row.input_ids[row.own[mine]] for row, mine, _ in wanted]),
+            temperature=torch.from_numpy(np.concatenate([row.temperature[mine] for row, mine, _ in wanted])),
+            index=_joined([mine + start for _, mine, start in wanted]),
         )
 
 

@@ -48,6 +48,8 @@ class Batch:
         live = entered & self.selected
         if self.recipe.idle_at_zero:
             live = live & (self.advantage != 0)
+        if self.recipe.idle:
+            live = torch.zeros_like(live)
         return Part(batch=self, weight=torch.where(self.selected, weight, torch.zeros_like(weight)), entered=entered,
                     live=live)
 
@@ -94,7 +96,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     """Everything of the objective that comes before the log-probs to be trained: selection, rewards to advantages."""
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
-    episodes = recipe.select.episodes(scored, stream, context)
+    episodes = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
     if advantages:
         known = stream.old.isfinite()

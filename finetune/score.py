@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..tapes.errors import TapereelError
 from . import head
 from .micro import MICRO_TOKENS, Micro, plan
+from .ranks import Ranks
 from .rows import Row
 
 __all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "plan", "score"]
@@ -34,14 +36,17 @@ class Scores(NamedTuple):
     """(T,) entropy of that distribution in nats; None unless asked for."""
 
 
-def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False) -> Scores:
+def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False,
+            float32: bool = False) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
-    return read_out(model, states(parts(model)[0], micro), micro, entropy=entropy, unit_temperature=unit_temperature)
+    return read_out(model, states(parts(model)[0], micro), micro, entropy=entropy, unit_temperature=unit_temperature,
+                    float32=float32)
 
 
 def read_out(model: nn.Module, hidden: Tensor, micro: Micro, *, entropy: bool = False,
-             unit_temperature: bool = False) -> Scores:
-    """Scores from hidden states (n, D) that `states` gave."""
+             unit_temperature: bool = False, float32: bool = False) -> Scores:
+    """Scores from hidden states (n, D) that `states` gave. float32: the output layer's product in float32, whatever
+    the dtype of its weights."""
     _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
     if not bool((temperature > 0).all()):
@@ -49,15 +54,20 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, *, entropy: bool = 
                          "tapes out of RL data, or score with temperature 1")
     # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.to(output.weight.dtype)
-        return Scores(*head.log_probs(hidden, output.weight, output.bias, micro.token, temperature, entropy=entropy))
+        dtype = torch.promote_types(output.weight.dtype, torch.float32) if float32 else output.weight.dtype
+        weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
+        return Scores(*head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy))
 
 
 def states(body: nn.Module, micro: Micro) -> Tensor:
     """(n, D) the hidden states that predict the micro-batch's tokens."""
     device = next(body.parameters()).device
     ids = micro.ids.to(device)
-    if micro.prefix is None:
+    if micro.positions is not None:
+        # No mask, no cache, one row: from restarting positions the model knows where one row ends and the next begins.
+        positions = micro.positions.to(device)
+        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    elif micro.prefix is None:
         hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     else:
         cache = body(input_ids=micro.prefix.to(device)[None], use_cache=True).past_key_values
@@ -67,19 +77,24 @@ def states(body: nn.Module, micro: Micro) -> Tensor:
 
 
 def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: bool = False,
-          unit_temperature: bool = False, micro_tokens: int = MICRO_TOKENS, live: Tensor | None = None) -> Scores:
+          unit_temperature: bool = False, micro_tokens: int = MICRO_TOKENS, live: Tensor | None = None,
+          ranks: Ranks | None = None, float32: bool = False, pack: bool = False) -> Scores:
     """Scores of all own tokens of `rows`, in row order, without gradient.
 
     ref: with the LoRA adapters of a peft model switched off. unit_temperature: T = 1 whatever was recorded.
-    live: (T,) bool, the tokens wanted; the others are NaN.
+    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time.
+    float32: as in `read_out`; pack: as in `plan`.
     """
+    ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     lp = torch.full((n,), torch.nan, dtype=dtype)
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
     with torch.no_grad(), without_adapters(model) if ref else nullcontext():
-        for micro in plan(rows, live=live, micro_tokens=micro_tokens, share=shares_prefixes(model)):
-            part = forward(model, micro, entropy=entropy, unit_temperature=unit_temperature)
+        share = shares_prefixes(model) and not ranks.sharded
+        for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
+            part = ranks.run(model, partial(forward, model, micro, entropy=entropy, unit_temperature=unit_temperature,
+                                            float32=float32))
             lp[micro.index] = part.logprob.to(lp.device)
             if h is not None and part.entropy is not None:
                 h[micro.index] = part.entropy.to(h.device)
@@ -107,6 +122,13 @@ def shares_prefixes(model: nn.Module) -> bool:
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
     return plain and not (base.training and base.is_gradient_checkpointing)
+
+
+def packs(model: nn.Module) -> bool:
+    """True when rows are better packed than padded: its attention is of variable length, on a GPU."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    kind = str(getattr(base.config, "_attn_implementation", None))
+    return "flash" in kind and next(base.parameters()).device.type == "cuda"
 
 
 @contextmanager

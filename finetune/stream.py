@@ -51,6 +51,8 @@ class Episode:
     """Tokens that count against the length limit; None: the number of own tokens in the batch."""
     fork: str | None = None
     """Names the turn at which this episode was forked from its parent: continuations of one turn share it."""
+    pin: tuple[str, ...] = ()
+    """Digest of the tape, then of each layer it was read with; empty where the episode is from no tape."""
 
     @property
     def trains(self) -> bool:
@@ -76,7 +78,7 @@ class Episodes:
     group: Tensor
     """(E,) int64 into `groups`."""
     fork: Tensor
-    """(E,) int64: one number for each fork point; an episode that isn't a fork has one of its own."""
+    """(E,) int64: one number for each fork point; episodes that aren't forks begin with their group, at one point."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 
@@ -264,7 +266,7 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
         length=torch.tensor([n if e.length is None else e.length for e, n in zip(episodes, own, strict=True)],
                             dtype=torch.int64),
         group=torch.tensor([groups(e.group) for e in episodes], dtype=torch.int64),
-        fork=torch.tensor([forks(("own", e.tape) if e.fork is None else ("fork", e.fork)) for e in episodes],
+        fork=torch.tensor([forks(("group", e.group) if e.fork is None else ("fork", e.fork)) for e in episodes],
                           dtype=torch.int64),
         groups=tuple(groups.names),
         components=tuple(e.components for e in episodes),

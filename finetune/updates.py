@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from .objective import Batch, Part
@@ -36,6 +37,8 @@ class UpdateStats:
     """(T,) float64 what each own token's loss counted; 0 for those that took no part."""
     advantage: Tensor
     """(T,) float64."""
+    shown: tuple[Sequence[Row], Stream, Tensor] | None = None
+    """Rows that were imitated beside the batch, their stream, and what each of its tokens' loss counted."""
 
     @property
     def applied(self) -> bool:
@@ -52,6 +55,25 @@ class UpdateStats:
         if not self.sums.counts.get("ratio"):
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
+
+
+def together(steps: Sequence[UpdateStats]) -> UpdateStats:
+    """Several steps on one prepared batch as one: applied if any was, weights and sums added up, the mean of losses
+    and norms. `mismatch` is that of the first step: after it the weights are not those that sampled."""
+    if len(steps) == 1:
+        return steps[0]
+    applied = [step for step in steps if step.applied]
+    of = applied or steps
+    sums = Sums()
+    for k, step in enumerate(steps):
+        sums.merge(step.sums if k == 0 else step.sums.without("mismatch"))
+    last = steps[-1]
+    weight = torch.stack([step.weight for step in of]).sum(0)
+    return UpdateStats(
+        step=last.step, skipped=None if applied else last.skipped, loss=sum(step.loss for step in of) / len(of),
+        grad_norm=sum(step.grad_norm for step in of) / len(of), lr=last.lr, sums=sums, stream=last.stream,
+        weight=weight, advantage=last.advantage,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...tapes.disk import REAL, put_file
 from .recipe import BadRecipe, Recipe, read
 
 RECIPES_FILE = "recipes.json"
 
 
 def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
-    """Write `recipes.json`: the recipe of each phase, with every constant."""
+    """Write `recipes.json`, whole or not at all: the recipe of each phase, with every constant."""
     plain = {phase: recipe.model_dump(mode="json") for phase, recipe in recipes.items()}
-    (directory / RECIPES_FILE).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    put_file(REAL, directory / RECIPES_FILE, json.dumps(plain, indent=1).encode() + b"\n")
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe]:

@@ -16,10 +16,12 @@ from ..words import (
     Anchor,
     Baseline,
     Credit,
+    Demonstrations,
     Entropy,
     EpisodeKL,
     Regulariser,
     Reward,
+    Running,
     Score,
     Select,
     Shape,
@@ -65,6 +67,9 @@ class Recipe(Word):
                              "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'")
         if len([word for word in self.shape if isinstance(word, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
+        if len([word for word in self.shape if isinstance(word, Running)]) > 1:
+            raise ValueError(f"recipe {self.name!r} has two running shapes, and a run has one memory of its rewards: "
+                             "give one")
         return self
 
     @property
@@ -90,6 +95,11 @@ class Recipe(Word):
         return self.credit.kind == "gae"
 
     @property
+    def imitates(self) -> bool:
+        """True when demonstrations are trained on beside the batch."""
+        return any(isinstance(word, Demonstrations) and word.active for word in self.regulariser)
+
+    @property
     def local(self) -> bool:
         """True when a token's loss needs nothing of other tokens, so that micro-batches are independent."""
         return self.surrogate.local and self.anchor.local
@@ -99,6 +109,12 @@ class Recipe(Word):
         """True when a token with advantage 0 has loss and gradient exactly 0."""
         others = any(word.active for word in self.regulariser if isinstance(word, KL | Entropy))
         return self.surrogate.advantages and self.local and not others
+
+    @property
+    def idle(self) -> bool:
+        """True when none of the batch's tokens has a gradient: no surrogate, and no active regulariser of theirs."""
+        others = [word for word in self.regulariser if not isinstance(word, Demonstrations)]
+        return self.surrogate.kind == "none" and not any(word.active for word in others)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]

@@ -15,5 +15,8 @@ class Score(Word):
     """Which log-probs, and what is computed beside them."""
 
     temperature: Literal["recorded", "one"] = "recorded"
+    head: Literal["weights", "float32"] = "weights"
+    """The dtype in which the output layer multiplies: that of its weights, or float32 where those are narrower. The
+    engine that samples must do likewise, or sampler and trainer differ by its rounding."""
     entropy: bool = False
     """True: the exact entropy of every token is reported (a regulariser that needs it has it in any case)."""

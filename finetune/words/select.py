@@ -3,7 +3,8 @@
 Groups and episodes go first, and what stays is counted in T and E. Tokens go after, and stay counted: dropping them
 doesn't make the others weigh more. Everything dropped is counted by its reason.
 
-    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is
+    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; where
+                 the baseline compares by fork, the continuations of one point are what has to differ
     bounds       drop episodes whose reward lies outside [low, high]
     keep         of each group's episodes, the `keep` best, or the `keep` with the widest spread (half best, half worst)
     entropy_top  tokens: of each episode the share with the highest entropy, at least one
@@ -50,11 +51,12 @@ class Select(Word):
             scored = scored & ~table.reward.isnan()
         return scored
 
-    def episodes(self, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(E,) bool: episodes that enter the update."""
+    def episodes(self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False) -> Tensor:
+        """(E,) bool: episodes that enter the update. by_fork: the baseline compares by fork."""
         table, entered = stream.episodes, scored
         if self.flat == "drop":
-            flat = flat_groups(table.reward, scored, table.group, len(table.groups))[table.group]
+            owner = table.fork if by_fork else table.group
+            flat = flat_groups(table.reward, scored, owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
         if self.bounds is not None:

@@ -76,6 +76,8 @@ class EpisodeKL(Word):
     estimator: Estimator = "k3"
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        if not self.beta:
+            return x
         cost = segments.total(_priced(self.estimator, stream), stream.episode, len(stream.episodes.tape))
         context.sums.add("reward/kl", cost[stream.episodes.trains])
         return _on_episode(x, -self.beta * cost, stream)

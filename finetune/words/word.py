@@ -63,6 +63,14 @@ class Sums:
         for name, value in other.highs.items():
             self.highs[name] = max(self.highs.get(name, float("-inf")), value)
 
+    def without(self, *names: str) -> Sums:
+        """A copy that lacks these."""
+        copy = Sums()
+        for mine, its in ((self.sums, copy.sums), (self.counts, copy.counts), (self.lows, copy.lows),
+                          (self.highs, copy.highs)):
+            its.update((name, value) for name, value in mine.items() if name not in names)
+        return copy
+
     def mean(self, name: str) -> float | None:
         """Sum over count; None when nothing was counted, which is not zero."""
         n = self.counts.get(name, 0.0)

@@ -176,7 +176,7 @@ def test_replay_gives_the_recorded_answers_and_finds_a_changed_prompt():
 
     bad = run(type("Player", (Other,), {})(), GuessNumber(), 7, engine=ReplayEngine(tape), seed=4)
     assert (bad.status, bad.cause.type) == (Status.ERROR, CauseType.MODEL)
-    assert "`messages` was" in bad.cause.message
+    assert "`messages[0].content` was" in bad.cause.message
     longer = run(Player(), GuessNumber(), 9, engine=ReplayEngine(tape), seed=4)
-    assert "`messages` was" in longer.cause.message
+    assert "`messages[5].content` was 'lower', it is now 'higher'" in longer.cause.message
     assert issubclass(Diverged, EngineError)

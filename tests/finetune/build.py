@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from tapereel.finetune.rows import Row
 from tapereel.finetune.score import score
 from tapereel.finetune.stream import Episode, Stream
+from tapereel.finetune.trainer import Trainer
 from tapereel.tapes.records import Status
 
 LEDGER = Path(__file__).parents[1] / "ledger"
@@ -110,6 +112,26 @@ def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
         rows = [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)]
     rewards = (1.0, 0.0, 0.0, 0.5, 1.0, 0.0)
     return rows, [Episode(tape=r.tape, group=r.group, reward=x) for r, x in zip(rows, rewards, strict=True)]
+
+
+def gradient(model: Any, recipe: Any, rows: Sequence[Row], episodes: Sequence[Episode],
+             **options: Any) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients by name) of one update that isn't taken."""
+    trainer = Trainer(model, recipe, lr=0.0, grad_clip=None, **options)
+    prepared = trainer.prepare(rows, episodes)
+    trainer.optimizer.zero_grad()
+    done = trainer._accumulate(prepared.rows, prepared.batch.part())
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return done.loss, grads
+
+
+def same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]], rtol: float = 1e-9) -> None:
+    """Two results of `gradient` are equal."""
+    assert one[0] == pytest.approx(other[0], rel=rtol, abs=1e-13)
+    assert one[1].keys() == other[1].keys()
+    for name, g in one[1].items():
+        torch.testing.assert_close(g, other[1][name], rtol=rtol, atol=1e-12)
 
 
 def _exact_norms(module: torch.nn.Module) -> None:

@@ -239,6 +239,33 @@ def test_statistics_are_those_of_own_tokens_only():
     assert "ref_logprobs" not in stats
 
 
+@pytest.mark.ledger("F74", "T06")
+def test_every_statistic_is_its_formula_over_own_tokens_with_its_extremes():
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    config = RLConfig(kl_coef=0.1, epsilon=0.05)
+    data = populate_rl_data(to_dataset(rows, episodes), config).to_list()
+    ref = score(tiny_model(seed=1), rows).logprob.numpy()
+    at = np.cumsum([0, *(len(r.own) for r in rows)])
+    for k, (line, r) in enumerate(zip(data, rows, strict=True)):
+        line["ref_logprobs"] = r.aligned(ref[at[k]:at[k + 1]]).tolist()
+    _, stats = rl_step(model, collate(data, multiple=64), config)
+    new, old = score(model, rows).logprob.numpy(), np.concatenate([r.old for r in rows]).astype(np.float64)
+    a = np.concatenate([np.array(line["advantages"])[r.own] for line, r in zip(data, rows, strict=True)])
+    reward = np.concatenate([[e.reward] * len(r.own) for e, r in zip(episodes, rows, strict=True)])
+    ratio = np.exp(new - old)
+    want = {"new_logprobs": new, "old_logprobs": old, "ref_logprobs": ref, "ratio_new_old": ratio,
+            "ratio_ref_new": np.exp(ref - new), "ratio_ref_old": np.exp(ref - old), "rewards": reward, "advantages": a,
+            "weights": a, "kl": np.exp(ref - new) - (ref - new) - 1, "surrogate": ratio * a,
+            "surrogate/clipped": ratio.clip(0.95, 1.05) * a}
+    for name, values in want.items():
+        got = [stats[name], stats[f"{name}/min"], stats[f"{name}/max"]]
+        assert got == pytest.approx([values.mean(), values.min(), values.max()], rel=1e-5, abs=1e-7), name
+    assert stats["logprob_where_weight_positive"] == pytest.approx(new[a > 0].mean(), rel=1e-5)
+    assert stats["logprob_where_weight_negative"] == pytest.approx(new[a < 0].mean(), rel=1e-5)
+    assert stats["clip"] == pytest.approx(np.mean(ratio * a > ratio.clip(0.95, 1.05) * a))
+
+
 def test_a_recipe_that_needs_whole_episodes_is_refused_and_so_is_an_unknown_key():
     with pytest.raises(ValidationError, match="reward_minus_kl"):
         RLConfig(reward_minus_kl=0.1)  # type: ignore[call-arg]

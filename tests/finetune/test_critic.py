@@ -108,6 +108,24 @@ def test_a_new_scale_leaves_every_value_as_it_was():
     assert float(critic.std) == pytest.approx(trained.moments.std)
 
 
+@pytest.mark.ledger("F58")
+def test_a_new_head_with_a_scale_begins_at_the_mean_of_the_targets_and_keeps_what_it_says():
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    critic = CriticTrainer(Critic.of(model, normalised=True), lr=0.0)
+    trainer = Trainer(model, get_recipe("ppo"), lr=0.0, critic=critic)
+    prepared = trainer.prepare(rows, episodes)
+    assert prepared.batch.target is not None
+    wanted = prepared.batch.target[prepared.batch.entered].mean()
+    assert abs(float(wanted)) > 0.01
+    for _ in range(2):  # the second time the scale is another one, and the values are not
+        assert prepared.batch.stream.value is not None
+        target = prepared.batch.target * (1 + critic.moments.n)
+        critic.update(rows, prepared.batch.stream.value, target, prepared.batch.entered)
+        torch.testing.assert_close(critic.values(rows).double(), wanted.expand(len(prepared.batch.stream)))
+    assert float(critic.critic.mean) != pytest.approx(float(wanted))
+
+
 @pytest.mark.ledger("F70")
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     model = tiny_model()
@@ -153,6 +171,26 @@ def test_the_critic_is_saved_with_the_trainer_and_guarded_like_it():
     assert one.step(prepared).sums["value/skipped"] == 1
     assert one.critic.skips == 1
     assert all(torch.equal(weights[n], p) for n, p in one.critic.critic.state_dict().items())
+
+
+@pytest.mark.ledger("F59")
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_three_passes_are_three_steps_on_the_same_targets(clip):
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    three, one = (CriticTrainer(Critic.of(model), lr=1e-2, loss=Value(clip=clip), passes=n) for n in (3, 1))
+    prepared = Trainer(model, get_recipe("ppo"), lr=0.0, critic=three).prepare(rows, episodes)
+    stream, target = prepared.batch.stream, prepared.batch.target
+    assert stream.value is not None
+    assert target is not None
+    entered = prepared.batch.entered
+    first = three.update(rows, stream.value, target, entered)
+    separate = [one.update(rows, stream.value, target, entered) for _ in range(3)]
+    assert three.steps == one.steps == 3
+    for a, b in zip(three.critic.state_dict().values(), one.critic.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert first.mean("value/loss") == separate[0].mean("value/loss")
+    assert first.mean("value/loss") != separate[2].mean("value/loss")
 
 
 def test_a_recipe_with_values_needs_a_critic():

@@ -14,11 +14,10 @@ from tapereel.finetune import micro
 from tapereel.finetune.micro import plan
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.rows import Row
-from tapereel.finetune.score import score, shares_prefixes
+from tapereel.finetune.score import packs, score, shares_prefixes
 from tapereel.finetune.trainer import Trainer
 
-from .build import episode, row, tiny_model
-from .test_trainer import gradient, same
+from .build import episode, gradient, ledger, row, same, tiny_model
 
 
 def group(name: str, n: int, prompt: int, rng: np.random.Generator, tokens: int = 3) -> list[Row]:
@@ -37,27 +36,29 @@ def short(monkeypatch):
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=5),
-       st.integers(1, 80), st.booleans(), st.integers(0, 10_000))
+       st.integers(1, 80), st.booleans(), st.booleans(), st.integers(0, 10_000))
 @pytest.mark.ledger("P4", "P8")
-def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(groups, budget, share, seed):
+def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(groups, budget, share, pack, seed):
     rng = np.random.default_rng(seed)
     rows = [r for i, (n, prompt, tokens) in enumerate(groups) for r in group(f"g{i}", n, prompt, rng, tokens)]
     total = sum(len(r.own) for r in rows)
     live = torch.from_numpy(rng.random(total) < 0.6)
-    micros = plan(rows, live=live, micro_tokens=budget, share=share)
+    micros = plan(rows, live=live, micro_tokens=budget, share=share, pack=pack)
     index = torch.cat([m.index for m in micros]) if micros else torch.zeros(0, dtype=torch.int64)
     assert sorted(index.tolist()) == live.nonzero()[:, 0].tolist()
     at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
     for m in micros:
         lead = 0 if m.prefix is None else len(m.prefix)
-        assert len(m.ids) == 1 or m.ids.numel() + lead <= budget
+        alone = len(m.ids) == 1 if m.positions is None else int((m.positions == 0).sum()) == 1
+        assert alone or m.ids.numel() + lead <= budget
         for t, place, token in zip(m.index.tolist(), m.at.tolist(), m.token.tolist(), strict=True):
             i = int(np.searchsorted(at, t, side="right")) - 1
             position = int(rows[i].own[t - at[i]])
             b, offset = divmod(place, m.ids.shape[1])
-            assert lead + offset == position - 1
+            first = 0 if m.positions is None else offset - int(m.positions[0, offset])
+            assert lead + offset - first == position - 1
             assert token == rows[i].input_ids[position]
-            seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, :offset + 1].tolist()]
+            seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, first:offset + 1].tolist()]
             assert seen == rows[i].input_ids[:position].tolist()
             assert bool(m.there[b, offset])
     lengths = {i: int(rows[i].own[k]) for i in range(len(rows)) for k in range(len(rows[i].own)) if live[at[i] + k]}
@@ -109,6 +110,33 @@ def test_a_micro_batch_behind_a_prefix_is_filled_to_its_budget(budget, sizes):
     micros = plan(rows, micro_tokens=budget, share=True)
     assert [m.ids.shape for m in micros] == [(n, 6) for n in sizes]
     assert all(m.prefix is not None and len(m.prefix) == 7 for m in micros)
+
+
+@pytest.mark.ledger("F03", "P3", "T44")
+def test_packed_rows_restart_their_positions_and_see_nothing_of_each_other():
+    case = ledger("rows")["F03"]
+    rng = np.random.default_rng(4)
+    rows = [row(f"s{i}", turns=(n - 1,), prompt=1, rng=rng) for i, n in enumerate(case["segments"]) if n > 1]
+    (m,) = plan(rows, pack=True)
+    assert m.positions is not None
+    assert m.positions.tolist() == [[p for n in sorted(case["segments"]) if n > 1 for p in range(n - 1)]]
+    alone = torch.cat([score(tiny_model(), [r]).logprob for r in rows])
+    torch.testing.assert_close(score(tiny_model(), rows, pack=True).logprob, alone, rtol=1e-9, atol=1e-12)
+    other = [rows[0], row("other", turns=(4,), prompt=3, rng=rng), *rows[1:]]
+    of_first = len(rows[0].own)
+    one, two = (score(tiny_model(), some, pack=True).logprob[:of_first] for some in (rows, other))
+    torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def test_packing_wastes_no_token_and_is_for_attention_of_variable_length():
+    rows = [row(f"t{i}", turns=(n,)) for i, n in enumerate((1, 9, 2, 5))]
+    assert sum(m.ids.numel() for m in plan(rows, pack=True)) == sum(int(r.own[-1]) for r in rows)
+    assert sum(m.ids.numel() for m in plan(rows)) > sum(int(r.own[-1]) for r in rows)
+    model = tiny_model()
+    assert not packs(model)
+    model.config._attn_implementation = "flash_attention_2"
+    assert not packs(model), "on a CPU there is no such kernel"
+    assert not Trainer(tiny_model(), get_recipe("sft")).pack
 
 
 def test_a_model_that_cannot_share_does_not():

@@ -3,186 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import math
-import statistics
-from collections.abc import Callable
+import re
 
 import pytest
 import torch
 
 from tapereel.finetune import objective
+from tapereel.finetune.critic import Critic, CriticTrainer
 from tapereel.finetune.recipes import RECIPES, BadRecipe, Recipe, get_recipe, read
-from tapereel.finetune.words import Context, Whiten
+from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.words import KL, Context, Whiten
 
 from ..oracles import objective as oracle
-from .build import doubles, episode, exact, row
+from ..oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, World, world
+from .build import batch, doubles, episode, exact, row, tiny_model
 
-GROUPS = ["g", "g", "g", "h", "h", "h", "k", "k"]
-TURNS = [(2, 1), (1,), (3,), (2,), (1, 1), (2,), (1,), (2,)]
-REWARDS = [1.0, 0.0, 0.25, 0.5, 2.0, 0.0, 1.0, 1.0]
-LENGTHS = [17000, 10, 19000, 20480, 30000, 20, 18000, 10]
-"""What counts against a length limit; only a recipe with one looks at it."""
-N = sum(map(sum, TURNS))
-
-
-@dataclasses.dataclass
-class World:
-    """A batch as plain lists; `of` is each token's episode."""
-
-    of: list[int]
-    lp: list[float]
-    old: list[float]
-    ref: list[float]
-    value: list[float]
-
-    def group(self, i: int) -> list[float]:
-        return [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == GROUPS[i]]
-
-    def tokens(self, i: int) -> list[int]:
-        return [t for t, e in enumerate(self.of) if e == i]
-
-    def std(self, eps: float) -> list[float]:
-        return oracle.baseline(REWARDS, GROUPS, "std", "group", eps, 1)
-
-    def ratio(self, t: int) -> float:
-        return math.exp(self.lp[t] - self.old[t])
-
-    def clipped(self, t: int, a: float, low: float = 0.2, high: float = 0.2) -> float:
-        return min(self.ratio(t) * a, min(max(self.ratio(t), 1 - low), 1 + high) * a)
-
-
-def world(seed: int = 3) -> World:
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(scale: float) -> list[float]:
-        return (-1 + scale * torch.randn(N, generator=g, dtype=torch.float64)).clamp(max=-0.01).tolist()
-
-    of = [i for i, turns in enumerate(TURNS) for _ in range(sum(turns))]
-    old = draw(0.3)
-    lp = [min(o + 0.4 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)]
-    return World(of, lp, old, draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist())
-
-
-def whitened(a: list[float]) -> list[float]:
-    m = statistics.fmean(a)
-    var = statistics.fmean((x - m) ** 2 for x in a)
-    return [(x - m) / math.sqrt(max(var, 1e-8)) for x in a]
-
-
-def grpo(w: World) -> float:
-    a = w.std(1e-9)
-    return -sum(w.clipped(t, a[w.of[t]]) for t in range(N)) / N
-
-
-def reinforce(w: World) -> float:
-    a = w.std(1e-4)
-    return -sum(w.lp[t] * a[w.of[t]] for t in range(N)) / N
-
-
-def reinforce_plain(w: World) -> float:
-    return -sum(w.lp[t] * REWARDS[w.of[t]] for t in range(N)) / N
-
-
-def rloo(w: World) -> float:
-    a = oracle.baseline(REWARDS, GROUPS, "loo", "group", 0, 0)
-    return -sum(w.lp[t] * a[w.of[t]] for t in range(N)) / N
-
-
-def reinforce_pp(w: World) -> float:
-    a = whitened([REWARDS[e] for e in w.of])
-    return -sum(w.clipped(t, a[t]) for t in range(N)) / N
-
-
-def reinforce_pp_baseline(w: World) -> float:
-    a = whitened([REWARDS[e] - statistics.fmean(w.group(e)) for e in w.of])
-    return -sum(w.clipped(t, a[t]) for t in range(N)) / N
-
-
-def ppo(w: World) -> float:
-    a: list[float] = []
-    for i, r in enumerate(REWARDS):
-        mine = w.tokens(i)
-        a += oracle.gae([0.0] * (len(mine) - 1) + [r], [w.value[t] for t in mine], 1.0, 0.95, 0.0)[0]
-    a = whitened(a)
-    return -sum(w.clipped(t, a[t]) for t in range(N)) / N
-
-
-def cpgd(w: World) -> float:
-    a = oracle.baseline(REWARDS, GROUPS, "std", "batch", 1e-6, 0)
-    loss = 0.0
-    for t in range(N):
-        adv = a[w.of[t]]
-        bound = min(w.lp[t], w.old[t] + math.log(1.2)) if adv > 0 else max(w.lp[t], w.old[t] + math.log(0.8))
-        loss += -adv * bound + 0.1 * oracle.kl("k3", w.lp[t], w.old[t])
-    return loss / N
-
-
-def dr_grpo(w: World) -> float:
-    a = oracle.baseline(REWARDS, GROUPS, "mean", "group", 0, 0)
-    return -sum(w.clipped(t, a[w.of[t]]) for t in range(N)) / (len(REWARDS) * 512)
-
-
-def dapo(w: World) -> float:
-    priced = [r - min(max(n - (20480 - 4096), 0) / 4096, 1) for r, n in zip(REWARDS, LENGTHS, strict=True)]
-    a = oracle.baseline(priced, GROUPS, "std", "group", 1e-9, 1)
-    used = [t for t in range(N) if len(set(w.group(w.of[t]))) > 1]
-    return -sum(w.clipped(t, a[w.of[t]], 0.2, 0.28) for t in used) / len(used)
-
-
-def gspo(w: World) -> float:
-    a, loss = w.std(1e-9), 0.0
-    for i in range(len(REWARDS)):
-        s = math.exp(statistics.fmean(w.lp[t] - w.old[t] for t in w.tokens(i)))
-        loss -= min(s * a[i], min(max(s, 1 - 3e-4), 1 + 4e-4) * a[i]) / len(REWARDS)
-    return loss
-
-
-def cispo(w: World) -> float:
-    """The value of the loss; its gradient is checked apart, since the weight carries none."""
-    a = w.std(1e-9)
-    return -sum(min(w.ratio(t), 5) * a[w.of[t]] * w.lp[t] for t in range(N)) / N
-
-
-def sapo(w: World) -> float:
-    a, loss = w.std(1e-9), 0.0
-    for t in range(N):
-        adv = a[w.of[t]]
-        tau = 1.0 if adv > 0 else 1.05
-        gate = 1 / (1 + math.exp(-tau * (w.ratio(t) - 1)))
-        loss -= 4 / tau * gate * adv / (len(REWARDS) * len(w.tokens(w.of[t])))
-    return loss
-
-
-def decoupled_ppo(w: World) -> float:
-    """prox is lp: the ratio is 1, the weight min(exp(lp - old), 2)."""
-    a = w.std(1e-9)
-    return -sum(min(w.ratio(t), 2) * a[w.of[t]] for t in range(N)) / N
-
-
-def sft(w: World) -> float:
-    return -sum(w.lp) / N
-
-
-def rft(w: World) -> float:
-    used = [t for t in range(N) if REWARDS[w.of[t]] >= 1]
-    return -sum(w.lp[t] for t in used) / len(used)
-
-
-def minor_sft(w: World) -> float:
-    loss = 0.0
-    for t in range(N):
-        ratio = statistics.fmean(w.lp[u] - w.ref[u] for u in w.tokens(w.of[t]))
-        loss += -2 / 0.1 * math.log(1 / (1 + math.exp(-0.1 * ratio))) / N
-    return loss
-
-
-def distill(w: World) -> float:
-    return sum(oracle.kl("k3", w.lp[t], w.ref[t]) for t in range(N)) / N
-
-
-EQUATIONS: dict[str, Callable[[World], float]] = {
-    f.__name__: f for f in (sft, grpo, reinforce, reinforce_plain, rloo, reinforce_pp, reinforce_pp_baseline, ppo, cpgd,
-                            dr_grpo, dapo, gspo, cispo, sapo, decoupled_ppo, rft, minor_sft, distill)}
 STOPPED = {"cispo", "decoupled_ppo"}
 """Recipes with a factor that carries no gradient, so that differences of the loss aren't its gradient."""
 
@@ -196,6 +34,67 @@ def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
     lp = doubles(w.lp).requires_grad_()
     loss = part.loss(lp, None, torch.arange(N), Context(), objective.betas(recipe))
     return loss.item(), torch.autograd.grad(loss, lp)[0]
+
+
+def documented(name: str) -> tuple[str, list[str], str]:
+    """(equation, numbered deviations, the whole text) of a recipe's module."""
+    text = inspect.getdoc(importlib.import_module(f"tapereel.finetune.recipes.{name}")) or ""
+    equation = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    return "\n".join(equation), re.findall(r"^(\d)\. ", text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_the_equation_that_is_checked_is_the_one_that_is_documented(name):
+    equation, deviations, text = documented(name)
+    assert equation == inspect.cleandoc(EQUATIONS[name].__doc__ or ""), "edit both, and the loops below"
+    assert text.startswith(f"{name}: ")
+    assert "\nSource: " in text
+    assert deviations == [str(k + 1) for k in range(len(deviations))]
+
+
+@pytest.mark.parametrize(("name", "estimator"), [("grpo", "k3"), ("reinforce", "k3"), ("reinforce_pp_baseline", "k2")])
+def test_the_documented_kl_is_added_where_beta_is_set(name, estimator):
+    w = world()
+    (word,) = RECIPES[name].regulariser
+    assert isinstance(word, KL)
+    assert word.estimator == estimator
+    loss, _ = computed(RECIPES[name].but(regulariser=[{**word.model_dump(), "beta": 0.3}]), w)
+    kl = sum(oracle.kl(estimator, w.lp[t], w.ref[t]) for t in range(N)) / N
+    assert loss == pytest.approx(EQUATIONS[name](w) + 0.3 * kl, rel=1e-9)
+
+
+@pytest.mark.ledger("T40", "T42")
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_can_be_made_by_its_name_and_takes_a_model_from_rows_to_new_weights(name):
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    recipe = get_recipe(name, {"weigh": {"kind": "episode"}})
+    critic = CriticTrainer(Critic.of(model)) if recipe.needs_value else None
+    trainer = Trainer(model, recipe, lr=1e-2, critic=critic, reference=tiny_model(seed=1))
+    stats = trainer.update(rows, episodes)
+    assert stats.applied
+    assert math.isfinite(stats.loss)
+    moved = [n for n, p in tiny_model().state_dict().items() if not torch.equal(p, model.state_dict()[n])]
+    assert moved
+    assert all(p.isfinite().all() for p in model.state_dict().values())
+
+
+def test_a_recipe_without_any_loss_has_nothing_to_train_on():
+    rows, episodes = batch()
+    for regulariser in ([], [{"kind": "kl", "beta": 0.0}, {"kind": "entropy", "coefficient": 0.0}]):
+        recipe = get_recipe("distill", {"regulariser": regulariser})
+        assert recipe.idle
+        assert Trainer(tiny_model(), recipe).update(rows, episodes).skipped == "nothing to train on"
+    shown = get_recipe("distill", {"regulariser": [{"kind": "nll", "coefficient": 1.0}]})
+    assert Trainer(tiny_model(), shown).update(rows, episodes, [row("demo", "demo")]).applied
+    assert not RECIPES["distill"].idle
+    assert not get_recipe("distill", {"regulariser": [{"kind": "aux", "coefficient": 1.0}]}).idle
+
+
+def test_a_price_of_zero_needs_no_reference():
+    rows, episodes = batch()
+    recipe = get_recipe("grpo", {"shape": [{"kind": "episode_kl", "beta": 0.0}]})
+    assert Trainer(tiny_model(), recipe).update(rows, episodes).applied
 
 
 @pytest.mark.ledger("F34", "F35", "F36", "F37", "F38", "F40", "F45", "F52", "F53", "F54", "F56", "X1", "X2", "X13")
@@ -223,7 +122,7 @@ def test_a_weight_without_gradient_leaves_the_score_function_alone():
     assert grad.tolist() == pytest.approx([-min(w.ratio(t), 2) * a[w.of[t]] / N for t in range(N)], rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.ledger("F45", "F47")
+@pytest.mark.ledger("F45", "F47", "T16")
 def test_the_floor_of_the_batch_deviation_is_that_of_the_source():
     for name in ("ppo", "reinforce_pp", "reinforce_pp_baseline"):
         assert RECIPES[name].adjust == (Whiten(ddof=0, eps=1e-8, how="floor", centre_only=False),)
@@ -255,6 +154,7 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
         RECIPES["grpo"].name = "mine"  # type: ignore[misc]
 
 
+@pytest.mark.ledger("T55")
 @pytest.mark.parametrize(("changes", "message"), [
     ({"basline": {}}, "unknown key 'basline'; did you mean baseline"),
     ({"baseline": {"epsilon": 1}}, "unknown key 'baseline.epsilon'"),
@@ -262,6 +162,8 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
     ({"baseline": {"kind": "median"}}, "baseline.kind"),
     ({"weigh": {"limit": "long"}}, "weigh.limit"),
     ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "expected gradient of 0"),
+    ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, "two running shapes"),
+    ({"shape": [{"kind": "token_kl", "beta": 1}] * 2, "credit": {"kind": "returns"}}, "two token_kl shapes"),
 ])
 def test_what_cannot_be_meant_is_refused_by_name(changes, message):
     with pytest.raises(BadRecipe, match=message):

@@ -30,6 +30,7 @@ def test_sums_counts_extremes_means_and_deviations():
     assert sums.flat() == pytest.approx(flat)
 
 
+@pytest.mark.ledger("T49", "F75")
 def test_parts_merge_to_what_the_whole_would_have_been():
     whole, one, two = Sums(), Sums(), Sums()
     for part, values in ((one, [3.0, -1.0]), (two, [5.0])):

@@ -1,26 +1,17 @@
-"""LoRA, demonstrations beside the batch, checkpointing, autocast, and processes that step together."""
+"""LoRA, demonstrations beside the batch, checkpointing, autocast, the balance of experts."""
 
 from __future__ import annotations
-
-import copy
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tapereel.finetune.ranks import Group, Ranks
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.score import UnsupportedModel, score
 from tapereel.finetune.stream import BadBatch
 from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import Sums
 
-from .build import batch, episode, row, tiny_model
-from .test_trainer import gradient, same
-from .two_ranks import STEPS
+from .build import batch, episode, gradient, row, same, tiny_model
 
 
 def adapted(seed: int = 0):
@@ -118,51 +109,6 @@ def test_in_bfloat16_the_loss_is_near_and_the_weights_stay_in_float32():
     assert losses[0] != exact_loss
     assert losses[-1] < losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """For each of STEPS, what the two processes came to."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tapereel.tests.finetune.two_ranks"]
-    ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    for one in ranks:
-        _, errors = one.communicate(timeout=240)
-        assert one.returncode == 0, errors
-    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    return [list(pair) for pair in zip(*results, strict=True)]
-
-
-@pytest.mark.ledger("P5", "T19", "F75")
-@pytest.mark.parametrize("step", [0, 1])
-def test_two_processes_take_the_step_of_one(two_ranks, step):
-    name, changes, _ = STEPS[step]
-    model = tiny_model()
-    rows, episodes = batch(model=model)
-    alone = Trainer(model, get_recipe(name, changes), lr=0.5, grad_clip=0.05).update(rows, episodes)
-    for one in two_ranks[step]:
-        assert one["skipped"] is None
-        assert one["norm"] == pytest.approx(alone.grad_norm, rel=1e-9)
-        assert one["tokens"] == alone.sums["tokens"]
-        for weight, p in model.state_dict().items():
-            torch.testing.assert_close(one["weights"][weight], p, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.ledger("F82", "T45")
-def test_what_one_process_cannot_do_none_does(two_ranks):
-    before = tiny_model().state_dict()
-    assert [one["skipped"] for one in two_ranks[2]] == ["another rank", "loss"]
-    for one in two_ranks[2]:
-        assert all(torch.equal(before[n], p) for n, p in one["weights"].items())
-
-
-def test_one_process_has_nothing_to_add_up():
-    sums = Sums()
-    assert Ranks().gather(sums) is sums
-    assert Ranks().any(True)
-    with pytest.raises(RuntimeError, match="torchrun"):
-        Group()
-    assert copy.copy(Ranks()).size == 1
 
 
 def mixture(dtype: torch.dtype = torch.float32):

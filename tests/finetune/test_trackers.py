@@ -1,0 +1,129 @@
+"""Trackers draw what metrics.jsonl says, on three axes, and can't hurt a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.finetune.trackers import FOLDER, Axes, Trackers, check_trackers, start_tracker
+from tapereel.tapes.errors import MissingExtra
+
+LINES: tuple[dict[str, Any], ...] = (
+    {"phase": "sft", "update": 1, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "skipped": None},
+    {"phase": "rl", "update": 2, "reward": 0.25, "episodes": 8, "turns": 2.0, "loss": -0.5, "skipped": None,
+     "ess": math.nan, "reward/max": 1.0, "mismatch": 1e-6},
+    {"phase": "evaluation", "update": 1, "updates": 2, "sampled": 0.5, "greedy": None},
+    {"phase": "rl", "update": 3, "reward": None, "episodes": 4, "loss": 0.0, "skipped": "loss"},
+)  # fmt: skip
+
+
+class Kept:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.got: list[tuple[int | None, dict[str, float]]] = []
+        self.breaks, self.ended = breaks, False
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        if self.breaks:
+            raise OSError("the disk is full")
+        self.got.append((step, values))
+
+    def finish(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.ledger("F76", "F87")
+def test_each_axis_has_a_step_of_its_own():
+    axes = Axes()
+    points = [point for line in LINES for point in axes.points(line)]
+    assert [(point.axis, point.step) for point in points] == [
+        ("train", 1), ("rollout", 8), ("train", 2), ("eval", 2), ("rollout", 12), ("train", 3)]
+    assert points[1].values == {"rollout/episodes_so_far": 8, "rollout/reward": 0.25, "rollout/episodes": 8,
+                                "rollout/turns": 2.0, "rollout/reward/max": 1.0}
+    assert points[2].values == {"train/update": 2, "train/loss": -0.5, "train/mismatch": 1e-6}
+    assert points[3].values == {"eval/update": 2, "eval/sampled": 0.5}
+    assert "rollout/reward" not in points[4].values
+
+
+def test_a_resumed_run_counts_on():
+    kept = Kept()
+    trackers = Trackers(("tensorboard",), Path(), past=LINES[:3], make=lambda name, path: kept)
+    trackers.line(LINES[3])
+    trackers.close()
+    assert [step for step, _ in kept.got] == [12, 3]
+    assert kept.ended
+
+
+@pytest.mark.ledger("F88")
+def test_a_tracker_that_fails_is_said_once_and_counted_and_the_others_go_on(capsys: pytest.CaptureFixture[str]):
+    def make(name: str, path: Path) -> Kept:
+        if name == "mlflow":
+            raise ConnectionError("no server")
+        return trackers_by_name.setdefault(name, Kept(breaks=name == "wandb"))
+
+    trackers_by_name: dict[str, Kept] = {}
+    trackers = Trackers(("wandb", "mlflow", "tensorboard"), Path(), make=make)
+    for line in LINES:
+        trackers.line(line)
+    trackers.close()
+    said = capsys.readouterr().err
+    assert trackers.failures == {"wandb": 6, "mlflow": 6}
+    assert len(trackers_by_name["tensorboard"].got) == 6
+    assert said.count("FAILED") == 2
+    assert "the disk is full" in said
+    assert said.count("6 points were lost") == 2
+
+
+def test_wandb_gets_no_step_that_could_go_back():
+    kept = Kept()
+    trackers = Trackers(("wandb",), Path(), make=lambda name, path: kept)
+    for line in LINES:
+        trackers.line(line)
+    assert {step for step, _ in kept.got} == {None}
+
+
+def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(MissingExtra, match=r"tapereel\[wandb\]"):
+        check_trackers(("wandb",))
+    check_trackers(())
+
+
+@pytest.mark.ledger("F88")
+def test_tensorboard_reads_back_what_was_drawn(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(("tensorboard",), tmp_path)
+    for line in LINES:
+        trackers.line(line)
+    trackers.close()
+    assert trackers.failures == {}
+    events = accumulator.EventAccumulator(str(tmp_path / FOLDER / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, -0.5), (3, 0.0)]
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(8, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("eval/sampled")] == [(2, 0.5)]
+    assert "train/ess" not in events.Tags()["scalars"]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+@pytest.mark.filterwarnings("default")
+def test_the_others_take_it_offline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if importlib.util.find_spec(name) is None:  # importing trackio would settle where it writes
+        pytest.skip(f"{name} is not installed")
+    for variable in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    trackers = Trackers((name,), tmp_path, make=start_tracker)  # type: ignore[arg-type]
+    for line in LINES:
+        trackers.line(line)
+    trackers.close()
+    assert trackers.failures == {}
+    written = b"".join(path.read_bytes() for path in (tmp_path / FOLDER).rglob("*") if path.is_file())
+    assert b"rollout/reward" in written or name == "wandb"
+    assert name != "wandb" or [path for path in (tmp_path / FOLDER).rglob("*.wandb") if path.stat().st_size]

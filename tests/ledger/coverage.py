@@ -1,0 +1,165 @@
+"""Which test proves which row of the capability ledger: docs/coverage.md, made from the marks on the tests.
+
+    python tests/ledger/coverage.py            writes the page
+    python tests/ledger/coverage.py --check    says what is wrong and writes nothing; exit code 1 if anything is
+
+A row is what the library must be able to do, or a trap that it must not fall into; they are listed in
+`rows_of_ledger.json`, with the area of the project that answers for each. A test says by
+`@pytest.mark.ledger("F37", "T02")` which rows it proves: literals on the test itself, so that this page follows from
+the text of the tests, and nothing has to be imported or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "coverage.md"
+LEDGER = Path(__file__).with_name("rows_of_ledger.json")
+BUILT = (2, 3, 4)
+"""Areas whose every row has a test, or a reason in `missing` why it has none yet."""
+
+
+class Ledger(NamedTuple):
+    """The rows, and what is known of them."""
+
+    blocks: dict[str, list[dict]]
+    """Rows by block: `id`, `what` holds, and `issue`: the number of its area; None: later than all of them."""
+    areas: dict[str, str]
+    """Name of each area by its number."""
+    missing: dict[str, str]
+    """Rows of a built area that no test proves yet, and why."""
+
+    def rows(self) -> Iterator[dict]:
+        for block in self.blocks.values():
+            yield from block
+
+
+class Proof(NamedTuple):
+    """A test that carries a row's mark."""
+
+    file: str
+    """From the root of the repository."""
+    test: str
+
+
+def read() -> Ledger:
+    """The ledger as it is kept beside this file."""
+    whole = json.loads(LEDGER.read_text(encoding="utf-8"))
+    return Ledger(whole["blocks"], whole["areas"], whole["missing"])
+
+
+def marks(folder: Path) -> tuple[dict[str, list[Proof]], list[str]]:
+    """(tests by row, marks that can't be read: each with its place)."""
+    proofs: dict[str, list[Proof]] = {}
+    unread: list[str] = []
+    for path in sorted(folder.rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        file = path.relative_to(folder.parent).as_posix()
+        on_tests: set[int] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+                continue
+            its = list(filter(_is_mark, node.decorator_list))
+            on_tests |= set(map(id, its))
+            for row in dict.fromkeys(row for mark in its for row in _rows(mark)):
+                proofs.setdefault(row, []).append(Proof(file, node.name))
+        unread += [f"{file}:{node.lineno}: write the rows as literals in a decorator of the test"
+                   for node in ast.walk(tree) if _is_mark(node) and (id(node) not in on_tests or not _rows(node))]
+    return proofs, unread
+
+
+def _is_mark(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.ledger"
+
+
+def _rows(mark: ast.AST) -> list[str]:
+    """The rows that a mark names; none when it computes them."""
+    assert isinstance(mark, ast.Call)
+    named = [a.value for a in mark.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return named if len(named) == len(mark.args) and not mark.keywords else []
+
+
+def problems(ledger: Ledger, proofs: dict[str, list[Proof]], unread: list[str]) -> list[str]:
+    """What keeps the page from being true, a sentence each."""
+    known = [row["id"] for row in ledger.rows()]
+    wrong = list(unread)
+    wrong += [f"row {name} is listed twice" for name in sorted({n for n in known if known.count(n) > 1})]
+    wrong += [f"{proof.file}::{proof.test} proves row {name}, which is not in {LEDGER.name}"
+              for name, tests in proofs.items() if name not in known for proof in tests]
+    wrong += [f"no test carries the mark of row {row['id']} ({row['what']}): write one, or give the reason in "
+              f"`missing` of {LEDGER.name}" for row in ledger.rows()
+              if row["issue"] in BUILT and row["id"] not in proofs and row["id"] not in ledger.missing]
+    wrong += [f"row {name} is listed as missing and has a test: take it out of `missing`" for name in ledger.missing
+              if name in proofs]
+    wrong += [f"`missing` names row {name}, which is no row of a built area" for name in ledger.missing
+              if name not in {row["id"] for row in ledger.rows() if row["issue"] in BUILT}]
+    return wrong
+
+
+def state(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
+    """One of `proven`, `missing`, `later` and `open: AREA`."""
+    if row["id"] in proofs:
+        return "proven"
+    if row["id"] in ledger.missing:
+        return "missing"
+    return "later" if row["issue"] is None else f"open: {ledger.areas[str(row['issue'])]}"
+
+
+def page(ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
+    """The whole of docs/coverage.md."""
+    states = [state(row, ledger, proofs) for row in ledger.rows()]
+    lines = ["# Coverage", "", *INTRODUCTION, "", "| state | rows |", "|---|---|"]
+    lines += [f"| {name} | {states.count(name)} |" for name in sorted(set(states), key=lambda s: (s != "proven", s))]
+    for block, rows in ledger.blocks.items():
+        lines += ["", f"## {block}", "", "| row | what holds | tests |", "|---|---|---|"]
+        for row in rows:
+            lines.append(f"| {row['id']} | {row['what']} | {_cell(row, ledger, proofs)} |")
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """\
+What the library must do, row by row, and the tests that prove it. F are capabilities, X those next to them, T traps
+that others fell into and ours must not, P properties that hold for any batch. A test names its rows with
+`@pytest.mark.ledger("F37", "T02")`; this page is made from these marks by `python tests/ledger/coverage.py`, and a
+test fails when it isn't what they say. Inputs and expected numbers of the closed forms are in `tests/ledger/*.json`.\
+""".splitlines()
+
+
+def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
+    how = state(row, ledger, proofs)
+    if how == "missing":
+        return f"**missing**: {ledger.missing[row['id']]}"
+    if how != "proven":
+        return how
+    by_file: dict[str, list[str]] = {}
+    for proof in proofs[row["id"]]:
+        by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " "))
+    return "; ".join(f"[{Path(file).stem.removeprefix('test_')}](../{file}): {', '.join(tests)}"
+                     for file, tests in by_file.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    ledger = read()
+    proofs, unread = marks(ROOT / "tests")
+    wrong = problems(ledger, proofs, unread)
+    text = page(ledger, proofs)
+    if check and (not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text):
+        wrong.append("docs/coverage.md isn't what the marks say: run python tests/ledger/coverage.py")
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+    print("\n".join(wrong) or "every row of the areas that are built has a test", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Every row of the capability ledger has its tests, and docs/coverage.md says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import coverage
+from .coverage import Ledger, Proof
+
+ROWS = {"A": [{"id": "F1", "what": "this", "issue": 4}, {"id": "F2", "what": "that", "issue": 4}],
+        "B": [{"id": "F3", "what": "far", "issue": 6}, {"id": "F4", "what": "farther", "issue": None}]}
+PROOF = Proof("tests/test_a.py", "test_it_holds")
+
+
+def ledger(missing: dict[str, str] | None = None) -> Ledger:
+    return Ledger(ROWS, {"4": "here", "6": "there"}, missing or {})
+
+
+@pytest.mark.ledger("T54")
+def test_the_page_is_what_the_marks_say_and_no_row_is_without_a_test():
+    known = coverage.read()
+    proofs, unread = coverage.marks(coverage.ROOT / "tests")
+    assert coverage.problems(known, proofs, unread) == []
+    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.page(known, proofs), "run tests/ledger/coverage.py"
+
+
+def test_a_row_without_a_test_needs_a_reason_and_a_stale_reason_is_found():
+    (gap,) = coverage.problems(ledger(), {"F1": [PROOF]}, [])
+    assert "row F2 (that)" in gap
+    assert coverage.problems(ledger({"F2": "because"}), {"F1": [PROOF]}, []) == []
+    (stale,) = coverage.problems(ledger({"F2": "because"}), {"F1": [PROOF], "F2": [PROOF]}, [])
+    assert "take it out" in stale
+    (unknown,) = coverage.problems(ledger(), {"F1": [PROOF], "F2": [PROOF], "F9": [PROOF]}, [])
+    assert "tests/test_a.py::test_it_holds proves row F9" in unknown
+    twice = Ledger({"A": [*ROWS["A"], ROWS["A"][0]]}, {}, {"F3": "far"})
+    assert len(coverage.problems(twice, {"F1": [PROOF], "F2": [PROOF]}, [])) == 2
+
+
+def test_each_row_has_its_state_and_its_tests():
+    proofs = {"F1": [PROOF, Proof("tests/test_a.py", "test_again"), Proof("tests/x/test_b.py", "test_too")]}
+    states = [coverage.state(row, ledger({"F2": "because"}), proofs) for row in ledger().rows()]
+    assert states == ["proven", "missing", "open: there", "later"]
+    text = coverage.page(ledger({"F2": "because"}), proofs)
+    assert "| F1 | this | [a](../tests/test_a.py): it holds, again; [b](../tests/x/test_b.py): too |" in text
+    assert "| F2 | that | **missing**: because |" in text
+    assert "| open: there | 1 |" in text
+
+
+def test_a_mark_is_a_literal_on_a_test(tmp_path: Path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_a.py").write_text(
+        "import pytest\nrow = 'F1'\n\n@pytest.mark.ledger('F1', 'F2')\nasync def test_it():\n    pass\n\n"
+        "@pytest.mark.ledger(row)\ndef test_computed():\n    pass\n\n"
+        "@pytest.mark.ledger('F3')\ndef helper():\n    pass\n\n"
+        "cases = [pytest.param(1, marks=pytest.mark.ledger('F4'))]\n"
+    )
+    proofs, unread = coverage.marks(folder)
+    assert proofs == {name: [Proof("tests/test_a.py", "test_it")] for name in ("F1", "F2")}
+    assert [line.split(": ")[0] for line in unread] == [f"tests/test_a.py:{n}" for n in (8, 12, 16)]

@@ -1,0 +1,204 @@
+"""Rewards to advantages, slowly: select (episodes), reward, shape, baseline, credit, adjust, one loop per formula.
+
+Written from the ledger in plain Python and float64. A recipe is the mapping of its words' constants. Shares no code
+with the package.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from .objective import baseline, gae, kl, returns
+from .world import World
+
+Words = dict[str, Any]
+
+
+def point(world: World, e: int) -> str:
+    """Where e begins: at the turn that it was forked from, or with its group."""
+    return world.episodes[e].fork or f"group {world.episodes[e].group}"
+
+
+def flat(world: World, e: int, scored: list[bool], by_fork: bool = False) -> bool:
+    """Whether e's group (by_fork: what begins where e does) has no spread among what is scored."""
+    owner = [point(world, i) if by_fork else a.group for i, a in enumerate(world.episodes)]
+    earned = {a.reward for i, a in enumerate(world.episodes) if scored[i] and owner[i] == owner[e]}
+    return len(earned) < 2
+
+
+def scored(world: World, advantages: bool) -> list[bool]:
+    return [a.trains and (a.reward is not None or not advantages) for a in world.episodes]
+
+
+def entered(world: World, select: Words, known: list[bool], by: str) -> list[bool]:
+    """Episodes that enter, from those that may."""
+    inside = list(known)
+    if select["flat"] == "drop":
+        inside = [x and not flat(world, e, known, by == "fork") for e, x in enumerate(inside)]
+    if select["bounds"] is not None:
+        low, high = select["bounds"]
+        for e, a in enumerate(world.episodes):
+            r = a.reward
+            inside[e] &= r is not None and (low is None or r >= low) and (high is None or r <= high)
+    if select["keep"] is not None:
+        for group in {a.group for a in world.episodes}:
+            members = [e for e, a in enumerate(world.episodes) if a.group == group and inside[e]]
+            for e in set(members) - set(best(world, members, select["keep"], select["keep_how"])):
+                inside[e] = False
+    return inside
+
+
+def best(world: World, members: list[int], n: int, how: str) -> list[int]:
+    ranked = sorted(members, key=lambda e: (-(world.episodes[e].reward or 0.0), e))
+    if how == "best" or len(ranked) <= n:
+        return ranked[:n]
+    worst = n // 2
+    return ranked[:n - worst] + (ranked[-worst:] if worst else [])
+
+
+def rewards(world: World, word: Words) -> list[float | None]:
+    """One per unit; None: unscored."""
+    if word["components"] is not None:
+        return [None if a.reward is None or set(word["components"]) - set(a.components) else
+                math.fsum(w * a.components[k] for k, w in word["components"].items()) for a in world.episodes]
+    if word["per"] == "turn":
+        return [None if world.episodes[e].reward is None else world.episodes[e].turn_rewards[k]
+                for e, k in world.units("turn")]
+    how = {"sum": math.fsum, "mean": statistics.fmean, "max": max}[word["reduce"]]
+    return [None if a.reward is None else a.reward if word["reduce"] == "sum" else how(a.turn_rewards)
+            for a in world.episodes]
+
+
+def drift(world: World, estimator: str, t: int, *, recomputed: bool) -> float:
+    """The estimate of sampler against reference at a token; 0 where the sampler's log-prob isn't known."""
+    lp = world.tokens[t].prox if recomputed else world.tokens[t].old
+    return 0.0 if lp is None else kl(estimator, lp, world.tokens[t].ref)
+
+
+def shaped(world: World, words: list[Words], units: list[tuple[int, int]], x: list[float | None],
+           *, recomputed: bool) -> list[float | None]:
+    for word in words:
+        mine = [i for i, value in enumerate(x) if value is not None]
+        values = [v for v in x if v is not None]
+        if word["kind"] == "clip":
+            x = [None if v is None else min(max(v, word["low"]), word["high"]) for v in x]
+        elif word["kind"] == "running":
+            if len(set(values)) > 1:
+                m, s = statistics.fmean(values), statistics.stdev(values)
+                x = [None if v is None else (v - (m if word["centre"] else 0.0)) / s for v in x]
+        elif word["kind"] in ("overlong", "episode_kl"):
+            for i in mine:
+                e, k = units[i]
+                if k in (-1, len(world.episodes[e].turn_rewards) - 1):
+                    x = [*x[:i], (x[i] or 0.0) + _price(world, word, e, recomputed=recomputed), *x[i + 1:]]
+    return x
+
+
+def _price(world: World, word: Words, e: int, *, recomputed: bool) -> float:
+    if word["kind"] == "overlong":
+        over = world.episodes[e].length - (word["limit"] - word["buffer"])
+        return max(-word["factor"], min(0.0, -over / word["buffer"] * word["factor"]))
+    return -word["beta"] * math.fsum(drift(world, word["estimator"], t, recomputed=recomputed)
+                                     for t in world.of_episode(e))
+
+
+def compared(world: World, word: Words, units: list[tuple[int, int]], x: list[float | None]) -> list[float]:
+    """The baseline's advantage of each unit; 0 where it is unscored."""
+    mine = [i for i, v in enumerate(x) if v is not None]
+    peers = {"group": [a.group for a in world.episodes], "batch": [""] * len(world.episodes),
+             "fork": [point(world, e) for e in range(len(world.episodes))]}[word["by"]]
+    names = [peers[units[i][0]] for i in mine]
+    out = [0.0] * len(x)
+    values = [v for v in x if v is not None]
+    for i, y in zip(mine, baseline(values, names, word["kind"], word["by"], word["eps"], word["ddof"]), strict=True):
+        out[i] = y
+    return out
+
+
+def spread(world: World, recipe: Words, units: list[tuple[int, int]], y: list[float],
+           price: list[float]) -> tuple[list[float], list[float] | None]:
+    """(advantage of each token, the critic's targets or None)."""
+    credit, n = recipe["credit"], len(world.tokens)
+    advantage, target = [0.0] * n, [0.0] * n
+    for e in range(len(world.episodes)):
+        order = world.in_time(e)
+        mine = {k: y[i] for i, (owner, k) in enumerate(units) if owner == e}
+        if credit["kind"] == "broadcast":
+            for t in order:
+                advantage[t] = mine[-1] if -1 in mine else mine[world.tokens[t].turn]
+            continue
+        turns = sorted({world.tokens[t].turn for t in order})
+        steps = [[t] for t in order] if credit["clock"] == "token" else \
+            [[t for t in order if world.tokens[t].turn == k] for k in turns]
+        if not steps:
+            continue
+        earned = [math.fsum(price[t] for t in step) for step in steps]
+        for k, value in mine.items():
+            before = [s for s, step in enumerate(steps) if k in (-1,) or world.tokens[step[0]].turn <= k]
+            if before:
+                earned[before[-1]] += value
+        if credit["kind"] == "returns":
+            a = returns(earned, credit["gamma"])
+            targets = a
+        else:
+            values = [world.tokens[step[0]].value for step in steps]
+            a, targets = gae(earned, values, credit["gamma"], credit["lam"], world.episodes[e].bootstrap)
+        for step, one, two in zip(steps, a, targets, strict=True):
+            for t in step:
+                advantage[t], target[t] = one, two
+    return advantage, target if credit["kind"] == "gae" else None
+
+
+def adjusted(world: World, words: list[Words], a: list[float], inside: list[bool], known: list[bool]) -> list[float]:
+    for word in words:
+        if word["kind"] == "clip":
+            a = [min(max(v, -word["limit"]), word["limit"]) for v in a]
+        elif word["kind"] == "relu":
+            a = [max(v, 0.0) for v in a]
+        elif word["kind"] == "groups":
+            a = [v * group_weight(world, word, token.episode, known) for v, token in zip(a, world.tokens, strict=True)]
+        else:
+            a = whitened(a, inside, word)
+    return a
+
+
+def whitened(a: list[float], inside: list[bool], word: Words) -> list[float]:
+    mine = [v for v, i in zip(a, inside, strict=True) if i]
+    if len(mine) < 2 or max(mine) - min(mine) <= 1e-12 * max(map(abs, mine)):
+        return [0.0] * len(a)
+    m = statistics.fmean(mine)
+    var = math.fsum((v - m) ** 2 for v in mine) / (len(mine) - word["ddof"])
+    s = 1.0 if word["centre_only"] else math.sqrt(max(var, word["eps"])) if word["how"] == "floor" else \
+        math.sqrt(var) + word["eps"]
+    return [(v - m) / s if i else 0.0 for v, i in zip(a, inside, strict=True)]
+
+
+def group_weight(world: World, word: Words, e: int, known: list[bool]) -> float:
+    scored = [i for i, a in enumerate(world.episodes) if known[i] and a.reward is not None]
+    groups = {world.episodes[i].group for i in scored}
+    teach = {world.episodes[i].group for i in scored if not flat(world, i, known)}
+    if not teach:
+        return 1.0
+    return min(len(groups) / len(teach), word["cap"]) if world.episodes[e].group in teach else word["flat"]
+
+
+def advantages(world: World, recipe: Words) -> tuple[list[float], list[bool], list[float] | None]:
+    """(advantage of each token, whether it enters, the critic's targets) of a recipe that learns from rewards."""
+    known = scored(world, True)
+    episodes = entered(world, recipe["select"], known, recipe["baseline"]["by"])
+    inside = [episodes[token.episode] and token.old is not None for token in world.tokens]
+    recomputed = recipe["anchor"]["to"] == "recomputed"
+    units = world.units(recipe["reward"]["per"])
+    x = [v if known[e] else None for v, (e, _) in zip(rewards(world, recipe["reward"]), units, strict=True)]
+    x = shaped(world, recipe["shape"], units, x, recomputed=recomputed)
+    y = compared(world, recipe["baseline"], units, x)
+    price = [0.0] * len(world.tokens)
+    for word in recipe["shape"]:
+        if word["kind"] == "token_kl":
+            price = [-word["beta"] * drift(world, word["estimator"], t, recomputed=recomputed)
+                     for t in range(len(world.tokens))]
+    a, target = spread(world, recipe, units, y, price)
+    a = adjusted(world, recipe["adjust"], a, inside, known)
+    return [v if i else 0.0 for v, i in zip(a, inside, strict=True)], inside, target
