@@ -13,19 +13,32 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from .tapes.console import Exit, UsageError, Verb, say
 from .tapes.errors import MissingExtra, NoRun, NoSuchTape, TapereelError
 from .tapes.extras import extra_of
 
+if TYPE_CHECKING:
+    from .tapes.store import Store
+    from .tapes.view.run_view import Insight
+
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("finetune.demo_command", "make a model, record it, train it, and see it learn: minutes on a CPU"),
     "run": ("agents.run_command", "roll an agent out over tasks, and keep every episode"),
     "train": ("finetune.train_command", "train a model on an agent's own rollouts, in the async loop"),
+    "serve": ("agents.serve_command", "start a local vLLM server that rollouts and training can use"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
+    "view": ("agents.view_command", "look at a run in the browser, or write that view as files"),
     "explain": ("finetune.explain_command", "show what each token of a tape was to training, and why"),
+    "replay": ("agents.replay_command", "run agents again on their tapes, and compare every request and step"),
+    "reexec": ("envs.reexec_command", "carry recorded actions out again in a fresh environment, and compare"),
+    "rescore": ("envs.rescore_command", "run reward code again over tapes, and compare or add what it gives"),
+    "requery": ("finetune.requery_command", "check that recorded log-probs are those of the named weights"),
     "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
+    "reproduce": ("finetune.reproduce_command", "derive a checkpoint again from base weights and tapes, and compare"),
+    "eval": ("finetune.eval_command", "say how good recorded episodes are: pass@k with intervals, two runs compared"),
+    "lab": ("finetune.lab_command", "compute past updates again under other recipes, and compare"),
     "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),
     "check-env": ("envs.check_verb", "check that an environment keeps its promises"),
     "export": ("finetune.export", "write the rows of a run's tapes as a dataset"),
@@ -111,6 +124,7 @@ def _run(name: str, words: list[str]) -> int:
     try:
         args = verb_parser(name).parse_args(words)
         args.answer_to = sys.stdout
+        args.insight = _insight
         with contextlib.redirect_stdout(sys.stderr):
             return int(load(name).run(args))
     except ModuleNotFoundError as error:
@@ -131,6 +145,13 @@ def _run(name: str, words: list[str]) -> int:
             raise
         say(f"tapereel {name}: {_sentence(error)}")
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape) else Exit.BROKEN
+
+
+def _insight(store: Store, weights: str | None = None) -> Insight:
+    """What training can tell the viewer, which stands below it. MissingExtra without the packages of training."""
+    from .finetune.view_insight import TrainingInsight
+
+    return TrainingInsight(store, weights)
 
 
 def _sentence(error: Exception) -> str:

@@ -96,6 +96,12 @@ class VLLMConfig(Config):
     """Bound of one request."""
     patience: float = Field(default=300.0, gt=0)
     """So long, in seconds, is a server asked again that is paused or full."""
+    slots: int = Field(default=64, ge=1)
+    """Of the embedded engine that evaluates in training, while the servers have the loop's weights."""
+    capacity: int | None = Field(default=None, ge=2)
+    """Of that engine, as in an embedded one."""
+    threads: int = Field(default=1, ge=1)
+    """Torch threads of the trainer."""
 
 
 EngineConfig = Annotated[ScriptedConfig | EmbeddedConfig | VLLMConfig, Field(discriminator="kind")]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .ranks import Ranks
 from .rows import Row
 from .schedule import Schedule
 from .score import MICRO_TOKENS, Micro, parts, plan, states
@@ -28,7 +30,9 @@ class Critic(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False) -> None:
+    def __init__(self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False,
+                 model: nn.Module | None = None) -> None:
+        """model: the policy that `body` is a part of; None where the critic owns it."""
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
@@ -37,6 +41,7 @@ class Critic(nn.Module):
         self.owns_body = owns_body
         # The policy's body is not a submodule: its weights are the policy's to save, to train and to move.
         self._body = [body]
+        self._home = [self if model is None else model]
         if owns_body:
             self.body = body
         self.normalised = normalised
@@ -53,7 +58,12 @@ class Critic(nn.Module):
     def on(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
         """A value head on the model's own states, which it reads and never moves."""
         body, output = parts(model)
-        return cls(body, output.in_features, owns_body=False, normalised=normalised)
+        return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model)
+
+    @property
+    def home(self) -> nn.Module:
+        """The model whose weights a forward pass reads: the critic itself, or the policy."""
+        return self._home[0]
 
     def forward(self, micro: Micro) -> Tensor:
         """(n,) values of the micro-batch's tokens, float32 or wider."""
@@ -62,6 +72,16 @@ class Critic(nn.Module):
         raw = self.head(h)[:, 0]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
         return raw * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
+
+    @property
+    def fresh(self) -> bool:
+        """True until it was given a scale."""
+        return float(self.mean) == 0 and float(self.std) == 1
+
+    def begin(self, mean: float, std: float) -> None:
+        """The first scale: a new head, which adds nothing to the mean, says the mean of the targets from here on."""
+        self.mean.fill_(mean)
+        self.std.fill_(std)
 
     @torch.no_grad()
     def rescale(self, mean: float, std: float) -> None:
@@ -86,17 +106,25 @@ class CriticTrainer:
         weight_decay: float = 0.0,
         grad_clip: float | None = 1.0,
         schedule: Schedule | None = None,
+        passes: int = 1,
         micro_tokens: int = MICRO_TOKENS,
+        ranks: Ranks | None = None,
     ) -> None:
+        """passes: optimiser steps on each update's targets; with one, a critic is late in a short run. ranks: the
+        processes that step together; they must be the trainer's."""
         self.critic = critic
+        self.ranks = ranks or Ranks()
+        if critic.owns_body:
+            self.ranks.shard(critic)
         self.loss = loss or Value()
         self.lr = lr
         self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
+        self.passes = passes
         self.micro_tokens = micro_tokens
         self.moments = Moments()
         self.steps = 0
-        """Updates applied."""
+        """Optimiser steps taken."""
         self.skips = 0
         """Updates that met a number which isn't finite and left the critic as it was."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
@@ -107,47 +135,67 @@ class CriticTrainer:
         n = sum(len(row.own) for row in rows)
         out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
         with torch.no_grad():
-            for micro in plan(rows, micro_tokens=self.micro_tokens):
-                out[micro.index] = self.critic(micro).cpu()
+            for micro in self.ranks.rounds(plan(rows, micro_tokens=self.micro_tokens)):
+                out[micro.index] = self._value(micro)
         return out
 
+    def _value(self, micro: Micro) -> Tensor:
+        return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
+
     def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
-        """One optimiser step towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said."""
+        """Steps towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said.
+
+        What it sums up is of the first pass, but for what was skipped.
+        """
         sums = Sums()
-        context = Context(sums=sums)
         if self.critic.normalised:
-            self._rescale(target[entered], context)
-        n = max(int(entered.sum()), 1)
+            self._rescale(target[entered], Context(sums=sums, add_up=self.ranks.add_up))
+        for k in range(self.passes):
+            if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
+                sums.put("value/skipped", 1 if self.ranks.rank == 0 else 0, 1 if self.ranks.rank == 0 else 0)
+                break
+        explained(old[entered], target[entered], sums)
+        return sums
+
+    def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
+        """One optimiser step; false where a number wasn't finite, on any rank."""
+        context = Context(sums=sums, add_up=self.ranks.add_up)
+        n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
         finite = True
-        for micro in plan(rows, live=entered, micro_tokens=self.micro_tokens):
-            value = self.critic(micro).cpu()
+        for micro in self.ranks.rounds(plan(rows, live=entered, micro_tokens=self.micro_tokens)):
+            value = self._value(micro)
             per_token = self.loss(value, old[micro.index].to(value.dtype), target[micro.index].to(value.dtype), context)
             sums.add("value/loss", per_token.detach())
             loss = per_token.sum() / n
             finite = bool(loss.isfinite())
-            if not finite:
+            if self.ranks.halt(not finite):
+                finite = False
                 break
             loss.backward()
-        if finite:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip or float("inf"))
-            sums.put("value/grad_norm", float(norm))
-            finite = bool(norm.isfinite())
-        if finite and int(entered.sum()):
+        finite = not self.ranks.any(not finite)
+        if finite and n:
+            self.ranks.add_up_gradients(self.parameters)
+            norm = self.ranks.clip(self.parameters, self.grad_clip)
+            sums.put("value/grad_norm", norm)
+            finite = isfinite(norm)
+        if finite and n:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * self.schedule.factor(self.steps)
             self.optimizer.step()
             self.steps += 1
         elif not finite:
             self.skips += 1
-            sums.put("value/skipped", 1)
         self.optimizer.zero_grad(set_to_none=True)
-        explained(old[entered], target[entered], sums)
-        return sums
+        return finite
 
     def _rescale(self, target: Tensor, context: Context) -> None:
         self.moments.take(*context.mean_and_square(target.double()))
-        if self.moments.std is not None:
+        if self.moments.std is None:
+            return
+        if self.critic.fresh:
+            self.critic.begin(self.moments.mean, self.moments.std)
+        else:
             self.critic.rescale(self.moments.mean, self.moments.std)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,8 +205,8 @@ class CriticTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`."""
-        self.critic.load_state_dict(state["critic"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
+        self.ranks.load(self.optimizer, state["optimizer"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
 

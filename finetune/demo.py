@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from ..agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ..agents.llm import derive_seed
 from ..envs.calculator import Calculator, calculator_tasks, demonstrate, read_action
 from ..envs.taskset import overlap
-from ..tapes import Sampling, Tape
+from ..tapes import Sampling, Tape, Task
 from ..tapes.config import Config
 from ..tapes.errors import MissingExtra, TapereelError
 from ..tapes.progress import Progress, silent
@@ -39,6 +40,7 @@ try:
     from .schedule import Schedule
     from .sft import warm_start
     from .stream import Episode
+    from .trackers import TrackerName, check_trackers, tracking
     from .training import Training, new_results
     from .use import episode_of
     from .warm import bring_in
@@ -52,7 +54,7 @@ class DemoConfig(Config):
     """What the demo does. The defaults are what the README's numbers were made with."""
 
     seed: int = 0
-    algo: Literal["grpo", "reinforce"] = "grpo"
+    algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
     context: int = Field(default=64, ge=32)
     """Tokens of prompt and completion together; a whole episode takes about 45."""
@@ -72,6 +74,8 @@ class DemoConfig(Config):
     )  # fmt: skip
     threads: int = Field(default=1, ge=1)
     """Torch threads. One is steady when anything else runs beside; two are faster on an idle machine."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Draw the metrics there too; metrics.jsonl is always written."""
 
 
 class DemoFailed(TapereelError, RuntimeError):
@@ -81,6 +85,25 @@ class DemoFailed(TapereelError, RuntimeError):
 def calculator_agent() -> ChatAgent:
     """The agent of the demo: whatever the model writes is a call of the calculator, an answer, or misread."""
     return ChatAgent(parse=read_action, name="solver", misreads=0)
+
+
+def calculator() -> Calculator:
+    """The environment of the demo."""
+    return Calculator(scorer="chain_sum", max_turns=4)
+
+
+def demo_training(config: DemoConfig, directory: RunDir, train_tasks: Sequence[Task] = (),
+                  held_out: Sequence[Task] = (), *, progress: Progress = silent) -> Training:  # fmt: skip
+    """All that trains in a demo, with the base weights; without tasks it can only go over what is recorded."""
+    tokenizer, sampling = char_tokenizer(), config.loop.sampling
+    return Training(
+        directory, tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context), tokenizer,
+        Renderer(tokenizer), calculator_agent(), calculator, train_tasks, held_out, config.loop,
+        get_recipe(config.algo, config.loop.changes), config.warm, seed=config.seed, slots=256,
+        evaluations={"sampled": sampling.model_copy(update={"temperature": 1.0}),
+                     "greedy": sampling.model_copy(update={"temperature": 0.0})},
+        capacity=config.context, progress=progress,
+    )  # fmt: skip
 
 
 @dataclass
@@ -99,12 +122,16 @@ class Demo:
         from .demo_report import write_demo_report
 
         torch.set_num_threads(self.config.threads)
-        with open_run(self.out, self.config, resume=resume, begin=new_results) as directory:
+        check_trackers(self.config.trackers)
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=("trackers",)) as directory:
             self.results, self.store = directory.results, directory.store
-            with directory.timed("total"):
+            with directory.timed("total"), tracking(directory, self.config.trackers):
                 self._setup(directory)
                 self._demonstrate()
+                self.training.shown = self.demo_order
                 self.training.restore()
+                if self.training.history.updates == 0 and not self.config.warm.updates:
+                    self.training.history.settle()  # the controls begin here too
                 self.training.imitate(self.demo_order, self.demos.__getitem__)
                 asyncio.run(self._improve())
                 if self.controls:
@@ -118,22 +145,13 @@ class Demo:
 
     def _setup(self, directory: RunDir) -> None:
         config = self.config
-        self.tokenizer = char_tokenizer()
         tasks = calculator_tasks(config.tasks, config.seed)
         share = config.held_out / config.tasks * 1.25
         train, held_out = tasks.split(1 - share, share)
         self.train_tasks, self.held_out = list(train), list(held_out)[: config.held_out]
         if overlap(train, held_out) != 0:
             raise DemoFailed("training and held-out tasks overlap")
-        sampling = config.loop.sampling
-        self.training = Training(
-            directory, tiny_model(self.tokenizer, config.model_size, seed=config.seed, context=config.context),
-            self.tokenizer, Renderer(self.tokenizer), calculator_agent(), self._env, self.train_tasks, self.held_out,
-            config.loop, get_recipe(config.algo, config.loop.changes), config.warm, seed=config.seed, slots=256,
-            evaluations={"sampled": sampling.model_copy(update={"temperature": 1.0}),
-                         "greedy": sampling.model_copy(update={"temperature": 0.0})},
-            capacity=config.context, progress=self.progress,
-        )  # fmt: skip
+        self.training = demo_training(config, directory, self.train_tasks, self.held_out, progress=self.progress)
         self.results.update(held_out_tasks=len(self.held_out), train_tasks=len(self.train_tasks), overlap=0)
         self.demos: dict[str, tuple[list[Row], Episode]] = {}
         self.demo_order: list[str] = []
@@ -168,7 +186,7 @@ class Demo:
         async def worker() -> None:
             for k in work:
                 tape = await rollout(
-                    self.training.agent, self._env, self.train_tasks[k % len(self.train_tasks)], engine=engine,
+                    self.training.agent, calculator, self.train_tasks[k % len(self.train_tasks)], engine=engine,
                     seed=derive_seed(self.config.seed, "demo", k), attempt=k, split="demo",
                     limits=self.config.loop.limits, sampling=self.config.loop.sampling, journal=self.store.writer,
                 )  # fmt: skip
@@ -179,9 +197,6 @@ class Demo:
                 self.progress("recording demonstrations", len(have), self.config.demonstrations, "")
 
         await asyncio.gather(*(worker() for _ in range(256)))
-
-    def _env(self) -> Calculator:
-        return Calculator(scorer="chain_sum", max_turns=4)
 
     async def _improve(self) -> None:
         await self.training.before()
@@ -226,6 +241,8 @@ class Demo:
     def _control_shuffled(self, history: History, trained: int) -> None:
         """The same loop, with rewards that say nothing, for as many tokens; its episodes are shorter, so it takes more
         updates. Four times as many are the end, should they shrink to nothing."""
+        if self.config.loop.demonstrations:
+            bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
         asyncio.run(self.training.run_loop(
             history, config, lambda update: append_metrics(history.store.path / METRICS, update.metrics),

@@ -18,7 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/demo-ALGO-SEED)")
     parser.add_argument("--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (0)")
-    parser.add_argument("--algo", choices=["grpo", "reinforce"], default=None, help="recipe of the improvement (grpo)")
+    parser.add_argument("--algo", choices=["grpo", "reinforce", "rloo", "ppo", "dapo"], default=None,
+                        help="recipe of the improvement (grpo)")  # fmt: skip
     parser.add_argument("--model-size", choices=["micro", "tiny", "small", "base"], default=None,
                         help="25 thousand to 770 thousand parameters (small: 340 thousand)")  # fmt: skip
     parser.add_argument("--controls", action="store_true",

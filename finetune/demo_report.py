@@ -77,6 +77,8 @@ def next_commands(demo: Demo) -> tuple[str, ...]:
         f"tapereel explain {demo.out}",
         f"tapereel verify {demo.out}",
         f"tapereel audit {demo.out}",
+        f"tapereel reproduce {demo.out}",
+        f"tapereel lab {demo.out} --recipe own --recipe dr_grpo",
     )
 
 
@@ -85,7 +87,7 @@ def pages(demo: Demo) -> tuple[TapePage, ...]:
     chosen: list[TapePage] = []
 
     def decode(token: int) -> str:
-        return str(demo.tokenizer.decode([token]))
+        return str(demo.training.tokenizer.decode([token]))
 
     def add(split: str, caption: str, reward: float, count: int = 1) -> None:
         found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]

@@ -1,16 +1,21 @@
-"""Evaluation: a rollout with its own sampling, recorded like any other, that changes no state of training."""
+"""Evaluation: a rollout with its own sampling, recorded like any other, that changes no state of training.
+
+Its tapes belong to a split of their own, so that no update can name them and the books hold them out. What it says is
+in `agents.passk`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..agents import Agent, Engine, Limits, rollout
 from ..agents.llm import derive_seed
+from ..agents.passk import Scores, evaluate_rewards
 from ..envs.base import Environment
-from ..tapes import Sampling, Tape
+from ..tapes import Sampling, Tape, Task
 from ..tapes.journal import Journal
 
 
@@ -19,10 +24,12 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Per task; None where the episode could not be scored."""
+    """Per episode, task after task; None where it could not be scored."""
     metrics: dict[str, float]
     """Mean of every component and metric over the tapes that have it."""
     tapes: tuple[str, ...]
+    scores: Scores
+    """Mean reward and pass@k with their intervals."""
 
     @property
     def scored(self) -> int:
@@ -35,7 +42,7 @@ class Evaluation:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean; None below two episodes."""
+        """Standard error of the mean, episodes taken as independent; None below two episodes."""
         n, mean = self.scored, self.mean
         if n < 2 or mean is None:
             return None
@@ -49,6 +56,9 @@ async def evaluate(
     *,
     engine: Engine,
     sampling: Sampling,
+    attempts: int = 1,
+    k: Iterable[int] = (),
+    success: float = 1.0,
     seed: int = 0,
     split: str = "eval",
     limits: Limits | None = None,
@@ -56,26 +66,36 @@ async def evaluate(
     concurrent: int = 256,
     on_tape: Callable[[Tape], None] | None = None,
 ) -> Evaluation:
-    """One episode per task. The same seed gives every policy the same environment seeds."""
+    """`attempts` episodes per task, and from them pass@k for each of `k`; success: the least reward of a success.
+
+    The same seed gives every policy the same environment seeds; attempts at one task share theirs.
+    """
+    if split in ("train", "demo"):
+        raise ValueError(f"an evaluation can't be recorded as {split!r}, which is trained on: give it another split")
     gate = asyncio.Semaphore(concurrent)
 
-    async def one(k: int, task: Any) -> tuple[float | None, list[tuple[str, float]], str]:
+    async def one(number: int, task: Task, attempt: int) -> Tape:
+        place = () if attempts == 1 else (attempt,)
+        group = None if attempts == 1 else f"{split}/{task.hash[:24]}"
         async with gate:
             tape = await rollout(
-                agent, env, task, engine=engine, seed=derive_seed(seed, split, k), split=split, limits=limits,
-                sampling=sampling, journal=journal,
+                agent, env, task, engine=engine, seed=derive_seed(seed, split, number, *place), split=split,
+                env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"), group=group,
+                attempt=attempt, limits=limits, sampling=sampling, journal=journal,
             )  # fmt: skip
         if on_tape is not None:
             on_tape(tape)
-        return tape.reward, [(r.name, r.value) for r in tape.rewards], tape.id
+        return tape
 
-    results = await asyncio.gather(*(one(k, task) for k, task in enumerate(tasks)))
+    places = [(number, Task.of(task), attempt) for number, task in enumerate(tasks) for attempt in range(attempts)]
+    tapes = await asyncio.gather(*(one(*place) for place in places))
     values: dict[str, list[float]] = {}
-    for _, components, _ in results:
-        for name, value in components:
-            values.setdefault(name, []).append(value)
+    rewards: dict[str, list[float | None]] = {}
+    for (_, task, _), tape in zip(places, tapes, strict=True):
+        rewards.setdefault(task.hash, []).append(tape.reward)
+        for reward in tape.rewards:
+            values.setdefault(reward.name, []).append(reward.value)
     return Evaluation(
-        tuple(r for r, _, _ in results),
-        {name: sum(v) / len(v) for name, v in values.items()},
-        tuple(t for _, _, t in results),
-    )
+        tuple(tape.reward for tape in tapes), {name: sum(v) / len(v) for name, v in values.items()},
+        tuple(tape.id for tape in tapes), evaluate_rewards(rewards, k=k, success=success, seed=seed),
+    )  # fmt: skip

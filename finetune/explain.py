@@ -21,13 +21,14 @@ from ..tapes.ledger import FATES, ranges
 from ..tapes.records import Use
 from ..tapes.store import Store
 from ..tapes.transcript import TapeSummary, summarise
+from .batches import prepare
 from .history import History, Plan
-from .objective import prepare
 from .recipes import Recipe
 from .recipes.files import read_recipes
+from .redo import as_read
 from .rows import Row, rows
 from .stream import Stream
-from .use import episode_of
+from .use import ChangedTape, episode_of
 from .words import Context, Running
 
 
@@ -46,6 +47,8 @@ class TokenLine(_Value):
     own: bool
     """True where it is a label: an agent's own. The fields below are None for context."""
     call: str | None = None
+    offset: int | None = None
+    """Which of the call's completion tokens."""
     turn: int | None = None
     step: int | None = None
     """Index of the step that was read from it."""
@@ -140,7 +143,7 @@ class Explainer:
         """The tape of that id, or the only one whose id starts so."""
         tape = self.store.tape(name)
         notes: list[str] = []
-        took = [use for use in self.uses if tape.id in (use.info.get("tapes") or ())]  # type: ignore[operator]
+        took = [use for use in self.uses if tape.id in Plan.of({"phase": "", "tapes": (), **use.info}).read]
         last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
         try:
             found = rows(tape, renderer=self.renderer)
@@ -201,7 +204,10 @@ class Explainer:
         history = History(self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer,
                           renderer=self.renderer)  # fmt: skip
         plan = Plan.of(use.info)
-        batch = history.batch(plan, history.from_store)
+        try:
+            batch = history.batch(plan, as_read(history, use))
+        except ChangedTape as error:
+            return _Taken({}, {}, str(error))
         groups: dict[str, list[float | None]] = {}
         for episode in batch.episodes:
             groups.setdefault(episode.group, []).append(episode.reward)
@@ -209,7 +215,8 @@ class Explainer:
         problem = _unknowable(recipe, plan.phase)
         if problem or recipe is None or not recipe.surrogate.advantages:
             return _Taken({}, groups, problem)
-        computed = prepare(recipe, Stream.of(batch.rows, batch.episodes), Context())
+        whole = Stream.of(batch.rows, batch.episodes)
+        computed = prepare(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
         stream = computed.stream
         offsets = np.concatenate([row.offset for row in batch.rows])
         every = zip(stream.call.tolist(), offsets.tolist(), computed.advantage.tolist(), computed.entered.tolist(),
@@ -232,7 +239,7 @@ class Explainer:
         earned = facts.turn_rewards
         sampled = row.version[i] >= 0
         return {
-            "call": call, "turn": turn, "step": facts.steps.get((call, offset)),
+            "call": call, "offset": offset, "turn": turn, "step": facts.steps.get((call, offset)),
             "version": row.versions[row.version[i]] if sampled else None,
             "temperature": tape.call(call).sampling.temperature if sampled else None,
             "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
@@ -268,8 +275,9 @@ class _Facts:
 
 def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
     if took:
-        names = ", ".join(str(use.update) for use in took[-5:])
-        more = f" and {len(took) - 5} earlier" if len(took) > 5 else ""
+        updates = list(dict.fromkeys(use.update for use in took))
+        names = ", ".join(map(str, updates[-5:]))
+        more = f" and {len(updates) - 5} earlier" if len(updates) > 5 else ""
         if not facts.weights:
             return f"taken by update {names}{more}, and no token of it had a gradient"
         flat = "" if any(facts.advantages.values()) or not facts.advantages else "; every advantage was 0"

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--n is {args.n}; it must be 1 or more")
     with Store.open(args.run) as store:
         chosen = [(name, "asked for") for name in args.tape] or list(itertools.islice(instructive(store), args.n))
-        decode, renderer = _reader(store.path, args.tokenizer, [store.tape(name) for name, _ in chosen])
+        decode, renderer = token_reader(store.path, args.tokenizer, [store.tape(name) for name, _ in chosen])
         explainer = Explainer(store, decode, renderer)
         found = [explainer.explain(name, why) for name, why in chosen]
     shown = [item for explanation in found for item in _shown(explanation, args.context)]
@@ -57,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
 # The tokenizer
 
 
-def _reader(run: Path, named: str | None, tapes: list[Any]) -> tuple[Callable[[int], str] | None, Any]:
+def token_reader(run: Path, named: str | None, tapes: list[Any]) -> tuple[Callable[[int], str] | None, Any]:
     """(text of a token id, renderer) by the tokenizer that the tapes were recorded with; (None, None) without it."""
-    folder = named or _tokenizer_folder(run)
+    from ..agents.recorded import tokenizer_folder
+
+    folder = named or tokenizer_folder(run)
     if folder is None:
         say("the run keeps no tokenizer, so tokens are shown by number: give --tokenizer DIR")
         return None, None
@@ -73,22 +75,6 @@ def _reader(run: Path, named: str | None, tapes: list[Any]) -> tuple[Callable[[i
         say(f"the tokenizer in {folder} is not the one of these tapes, so tokens are shown by number")
         return None, None
     return lambda token: str(tokenizer.decode([token])), renderer
-
-
-def _tokenizer_folder(run: Path) -> str | None:
-    """Where the run keeps its tokenizer: in its newest checkpoint, else in the model that it was begun with."""
-    saved = sorted((run / "checkpoints").glob("update-*/hf/tokenizer.json"))
-    if saved:
-        return str(saved[-1].parent)
-    from ..tapes.config_yaml import YamlProblem, read_yaml
-    from ..tapes.rundir import CONFIG
-
-    try:
-        settings = {keys: value for keys, value, _ in read_yaml((run / CONFIG).read_text(encoding="utf-8"))}
-    except (FileNotFoundError, YamlProblem):
-        return None
-    folders = (settings.get(("engine", key)) for key in ("model", "tokenizer"))
-    return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
 
 
 # For people

@@ -8,62 +8,25 @@ the newest checkpoint and applies the recorded updates after it, from the tapes;
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..tapes.errors import TapereelError
+import torch
+
 from ..tapes.records import Publish, Use
 from ..tapes.store import Store
-from .checkpoint import Checkpoint, checkpoints, copied_weights, save_checkpoint, weights_digest
+from .checkpoint import Checkpoint, checkpoints, copied_weights, prune, save_checkpoint, weights_digest
+from .plan import Batch, Plan, Source
+from .redo import BrokenHistory, apply_again
 from .rows import Row, rows
 from .stream import Episode
 from .trainer import Trainer, UpdateStats
-from .use import Range, drop_stale, episode_of, items, left_out, version_name
+from .updates import together
+from .use import Pin, as_pinned, computed_on, episode_of, items, known, left_out, taught_by, version_name, weighed
 
-
-class BrokenHistory(TapereelError, ValueError):
-    """The recorded updates can't be applied: a tape is missing, or a checkpoint belongs to another run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one update trains on, in order."""
-
-    rows: list[Row]
-    episodes: list[Episode]
-    stale: list[Range] = field(default_factory=list)
-
-    @property
-    def tapes(self) -> list[str]:
-        return [episode.tape for episode in self.episodes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a batch is made of tapes: all that a `use` record must say for it to be made again."""
-
-    phase: str
-    tapes: tuple[str, ...]
-    oldest: int | None = None
-    """Tokens of versions below this one are stale; None: age plays no part."""
-    rewards: tuple[float | None, ...] | None = None
-    """Rewards that take the place of the tapes' own (a control experiment); None for a tape that is unscored."""
-
-    def info(self) -> dict[str, Any]:
-        return {"phase": self.phase, "tapes": list(self.tapes), "oldest": self.oldest,
-                "rewards": list(self.rewards) if self.rewards is not None else None}
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Plan:
-        rewards = info.get("rewards")
-        return cls(phase=info["phase"], tapes=tuple(info["tapes"]), oldest=info.get("oldest"),
-                   rewards=tuple(rewards) if rewards is not None else None)
-
-
-Source = Callable[[str], tuple[list[Row], Episode]]
-"""Rows and episode of a tape, by its id."""
+__all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
 
 
 class History:
@@ -80,8 +43,10 @@ class History:
         renderer: Any | None = None,
         tokenizer: Any | None = None,
         keep: int | None = 3,
+        keep_bytes: int | None = None,
     ) -> None:
-        """`model` has the base weights; `make_trainer(phase)` gives a fresh trainer of it for one phase."""
+        """`model` has the base weights; `make_trainer(phase)` gives a fresh trainer of it for one phase. `keep`,
+        `keep_bytes`: as in `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -90,11 +55,21 @@ class History:
         self.renderer = renderer
         self.tokenizer = tokenizer
         self.keep = keep
+        self.keep_bytes = keep_bytes
         self.updates = 0
         """Updates in the weights now."""
         self.trained_tokens = 0
+        self.taught: dict[str, Pin] = {}
+        """Every tape with a token in the weights now, as the last update that trained on it read it."""
+        self.cursor = 0
+        """Groups of tasks begun in this phase: where the taskset goes on."""
+        self.scores: dict[int, float] = {}
+        """update -> how well its weights did, where somebody measured: the best checkpoint is kept."""
         self.phase = ""
         self.trainer: Trainer | None = None
+        self.unrecorded: list[Use] = []
+        """What `restore` applied and the store doesn't have: epochs of the last update, cut off by death. Whoever goes
+        on must append them first."""
 
     @property
     def version(self) -> str:
@@ -107,37 +82,56 @@ class History:
             self.trainer, self.phase = self.make_trainer(phase), phase
         return self.trainer
 
-    def from_store(self, tape: str) -> tuple[list[Row], Episode]:
-        """Rows and episode of a recorded tape."""
+    def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
+        """Rows and episode of a recorded tape, with all of its layers or as pinned."""
         found = self.store.tape(tape, refresh=False)
+        if pin is not None:
+            found = as_pinned(found, pin)
         return rows(found, renderer=self.renderer), episode_of(found)
 
     def batch(self, plan: Plan, source: Source) -> Batch:
         """What `plan` trains on."""
-        batch = Batch([], [])
-        for k, tape in enumerate(plan.tapes):
-            found, episode = source(tape)
-            if plan.oldest is not None:
-                found, stale = drop_stale(found, self.lineage, plan.oldest)
-                batch.stale.extend(stale)
-            if plan.rewards is not None:
-                episode = replace(episode, reward=plan.rewards[k], turn_rewards=None)
-            batch.rows.extend(found)
-            batch.episodes.append(episode)
-        return batch
+        return plan.batch(self.lineage, source)
 
-    def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, Use]:
-        """Apply one update to the weights; gives the record that must be durable before anything else knows of it."""
-        batch = self.batch(plan, source)
-        stats = self.enter(plan.phase).update(batch.rows, batch.episodes)
-        used = items(batch.rows, stats) if stats.applied else []
-        info = {**plan.info(), "stale": [list(r) for r in batch.stale],
-                "filtered": [list(r) for r in left_out(batch.rows, stats)], "lr": stats.lr,
-                "skipped": stats.skipped}  # fmt: skip
-        use = Use(lineage=self.lineage, update=self.updates, items=tuple(used), info=info)
+    def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
+        """Apply one update to the weights: an optimiser step, or one for each mini-batch of each epoch.
+
+        Gives the account of all its steps together, and the records, one for each epoch, that must be durable before
+        anything else knows of it.
+        """
+        pins: dict[str, Pin] = {}
+
+        def noting(tape: str) -> tuple[list[Row], Episode]:
+            found, episode = source(tape)
+            pins[tape] = episode.pin
+            return found, episode
+
+        batch = self.batch(plan, noting)
+        trainer = self.enter(plan.phase)
+        steps = list(trainer.updates(
+            batch.rows, batch.episodes, epochs=plan.epochs, minibatches=plan.minibatches, seed=plan.order,
+            batches=plan.batches, demonstrations=batch.shown,
+        ))  # fmt: skip
+        uses = tuple(self._use(plan, batch, epoch, steps[epoch * plan.minibatches:(epoch + 1) * plan.minibatches])
+                     for epoch in range(plan.epochs))  # fmt: skip
         self.updates += 1
-        self.trained_tokens += sum(end - start for _, _, start, end, _ in used)
-        return stats, use
+        self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
+        uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
+        self.taught.update(taught_by(uses))
+        return together(steps), uses
+
+    def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
+        stats = together(steps)
+        used = items(batch.rows, stats) if stats.applied else []
+        for step in steps:
+            if step.applied and step.shown is not None:
+                used += weighed(*step.shown)
+        info = {**plan.info(), "stale": [list(r) for r in batch.stale],
+                "filtered": [list(r) for r in (*batch.filtered, *left_out(batch.rows, stats))], "lr": stats.lr,
+                "skipped": stats.skipped, "loss": known(stats.loss), "grad_norm": known(stats.grad_norm)}  # fmt: skip
+        if batch.context:
+            info["context"] = [list(r) for r in batch.context]
+        return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
     def publish_record(self, mode: str) -> tuple[dict[str, Any], Publish]:
         """(a copy of the weights, the record that names them)."""
@@ -147,10 +141,16 @@ class History:
     def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
         """Write the weights and the trainer's state; a pinned one is never deleted for a newer one."""
         state = {"lineage": self.lineage, "phase": self.phase, "version": self.version, "pinned": pinned,
-                 "trained_tokens": self.trained_tokens}  # fmt: skip
-        trainer = self.trainer.state_dict() if self.trainer is not None else {}
-        return save_checkpoint(self.directory, self.model, trainer, state, update=self.updates,
-                               tokenizer=self.tokenizer, keep=self.keep)  # fmt: skip
+                 "trained_tokens": self.trained_tokens, "cursor": self.cursor}  # fmt: skip
+        trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
+        if self.trainer is not None:
+            trainer |= self.trainer.state_dict()
+            state["schedule"] = {"lr": self.trainer.lr, **self.trainer.schedule.model_dump(mode="json")}
+        made = save_checkpoint(self.directory, self.model, trainer, state, update=self.updates,
+                               tokenizer=self.tokenizer, taught=self.taught)  # fmt: skip
+        best = max(self.scores, key=self.scores.__getitem__, default=None)
+        prune(self.directory, keep=self.keep, keep_bytes=self.keep_bytes, best=best)
+        return made
 
     def settle(self) -> None:
         """Make sure that the weights as they are now have a checkpoint that stays: a phase ends here."""
@@ -159,23 +159,24 @@ class History:
                 return
         self.checkpoint(pinned=True)
 
-    def restore(self, on_update: Callable[[int, int], None] | None = None, *, until: int | None = None) -> int:
+    def restore(self, on_update: Callable[[int, int], None] | None = None, *, until: int | None = None,
+                report: Callable[[UpdateStats, Sequence[Use]], None] | None = None) -> int:  # fmt: skip
         """Bring the weights to the last recorded update: newest checkpoint, then the redo log. Gives how many updates
-        were applied again. BrokenHistory where the record doesn't allow it."""
+        were applied again. BrokenHistory where the record doesn't allow it. `report` gets each of them."""
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
         usable = [c for c in checkpoints(self.directory) if c.state["lineage"] == self.lineage and c.update <= last]
         if usable:
             self._load(usable[-1])
-        redo = [use for use in uses if use.update >= self.updates]
-        for k, use in enumerate(redo):
-            if use.update != self.updates:
-                raise BrokenHistory(f"lineage {self.lineage!r}: update {self.updates} is not in the ledger, but update "
-                                    f"{use.update} is; the run directory is incomplete")
-            _, again = self.update(Plan.of(use.info), self.from_store)
-            if again.items != use.items:
-                raise BrokenHistory(f"lineage {self.lineage!r}: update {use.update} applied again trains on other "
-                                    "tokens or weights than recorded: the code, the tapes or the configuration changed")
+            self.taught = taught_by(use for use in uses if use.update < self.updates)
+        redo = [list(epochs) for _, epochs in groupby((use for use in uses if use.update >= self.updates),
+                                                      key=lambda use: use.update)]  # fmt: skip
+        for k, epochs in enumerate(redo):
+            stats, again = apply_again(self, epochs)
+            # Death between the records of its epochs: the update was never published, and is finished here.
+            self.unrecorded.extend(again[len(epochs):])
+            if report is not None:
+                report(stats, again)
             if on_update is not None:
                 on_update(k + 1, len(redo))
         self._check_published()
@@ -185,8 +186,12 @@ class History:
         self.model.load_state_dict(checkpoint.weights())
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
+        self.cursor = int(checkpoint.state.get("cursor", 0))
+        state = checkpoint.trainer_state()
+        if "rng" in state:
+            torch.set_rng_state(state["rng"])
         if checkpoint.state["phase"]:
-            self.enter(checkpoint.state["phase"]).load_state_dict(checkpoint.trainer_state())
+            self.enter(checkpoint.state["phase"]).load_state_dict(state)
 
     def _check_published(self) -> None:
         for stored in self.store.run_records("publish"):

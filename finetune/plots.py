@@ -34,11 +34,15 @@ class Curve(BaseModel):
     """Same length as `x`; NaN where there is no number: the line has a gap there."""
     mean_of: int = 1
     """Above 1: a thin line of the numbers, and a thick one of the mean over this many of them (itself and earlier)."""
+    band: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """(lower, upper) ends of an interval at each place; None: none is drawn."""
 
     @model_validator(mode="after")
     def _paired(self) -> Curve:
         if len(self.x) != len(self.y):
             raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and {len(self.y)} values")
+        if self.band is not None and {len(self.band[0]), len(self.band[1])} != {len(self.x)}:
+            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and a band of other length")
         if self.mean_of < 1:
             raise ValueError(f"the curve {self.name!r} can't be averaged over {self.mean_of} values")
         return self
@@ -134,6 +138,8 @@ def _is_share(curves: Sequence[Curve], levels: Sequence[Level]) -> bool:
 def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:
     for i, curve in enumerate(curves):
         colour = COLOURS[i % len(COLOURS)]
+        if curve.band is not None:
+            axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, linewidth=0)
         if curve.mean_of > 1:
             axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.4)
             label = f"{safe(curve.name)} (mean of {curve.mean_of})"

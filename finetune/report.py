@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -134,19 +134,26 @@ def write_report(path: str | PathLike[str], data: ReportData) -> None:
 
 def render_report(data: ReportData) -> str:
     """The page as text."""
+    drawn = [(plot, curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel))
+             for plot in data.plots]  # fmt: skip
+    filters = {"number": _number, "shade": _shade, "token": _token_text, "parts": _parts, "percent": _percent}
+    return render_page("report.html.jinja", filters, r=data, plots=drawn, shades=SHADES)
+
+
+def render_page(template: str, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """A page by a template of this package: every value is escaped, but for what the filter `svg` is given, which is a
+    drawing of ours."""
     try:
         import jinja2
         from markupsafe import Markup
     except ImportError as error:
-        raise MissingExtra("jinja2", "train", "writing a report") from error
+        raise MissingExtra("jinja2", "train", "writing a page") from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, finalize=_shown,
     )  # fmt: skip
-    environment.filters.update(number=_number, shade=_shade, token=_token_text, parts=_parts, percent=_percent)
-    drawn = [(plot, Markup(curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel)))
-             for plot in data.plots]  # fmt: skip
-    return environment.get_template("report.html.jinja").render(r=data, plots=drawn, shades=SHADES)
+    environment.filters.update(filters, svg=Markup)
+    return environment.get_template(template).render(**values)
 
 
 def _tokens(tape: Tape, ranges: tuple[tuple[str, int, int], ...], decode: Callable[[int], str]) -> tuple[Token, ...]:

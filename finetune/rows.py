@@ -91,7 +91,7 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | N
     building: list[_Building] = []
     leaves: dict[str, _Building] = {}
     for call in tape.calls:
-        if call.finish == "error" and not call.completion:
+        if call.finish in ("error", "cancelled") and not call.completion:
             continue
         prompt, completion = _tokens_of(tape, call, tokens, renderer)
         row = leaves.get(call.base) if call.base is not None else None

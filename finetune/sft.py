@@ -10,6 +10,7 @@ from ..agents.llm import derive_seed
 from ..tapes.store import Store
 from .config import WarmStartConfig
 from .history import History, Plan, Source
+from .lines import imitation_line
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
@@ -45,12 +46,12 @@ def warm_start(
     target = start + (config.updates if updates is None else updates)
     while history.updates < target and not stop():
         plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates - start, config.batch, seed))
-        stats, use = history.update(plan, source)
-        store.append_layer(use)
+        stats, uses = history.update(plan, source)
+        for use in uses:
+            store.append_layer(use)
         done = history.updates - start
         if on_update is not None:
-            on_update(done, {"phase": phase, "update": history.updates, "loss": stats.loss, "lr": stats.lr,
-                             "grad_norm": stats.grad_norm, "skipped": stats.skipped})  # fmt: skip
+            on_update(done, imitation_line(stats, uses))
         if history.updates % checkpoint_every == 0 and history.updates < target:
             store.writer.sync()
             history.checkpoint()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from ..agents.engines import EmbeddedConfig
+from ..agents.engines import EmbeddedConfig, VLLMConfig, connect_to
+from ..agents.passk import check_k
 from ..agents.references import Scene, load_tasks
 from ..envs.taskset import Taskset, overlap
 from ..tapes import Sampling, Task
@@ -27,13 +29,17 @@ from ..tapes.rundir import CONFIG, METRICS, RunDir, open_run, read_metrics
 try:
     import torch
 
-    from ..agents.pretrained import load_pretrained, weights_digest
-    from .config import LoopConfig, WarmStartConfig
+    from ..agents.pretrained import Pretrained, load_pretrained, weights_digest
+    from .config import LoopConfig, ProcessesConfig, WarmStartConfig
+    from .crew import Crew, launched
     from .curves import held_out_levels, reward_curve
     from .history import BrokenHistory
-    from .loop import UpdateReport
+    from .loop import UpdateReport, check_recipe
+    from .phases import Phases
     from .plots import Curve, plot_curve
+    from .ranks import Ranks
     from .recipes import get_recipe
+    from .trackers import TrackerName, check_trackers, tracking
     from .training import NO_WARM_START, Training, new_results
     from .warm import bring_in, choose
 except ModuleNotFoundError as error:
@@ -61,6 +67,17 @@ class EvaluationConfig(Config):
     """Measure at temperature 0 as well."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes in flight."""
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each held-out task."""
+    k: tuple[int, ...] = ()
+    """Report pass@k for these; it takes as many attempts."""
+    success: float = 1.0
+    """The least reward of a success."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> EvaluationConfig:
+        check_k(self.k, self.attempts)
+        return self
 
 
 class ImitationConfig(WarmStartConfig):
@@ -74,15 +91,25 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes with at least this reward."""
 
 
+TrainedEngine = Annotated[
+    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")],
+    Discriminator(lambda given: given.get("kind", "embedded") if isinstance(given, dict) else given.kind),
+]
+
+
 class TrainConfig(Scene):
     """What to train, on what, and how."""
 
-    engine: EmbeddedConfig
-    """The model, which is trained, and how it is sampled."""
+    engine: TrainedEngine
+    """The model, which is trained, and how it is sampled: embedded, or by vLLM servers that take its weights."""
     seed: int = 0
     loop: LoopConfig = LoopConfig()
     warm: ImitationConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
+    processes: ProcessesConfig = ProcessesConfig()
+    """Of a run that `accelerate launch` or `torchrun` started several times over; without them it says nothing."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Draw the metrics there too; metrics.jsonl is always written."""
 
 
 class TrainSummary(BaseModel):
@@ -110,47 +137,79 @@ class TrainSummary(BaseModel):
 def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> TrainSummary:
     """Train, or go on with the run in `out`. RunExists where one is and `resume` is false.
 
-    Raises UsageError before anything is written where the configuration names what isn't there.
+    Raises UsageError before anything is written where the configuration names what isn't there. Started as one of
+    several processes (`accelerate launch`, `torchrun`), rank 0 does this and the others help it; all give the summary.
     """
     torch.set_num_threads(config.engine.threads)
-    run = _Run(config, Path(out), progress)
-    if not (Path(out) / CONFIG).exists():
-        run.tapes_to_imitate()
-    with open_run(out, config, resume=resume, begin=new_results, free=("engine.threads",)) as directory:
-        with directory.timed("total"):
-            run.work(directory)
-        directory.results["books"] = directory.store.books().model_dump(mode="json")
-        directory.results["books_close"] = directory.store.books().closes
-        directory.save()
-        run.draw(directory)
-    return run.summary(directory)
+    with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
+        run = _Run(config, Path(out), progress, ranks)
+        if ranks.rank:
+            return run.crew.follow()
+        with run.crew.leading():
+            summary = run.lead(resume)
+        run.crew.end(summary)
+        return summary
+
+
+def train_training(
+    config: TrainConfig, directory: RunDir, policy: Pretrained | None = None, *, agent: Any = None, env: Any = None,
+    train_tasks: Sequence[Task] = (), held_out: Sequence[Task] = (), progress: Progress = silent,
+    crew: Crew | None = None,
+) -> Training:  # fmt: skip
+    """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
+    recorded. `policy`: the model that the configuration names, where it is loaded already."""
+    policy, evaluation = policy or load_pretrained(config.engine.model), config.evaluation
+    sampled = evaluation.sampling or config.loop.sampling
+    every = {"sampled": sampled}
+    if evaluation.greedy:
+        every["greedy"] = sampled.model_copy(update={"temperature": 0.0})
+    return Training(
+        directory, policy.model, policy.tokenizer, config.engine.renderer.make(policy.tokenizer), agent, env,
+        train_tasks, held_out, config.loop, get_recipe(config.loop.recipe, config.loop.changes),
+        config.warm or NO_WARM_START, evaluations=every if held_out else {}, concurrent=evaluation.concurrency,
+        attempts=evaluation.attempts, k=evaluation.k, success=evaluation.success,
+        seed=config.seed, slots=config.engine.slots, capacity=config.engine.capacity, progress=progress,
+        crew=crew, servers=partial(connect_to, config.engine, weights=True) if config.engine.kind == "vllm" else None,
+    )  # fmt: skip
 
 
 class _Run:
     """Everything that the configuration names, loaded ahead of the run directory."""
 
-    def __init__(self, config: TrainConfig, out: Path, progress: Progress) -> None:
+    def __init__(self, config: TrainConfig, out: Path, progress: Progress, ranks: Ranks) -> None:
         self.config, self.out, self.progress = config, out, progress
         self.scene = config.load()
         self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
+        check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         self.policy = load_pretrained(config.engine.model)
         self.renderer = config.engine.renderer.make(self.policy.tokenizer)
+        phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
+        self.crew = Crew(ranks, self.policy.model, phases.trainer)
+
+    def lead(self, resume: bool) -> TrainSummary:
+        """All that one process does alone, and rank 0 of several."""
+        if not (self.out / CONFIG).exists():
+            self.tapes_to_imitate()
+        check_trackers(self.config.trackers)
+        free = ("engine.threads", "processes", "trackers")
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free) as directory:
+            with directory.timed("total"), tracking(directory, self.config.trackers):
+                self.work(directory)
+            directory.results["books"] = directory.store.books().model_dump(mode="json")
+            directory.results["books_close"] = directory.store.books().closes
+            directory.save()
+            self.draw(directory)
+        return self.summary(directory)
 
     def work(self, directory: RunDir) -> None:
-        config, evaluation = self.config, self.config.evaluation
         self._same_model(directory)
-        sampled = evaluation.sampling or config.loop.sampling
-        every = {"sampled": sampled}
-        if evaluation.greedy:
-            every["greedy"] = sampled.model_copy(update={"temperature": 0.0})
-        self.training = training = Training(
-            directory, self.policy.model, self.policy.tokenizer, self.renderer, self.scene.agent, self.scene.env,
-            self.train_tasks, self.held_out, config.loop, self.recipe, config.warm or NO_WARM_START,
-            evaluations=every if self.held_out else {}, concurrent=evaluation.concurrency, seed=config.seed,
-            slots=config.engine.slots, capacity=config.engine.capacity, progress=self.progress,
+        self.training = training = train_training(
+            self.config, directory, self.policy, agent=self.scene.agent, env=self.scene.env,
+            train_tasks=self.train_tasks, held_out=self.held_out, progress=self.progress,
+            crew=self.crew,
         )  # fmt: skip
-        tapes = self._imitated(directory)
+        tapes = training.shown = self._imitated(directory)
         training.restore()
         training.imitate(tapes, training.history.from_store)
         asyncio.run(self._improve(directory))
@@ -240,7 +299,8 @@ class _Evaluations:
         run = self.training.run
         found = await self.training.evaluate(engine, f"update-{update:06d}")
         run.results.setdefault("evaluations", {})[str(update)] = found
-        run.metrics({"phase": "evaluation", "update": update, **{name: part["mean"] for name, part in found.items()}})
+        self.training.note_scores()
+        self.training.note_evaluation(update, found)
         run.save()
 
     async def finish(self) -> None:

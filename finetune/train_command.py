@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from ..agents.run_command import add_scene_arguments, run_directory, scene_settings
@@ -36,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
     out = run_directory(args)
+    if int(os.environ.get("RANK", "0")):  # one of several processes, of which the first speaks
+        summary = train(config, out, resume=args.resume)
+        return Exit.HOLDS if summary.books_close else Exit.BROKEN
     with live_progress() as progress:
         summary = train(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), *_lines(summary))

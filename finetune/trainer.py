@@ -14,19 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from math import isfinite
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from . import objective
+from .batches import prepare
 from .critic import CriticTrainer
 from .ranks import Ranks
 from .recipes import Recipe, get_recipe
 from .router import Load, load, probabilities, routed
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, Scores, forward, parts, plan, read_out, score, shares_prefixes, states
+from .score import MICRO_TOKENS, Micro, Scores, forward, packs, parts, plan, read_out, score, shares_prefixes, states
 from .stream import BadBatch, Episode, Stream
 from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
 from .words import KL, Balance, Context, Demonstrations, Moments, Sums
@@ -56,11 +60,13 @@ class Trainer:
         gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
         micro_tokens: int = MICRO_TOKENS,
+        pack: bool | None = None,
     ) -> None:
         """grad_clip: largest gradient norm; None: no bound. reference: a frozen model, or the model without its LoRA
         adapters. critic_first: updates in which the critic learns and the policy stays as it is. ema: decay of a
         running average of the weights, kept in `averaged`. autocast: forward in this dtype (bfloat16), weights and
-        output layer in their own. ranks: the processes that step together."""
+        output layer in their own. ranks: the processes that step together. pack: rows end to end instead of padded;
+        None: where the model's attention is of variable length."""
         objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
         self.model = model
         self.recipe = recipe
@@ -73,7 +79,11 @@ class Trainer:
         self.ema = ema
         self.autocast = autocast
         self.ranks = ranks or Ranks()
+        self.ranks.shard(model)
+        if isinstance(reference, nn.Module):
+            self.ranks.shard(reference)
         self.micro_tokens = micro_tokens
+        self.pack = packs(model) if pack is None else pack
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self.steps = 0
@@ -94,16 +104,21 @@ class Trainer:
         return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
 
     def updates(self, rows: Sequence[Row], episodes: Sequence[Episode], *, epochs: int = 1, minibatches: int = 1,
-                seed: int | None = None) -> Iterator[UpdateStats]:
+                seed: int | None = None, batches: Sequence[int] = (),
+                demonstrations: Sequence[Row] = ()) -> Iterator[UpdateStats]:  # fmt: skip
         """Several optimiser steps on one rollout batch; advantages are computed once, over the whole.
 
         Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order given.
+        number of updates so far; seed None keeps the order given. Demonstrations are cut alike, by tape. batches: as
+        in `prepare`.
         """
-        prepared = self.prepare(rows, episodes, several=epochs * minibatches > 1)
+        shown = _cut_rows(demonstrations, minibatches)
+        prepared = self.prepare(rows, episodes, several=epochs * minibatches > 1, batches=batches,
+                                demonstrations=shown[0])
+        beside = [prepared.demonstrations, *map(self.demonstrations_of, shown[1:])]
         for _ in range(epochs):
-            for part in self._cut(len(episodes), minibatches, seed):
-                yield self.step(prepared, episodes=part)
+            for part, own in zip(self._cut(len(episodes), minibatches, seed), beside, strict=True):
+                yield self.step(replace(prepared, demonstrations=own), episodes=part)
 
     def _cut(self, episodes: int, minibatches: int, seed: int | None) -> list[Tensor | None]:
         if minibatches == 1:
@@ -121,10 +136,11 @@ class Trainer:
         return cuts
 
     def prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], *, several: bool = False,
-                demonstrations: Sequence[Row] = ()) -> Prepared:
+                batches: Sequence[int] = (), demonstrations: Sequence[Row] = ()) -> Prepared:
         """Advantages and everything else that is computed once per rollout batch.
 
-        several: more than one step will follow, so that a recomputed anchor must be written down now.
+        several: more than one step will follow, so that a recomputed anchor must be written down now. batches: episodes
+        of each rollout batch, in order, where these are several; what is compared by batch is compared within one.
         """
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
@@ -137,16 +153,17 @@ class Trainer:
             now = self._score(self.model, rows, entropy=top)
             stream = stream.having(anchor=now.logprob, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
-        batch = objective.prepare(recipe, stream, context)
-        return Prepared(rows=rows, batch=batch, sums=context.sums, demonstrations=self._demonstrations(demonstrations))
+        batch = prepare(recipe, rows, episodes, stream, context, batches)
+        return Prepared(rows=rows, batch=batch, sums=context.sums,
+                        demonstrations=self.demonstrations_of(demonstrations))
 
-    def _demonstrations(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
+    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
         wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
-        if wanted != bool(rows):
+        if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
                            f"{len(rows)} demonstrations: give both or neither")
-        if not rows:
+        if not wanted:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
         batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
@@ -159,11 +176,16 @@ class Trainer:
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
         with self._casting():
-            return score(model, rows, unit_temperature=self._unit, micro_tokens=self.micro_tokens, **options)
+            return score(model, rows, unit_temperature=self._unit, micro_tokens=self.micro_tokens, ranks=self.ranks,
+                         float32=self._float32, pack=self.pack, **options)
 
     @property
     def _unit(self) -> bool:
         return self.recipe.score.temperature == "one"
+
+    @property
+    def _float32(self) -> bool:
+        return self.recipe.score.head == "float32"
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -173,13 +195,8 @@ class Trainer:
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
         batch = prepared.batch
-        part = batch.part(episodes, self.ranks.add_up)
         lr = self.lr * self.schedule.factor(self.steps)
-        self.optimizer.zero_grad(set_to_none=True)
-        done = self._accumulate(prepared.rows, part)
-        if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
-            self._add_demonstrations(prepared.demonstrations, done)
-        norm = self._agree(done)
+        part, done, norm = self._gradient(prepared, episodes, self.grad_clip)
         if done.skipped is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -191,15 +208,51 @@ class Trainer:
             self._after(done.sums, part)
         else:
             self.skips[done.skipped] = self.skips.get(done.skipped, 0) + 1
+        return self._account(prepared, part, done, norm, lr)
+
+    def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
+        """What `step` would come to, without the step: its account, and the loss's gradient by each weight, unclipped.
+        Weights, optimiser and critic stay as they are."""
+        part, done, norm = self._gradient(prepared, None, None)
+        grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
+        lr = self.lr * self.schedule.factor(self.steps)
+        return self._account(prepared, part, done, norm, lr), grads
+
+    def pull(self, prepared: Prepared) -> Tensor:
+        """(T,) the loss's gradient by each own token's log-prob: below 0 where a step makes the token likelier."""
+        part = prepared.batch.part(None, self.ranks.add_up)
+        found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
+        return found[0] if found else torch.full((len(part.live),), float("nan"))
+
+    def _gradient(self, prepared: Prepared, episodes: Tensor | None,
+                  clip: float | None) -> tuple[objective.Part, Accumulated, float]:
+        """(what is trained on, what it came to, the gradient's norm); the gradient is left on the weights."""
+        part = prepared.batch.part(episodes, self.ranks.add_up)
+        self.optimizer.zero_grad(set_to_none=True)
+        done = self._accumulate(prepared.rows, part)
+        if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
+            self._add_demonstrations(prepared.demonstrations, done)
+        return part, done, self._agree(done, clip)
+
+    def _account(self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float,
+                 lr: float) -> UpdateStats:  # fmt: skip
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums()
         sums.merge(prepared.sums)
         sums.merge(done.sums)
+        batch = prepared.batch
         return UpdateStats(step=self.steps, skipped=done.skipped, loss=done.loss, grad_norm=norm, lr=lr, sums=sums,
-                           stream=batch.stream, weight=part.weight, advantage=batch.advantage)
+                           stream=batch.stream, weight=part.weight, advantage=batch.advantage,
+                           shown=self._shown(prepared))
 
-    def _agree(self, done: Accumulated) -> float:
-        """The gradient norm over all ranks, clipped; decides with them whether anyone steps."""
+    def _shown(self, prepared: Prepared) -> tuple[Sequence[Row], Stream, Tensor] | None:
+        if prepared.demonstrations is None:
+            return None
+        rows, part = prepared.demonstrations
+        return rows, part.batch.stream, self._imitation * part.weight
+
+    def _agree(self, done: Accumulated, clip: float | None) -> float:
+        """The gradient norm over all ranks, clipped to `clip`; decides with them whether anyone steps."""
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
             done.skipped = done.skipped if bad else "another rank"
@@ -208,50 +261,61 @@ class Trainer:
             return float("nan")
         done.skipped = None
         self.ranks.add_up_gradients(self.parameters.values())
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip or float("inf"))
-        if not bool(norm.isfinite()):
+        norm = self.ranks.clip(self.parameters.values(), clip)
+        if not isfinite(norm):
             done.skipped = "gradient"
-        return float(norm)
+        return norm
 
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
         done = Accumulated()
-        share = not self._balance and shares_prefixes(self.model)
-        micros = plan(rows, live=part.live, micro_tokens=self.micro_tokens, share=share)
-        balance = load(self.model, micros, self.ranks.add_up) if self._balance else None
+        share = not self._balance and not self.ranks.sharded and shares_prefixes(self.model)
+        micros = self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, share=share,
+                                        pack=self.pack and not self._balance))
+        balance = None
+        if self._balance:
+            balance = self.ranks.run(self.model, partial(load, self.model, micros, self.ranks.add_up))
         if not micros:
             done.skipped = "nothing to train on"
             return done
         context = Context(sums=done.sums, moments=self.moments)
         whole = None if self.recipe.local or len(micros) == 1 else self._whole(rows, part, context, done)
+        tensors: list[Tensor] = []
+        pulls: list[Tensor] | None = None
         for micro in micros:
-            if done.skipped is not None:
+            if done.skipped is None:
+                scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums))
+                tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
+            if self.ranks.halt(done.skipped is not None):
+                done.skipped, done.loss = done.skipped or "another rank", float("nan")
                 break
-            scores, aux = self._forward(micro, balance, done.sums)
-            if not bool(scores.logprob.isfinite().all()):
-                done.skipped, done.loss = "log-prob", float("nan")
-                break
-            done.sums.add("logprob", scores.logprob.detach(), extremes=True)
-            if scores.entropy is not None:
-                done.sums.add("entropy", scores.entropy.detach())
-            if self.recipe.surrogate.advantages:
-                observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
-            if whole is not None:
-                tensors = [t for t in scores if t is not None]
-                pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
-                if aux is not None:
-                    done.loss += float(aux.detach())
-                    tensors, pulls = [*tensors, aux], [*pulls, torch.ones_like(aux)]
-                torch.autograd.backward(tensors, pulls)
-                continue
-            loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
-            loss = loss if aux is None else loss + aux
-            done.loss += float(loss.detach())
-            if not bool(loss.isfinite()):
-                done.skipped, done.loss = "loss", float("nan")
-                break
-            loss.backward()
+            torch.autograd.backward(tensors, pulls)
         return done
+
+    def _pulls(self, micro: Micro, scores: Scores, aux: Tensor | None, whole: list[Tensor] | None,
+               part: objective.Part, context: Context, done: Accumulated) -> tuple[list[Tensor], list[Tensor] | None]:
+        """(what to go back from, with which gradients; None: 1). Says in `done` where something isn't finite."""
+        if not bool(scores.logprob.isfinite().all()):
+            done.skipped = "log-prob"
+            return [], None
+        done.sums.add("logprob", scores.logprob.detach(), extremes=True)
+        if scores.entropy is not None:
+            done.sums.add("entropy", scores.entropy.detach())
+        if self.recipe.surrogate.advantages:
+            observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
+        if whole is not None:
+            tensors = [t for t in scores if t is not None]
+            pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
+            if aux is None:
+                return tensors, pulls
+            done.loss += float(aux.detach())
+            return [*tensors, aux], [*pulls, torch.ones_like(aux)]
+        loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
+        loss = loss if aux is None else loss + aux
+        done.loss += float(loss.detach())
+        if not bool(loss.isfinite()):
+            done.skipped = "loss"
+        return [loss], None
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
         """The loss's gradient by all log-probs (and entropies), for a recipe that compares across tokens."""
@@ -287,23 +351,29 @@ class Trainer:
     def _balance(self) -> float:
         return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Balance))
 
+    @property
+    def _imitation(self) -> float:
+        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Demonstrations))
+
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
         lp, entropy = read_out(self.model, hidden, micro, entropy=self.recipe.needs_entropy,
-                               unit_temperature=self._unit)
+                               unit_temperature=self._unit, float32=self._float32)
         return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
         rows, part = demonstrations
-        scale = sum(w.coefficient for w in self.recipe.regulariser if isinstance(w, Demonstrations))
+        scale = self._imitation
         done.skipped = None
-        for micro in plan(rows, live=part.live, micro_tokens=self.micro_tokens):
+        for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
             with self._casting():
-                lp = forward(self.model, micro, unit_temperature=True).logprob.cpu()
+                work = partial(forward, self.model, micro, unit_temperature=True, float32=self._float32)
+                lp = self.ranks.run(self.model, work).logprob.cpu()
             done.sums.add("demonstrations/nll", -lp.detach())
             loss = scale * part.loss(lp, None, micro.index, Context(), ())
-            if not bool(loss.isfinite()):
-                done.skipped, done.loss = "loss", float("nan")
+            bad = not bool(loss.isfinite())
+            if self.ranks.halt(bad):
+                done.skipped, done.loss = "loss" if bad else "another rank", float("nan")
                 return
             done.loss += float(loss.detach())
             loss.backward()
@@ -311,12 +381,14 @@ class Trainer:
     def _after(self, sums: Sums, part: objective.Part) -> None:
         """What follows an applied update: the count, the controllers, the running average."""
         self.steps += 1
-        episodes = len(torch.unique(part.batch.stream.episode[part.entered]))
+        entered = len(torch.unique(part.batch.stream.episode[part.entered]))
         for i, word in enumerate(self.recipe.regulariser):
             if isinstance(word, KL) and word.adaptive is not None:
-                kl = sums.mean(f"kl/{word.to}/k1")
-                if kl is not None:
-                    self.betas[i] = word.adaptive.next(self.betas[i], kl, episodes)
+                name = f"kl/{word.to}/k1"
+                mine = [sums.sums.get(name, 0.0), sums.counts.get(name, 0.0), float(entered)]
+                kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
+                if n:
+                    self.betas[i] = word.adaptive.next(self.betas[i], kl / n, int(episodes))
         if self.ema is not None:
             with torch.no_grad():
                 for name, p in self.parameters.items():
@@ -325,23 +397,34 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that the next update depends on: tensors, numbers and strings only."""
         moments = self.moments
-        return {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "skips": dict(self.skips),
-                "betas": list(self.betas), "moments": [moments.n, moments.mean, moments.m2],
-                "averaged": dict(self.averaged), "critic": self.critic.state_dict() if self.critic else None}
+        return self.ranks.whole({
+            "optimizer": self.optimizer.state_dict(), "steps": self.steps, "skips": dict(self.skips),
+            "betas": list(self.betas), "moments": [moments.n, moments.mean, moments.m2],
+            "averaged": dict(self.averaged), "critic": self.critic.state_dict() if self.critic else None,
+        })  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`, bit for bit once the model has the weights of then."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self.skips = dict(state["skips"])
         self.betas = list(state["betas"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
         if set(state["averaged"]) != set(self.averaged):
             raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
-        for name, tensor in state["averaged"].items():
+        for name, tensor in self.ranks.part(state["averaged"], self.averaged).items():
             self.averaged[name].copy_(tensor)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
+
+
+def _cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
+    """The rows in so many parts, each tape whole; parts without any where there are no rows."""
+    tapes = list(dict.fromkeys(row.tape for row in rows))
+    if tapes and len(tapes) < parts:
+        raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give more of them")
+    owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
+    return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]
 
 
 def _still(model: nn.Module, checkpointing: bool) -> None:

@@ -7,13 +7,12 @@ is imitated, is the business of the caller (`demo.py`, `train.py`).
 
 from __future__ import annotations
 
-import copy
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..agents import Agent
 from ..agents.embedded import EmbeddedEngine
@@ -22,16 +21,25 @@ from ..agents.render import Renderer
 from ..envs.base import Environment
 from ..tapes import Sampling, Task
 from ..tapes.progress import Progress, silent
-from ..tapes.rundir import RunDir
+from ..tapes.records import Use
+from ..tapes.rundir import METRICS, RunDir, drop_metrics, read_metrics
 from ..tapes.store import Store
-from .config import LoopConfig, OptimiserConfig, WarmStartConfig
+from .checkpoint import copied_weights
+from .config import LoopConfig, WarmStartConfig
+from .crew import Crew
 from .evaluate import evaluate
-from .history import History, Source
-from .loop import Loop, UpdateReport
-from .recipes import Recipe, get_recipe
+from .history import History, Plan, Source
+from .lines import imitation_line, rollout_line
+from .loop import Loop, UpdateReport, check_recipe
+from .phases import Phases, recipes_by_phase
+from .ranks import Ranks
+from .recipes import Recipe
 from .recipes.files import write_recipes
 from .sft import warm_start
-from .trainer import Trainer
+from .trainer import UpdateStats
+
+if TYPE_CHECKING:
+    from ..agents.remote import RemoteEngine
 
 NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
@@ -61,50 +69,90 @@ class Training:
     """Imitation before the loop."""
     evaluations: Mapping[str, Sampling] = field(default_factory=dict)
     """name -> how an evaluation of that name samples."""
+    attempts: int = 1
+    """Episodes of each held-out task in an evaluation."""
+    k: tuple[int, ...] = ()
+    """Evaluations report pass@k for these."""
+    success: float = 1.0
+    """The least reward of a success."""
     concurrent: int = 256
     """Episodes of an evaluation in flight."""
     seed: int = 0
     slots: int = 64
     capacity: int | None = None
     progress: Progress = silent
+    shown: Sequence[str] = ()
+    """Tapes in the run that the loop may imitate beside its rollouts."""
+    crew: Crew | None = None
+    """The processes that compute its updates; None: this one alone."""
+    servers: Callable[[], Awaitable[RemoteEngine]] | None = None
+    """Connects to the servers that sample for the loop; None: an engine in this process does."""
 
     def __post_init__(self) -> None:
-        # The frozen model that a recipe may compare with is the one that the run began with.
-        self._reference = copy.deepcopy(self.model).eval() if self.recipe.needs_reference else None
+        check_recipe(self.loop, self.recipe)
+        if self.crew is None:
+            phases = Phases(self.model, self.loop, self.recipe, self.warm)
+            self.crew = Crew(Ranks(), self.model, phases.trainer)
         self.history = self.history_in(self.run.store, self.run.results["lineage"], self.run.path)
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
         """The history of `lineage` in `store`, checkpointed under `out`."""
-        phases: dict[str, tuple[OptimiserConfig, Recipe]] = {
-            "sft": (self.warm.optimiser, get_recipe("sft")),
-            "sft-more": (self.loop.optimiser, get_recipe("sft")),
-            "rl": (self.loop.optimiser, self.recipe),
-        }
-        write_recipes(out, {phase: recipe for phase, (_, recipe) in phases.items()})
-
-        def make(phase: str) -> Trainer:
-            optimiser, recipe = phases[phase]
-            return Trainer(
-                self.model, recipe, lr=optimiser.lr, betas=optimiser.betas, weight_decay=optimiser.weight_decay,
-                grad_clip=optimiser.grad_clip, schedule=optimiser.schedule, micro_tokens=optimiser.micro_tokens,
-                reference=self._reference if recipe.needs_reference else None,
-            )  # fmt: skip
-
-        return History(store, lineage, out / "checkpoints", self.model, make, renderer=self.renderer,
-                       tokenizer=self.tokenizer, keep=self.loop.keep_checkpoints)  # fmt: skip
+        assert self.crew is not None
+        write_recipes(out, recipes_by_phase(self.recipe))
+        return History(store, lineage, out / "checkpoints", self.model, self.crew.lead, renderer=self.renderer,
+                       tokenizer=self.tokenizer, keep=self.loop.keep_checkpoints,
+                       keep_bytes=self.loop.keep_checkpoint_bytes)  # fmt: skip
 
     def engine(self, history: History) -> EmbeddedEngine:
         """An engine with a copy of the weights as they are now."""
         return EmbeddedEngine(self.model, self.renderer, version=history.version, slots=self.slots,
                               capacity=self.capacity)  # fmt: skip
 
+    async def sampler(self, history: History) -> EmbeddedEngine | RemoteEngine:
+        """The engine of the loop, with the weights as they are now."""
+        if self.servers is None:
+            return self.engine(history)
+        engine = await self.servers()
+        if engine.version != history.version:
+            await engine.publish(copied_weights(self.model), history.version)
+        return engine
+
     def restore(self) -> None:
-        """Bring the weights to the last recorded update."""
+        """Bring the weights to the last recorded update, and metrics.jsonl to one line for each."""
+        lines = read_metrics(self.run.path / METRICS)
+        told = {line["update"] for line in lines if line.get("phase") != "evaluation"}
+
+        def report(stats: UpdateStats, uses: Sequence[Use]) -> None:
+            if uses[0].update + 1 not in told:
+                self.run.metrics(self._line(stats, uses))
+
         with self.run.timed("restore"):
-            again = self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""))
+            again = self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
+                                         report=report)  # fmt: skip
+        # A line may be on the disk whose update is not: that update is made anew, and tells again.
+        drop_metrics(self.run.path / METRICS,
+                     lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates)
+        if self.history.updates == 0 and self.history.version not in self.history.published:
+            # Pins the base weights: what a later reader re-derives starts from these.
+            self.history.store.append_layer(self.history.publish_record("base")[1])
+        self.note_scores()
         if again:
             self.run.results["reapplied"] = self.run.results.get("reapplied", 0) + again
             self.run.save()
+
+    def note_scores(self) -> None:
+        """Tell the history how well its versions did on held-out tasks, so that the best one's checkpoint stays."""
+        for update, found in self.run.results.get("evaluations", {}).items():
+            mean = found.get("sampled", {}).get("mean")
+            if mean is not None:
+                self.history.scores[self.warm.updates + int(update)] = mean
+
+    def _line(self, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
+        plan = Plan.of(uses[0].info)
+        if plan.phase.startswith("sft"):
+            return imitation_line(stats, uses)
+        tapes = [self.run.store.tape(tape, refresh=False) for tape in plan.every]
+        return rollout_line(stats, uses, tapes, None)
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """The warm start's updates that are not done yet, on these tapes: the same ones, in the same order, at every
@@ -129,13 +177,15 @@ class Training:
         results = self.run.results
         if self.history.updates == self.warm.updates and "before" not in results:
             results["before"] = await self.evaluate(self.engine(self.history), "before")
+            self.note_evaluation(0, results["before"])
             self.run.save()
         results.setdefault("before", None)
 
     async def after(self) -> None:
         """Evaluate the weights at the end, once."""
         if "after" not in self.run.results:
-            self.run.results["after"] = await self.evaluate(self.engine(self.history), "after")
+            found = self.run.results["after"] = await self.evaluate(self.engine(self.history), "after")
+            self.note_evaluation(self.history.updates - self.warm.updates, found)
         self.run.save()
 
     async def improve(self, on_update: Callable[[UpdateReport], None] = lambda update: None) -> None:
@@ -159,7 +209,7 @@ class Training:
     async def run_loop(self, history: History, config: LoopConfig, on_update: Callable[[UpdateReport], None], *,
                        name: str, start: int, stop: Callable[[], bool] = lambda: False) -> Loop:  # fmt: skip
         """The loop by `config` on `history` and in its store, which began at update `start`; `stop` as in `Loop`."""
-        engine = self.engine(history)
+        engine = await self.sampler(history)
         _, publish = history.publish_record("start")
         if publish.version not in history.published:
             history.store.append_layer(publish)
@@ -173,14 +223,22 @@ class Training:
 
         loop = Loop(
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
-            tasks=lambda k: self.train_tasks[order[k % len(order)]], seed=self.seed, start=start, on_update=report,
-            stop=stop,
+            tasks=lambda k: self.train_tasks[order[k % len(order)]], recipe=self.recipe, shown=self.shown,
+            seed=self.seed, start=start, on_update=report, stop=stop,
         )  # fmt: skip
         try:
             await loop.run()
         finally:
             await engine.close()
         return loop
+
+    def note_evaluation(self, update: int, found: Mapping[str, Any]) -> None:
+        """A line of metrics: mean reward and pass@k of each evaluation after so many updates of the loop."""
+        line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
+        for name, part in found.items():
+            line[name] = part["mean"]
+            line |= {f"{name}/pass@{k}": share and share["value"] for k, share in part["pass_at"].items()}
+        self.run.metrics(line)
 
     async def evaluate(self, engine: EmbeddedEngine, when: str) -> dict[str, Any]:
         """Every evaluation on the held-out tasks, by that engine, which is closed then."""
@@ -191,7 +249,7 @@ class Training:
         def count(_: Any) -> None:
             nonlocal done
             done += 1
-            self.progress(phase, done, len(self.held_out) * len(self.evaluations), "")
+            self.progress(phase, done, len(self.held_out) * len(self.evaluations) * self.attempts, "")
 
         try:
             for name, sampling in self.evaluations.items():
@@ -200,9 +258,11 @@ class Training:
                         self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
                         split=f"eval-{when}-{name}", limits=self.loop.limits, journal=self.run.store.writer,
                         concurrent=self.concurrent, on_tape=count,
+                        attempts=self.attempts, k=self.k, success=self.success,
                     )  # fmt: skip
+                scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
                 found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
-                               "metrics": result.metrics}  # fmt: skip
+                               "metrics": result.metrics, **scores}  # fmt: skip
         finally:
             await engine.close()
         return found

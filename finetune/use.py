@@ -1,20 +1,88 @@
-"""What an update used: from tapes to its batch, and from its batch to the record in the ledger."""
+"""What an update used: from tapes to its batch, and from its batch to the record in the ledger.
+
+A pin says which content of a tape was read: the tape's own digest and that of every layer it had then. What is added
+to a tape later changes neither, so an update can be made again from the content that it was made from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_json
 
 from ..tapes import Tape
+from ..tapes.errors import TapereelError
+from ..tapes.records import Record, Use
 from .rows import Row
-from .stream import Episode
-from .trainer import UpdateStats
+from .stream import Episode, Stream
+from .trainer import Trainer, UpdateStats
 
 Item = tuple[str, str, int, int, float]
 """(tape, call, start, end, weight) over a call's completion tokens."""
 Range = tuple[str, str, int, int]
+Pin = tuple[str, ...]
+"""(digest of the tape, digest of each layer that it was read with)."""
+
+
+class ChangedTape(TapereelError, ValueError):
+    """A tape isn't what an update read: its records, or a layer of then, are others or gone."""
+
+
+def pin_of(tape: Tape) -> Pin:
+    """Which content of the tape is there to read now."""
+    return (tape.digest, *map(_layer_digest, tape.layers))
+
+
+def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
+    """The tape with the layers that `pin` names and no younger ones. ChangedTape where its content isn't the same."""
+    if tape.digest != pin[0]:
+        raise ChangedTape(f"tape {tape.id} has digest {tape.digest} now; the update read it with {pin[0]}: a record of "
+                          "it was changed")  # fmt: skip
+    if len(pin) == 1 and not tape.layers:
+        return tape
+    layers = {_layer_digest(layer): layer for layer in tape.layers}
+    gone = [digest for digest in pin[1:] if digest not in layers]
+    if gone:
+        raise ChangedTape(f"tape {tape.id} has no layer of digest {gone[0]} any more, which the update read: a label, "
+                          "reward or tokens layer was changed or removed")  # fmt: skip
+    return Tape.of(tape.bodies, layers=[layers[digest] for digest in pin[1:]], parent=tape.parent)
+
+
+def _layer_digest(layer: Record) -> str:
+    return hashlib.sha256(layer.body()).hexdigest()
+
+
+def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
+    """Pin of every tape with a token that one of these updates trained on, as the last of them read it."""
+    taught: dict[str, Pin] = {}
+    pins: dict[str, list[str]] = {}
+    for use in uses:
+        found: Any = use.info.get("pins")
+        pins = found if found is not None else pins  # the later epochs of an update read what its first one did
+        for tape in dict.fromkeys(item[0] for item in use.items):
+            taught[tape] = tuple(pins.get(tape, ()))
+    return taught
+
+
+def known(number: float) -> float | None:
+    """The number, or None where it is not finite: JSON has no NaN."""
+    return number if math.isfinite(number) else None
+
+
+def computed_on(trainer: Trainer) -> dict[str, Any]:
+    """What the bits of an update depend on beside tapes and weights: the recipe, torch, and what it runs on."""
+    device = next(trainer.model.parameters()).device
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else \
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    recipe = hashlib.sha256(to_json(trainer.recipe.model_dump(mode="json"))).hexdigest()
+    return {"recipe": recipe, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": device.type,
+            "chip": chip, "ranks": trainer.ranks.size}  # fmt: skip
 
 
 def version_name(lineage: str, n: int) -> str:
@@ -48,6 +116,7 @@ def episode_of(tape: Tape) -> Episode:
         status=tape.status,
         cause=tape.cause.type if tape.cause is not None else None,
         fork=f"{parent.tape}/{parent.turn}" if parent is not None else None,
+        pin=pin_of(tape),
     )
 
 
@@ -72,10 +141,33 @@ def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row
     return fresh, stale
 
 
+def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
+    """The rows with the tokens of every agent but these (by path) made context, and what was made so."""
+    kept: list[Row] = []
+    others: list[Range] = []
+    for row in rows:
+        mine = np.array([agent in agents for agent in row.agents], dtype=bool)[row.call]
+        if not mine.all():
+            others.extend(_ranges(row, ~mine))
+            row = row.where(mine)
+        if mine.any():
+            kept.append(row)
+    return kept, others
+
+
+def own_ranges(rows: Sequence[Row]) -> list[Range]:
+    """All own tokens of the rows."""
+    return [entry for row in rows for entry in _ranges(row, np.ones(len(row.own), dtype=bool))]
+
+
 def items(rows: Sequence[Row], stats: UpdateStats) -> list[Item]:
     """What each token's loss counted, as runs of equal weight inside a call; tokens of weight 0 took no part."""
-    stream = stats.stream
-    weight, call = stats.weight.numpy(), stream.call.numpy()
+    return weighed(rows, stats.stream, stats.weight)
+
+
+def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
+    """Runs of equal weight inside a call, from the weights (T,) of the stream of `rows`."""
+    weight, call = weights.numpy(), stream.call.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
     used = np.flatnonzero(weight)
     if not len(used):

@@ -58,15 +58,15 @@ class Verb(Protocol):
 
 
 def say(text: str) -> None:
-    """One line of progress, to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line of progress, to stderr; what a tape put into it commands no terminal."""
+    print(safe(text), file=sys.stderr, flush=True)
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown: RenderableType) -> None:
     """The verb's answer: `data` as one JSON object under `--json`, else what is `shown`, for people."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
-        out.write(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False) + "\n")
+        out.write(_spelled(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False)) + "\n")
     else:
         console = console_for(out)
         for item in shown:
@@ -99,6 +99,11 @@ def table(*headings: str, fold: Collection[str] = ()) -> Table:
 def safe(text: str) -> str:
     """`text` without control characters that a terminal would obey; newlines and tabs stay."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def _spelled(text: str) -> str:
+    """JSON with every character that has no shape as an escape: such stand in strings only, and mean the same there."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def _plain(value: Any) -> Any:

@@ -272,10 +272,32 @@ class Index:
         """In the order of their creation."""
         return [Segment(*row) for row in self._ask("select * from segments order by name")]
 
-    def tapes(self, where: str = "1", values: Iterable[Any] = ()) -> list[Summary]:
-        """Summaries, in the order in which the tapes began."""
+    def tapes(self, where: str = "1", values: Iterable[Any] = (), *, limit: int = -1, offset: int = 0) -> list[Summary]:
+        """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
         return [Summary(*row) for row in
-                self._ask(f"select tapes.* from tapes where {where} order by segment, n", *values)]
+                self._ask(f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?",
+                          *values, limit, offset)]  # fmt: skip
+
+    def among(self, tapes: Iterable[str]) -> list[Summary]:
+        """Summaries of those of these ids that are here, in the order in which they began."""
+        return self.tapes("id in (select value from json_each(?))", [to_json(list(tapes)).decode()])
+
+    def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
+        """The policy versions that sampled each of these tapes; a tape that none did is left out."""
+        found: dict[str, list[str]] = {}
+        for version, tape in self._ask("select version, tape from versions where tape in "
+                                       "(select value from json_each(?))", to_json(list(tapes)).decode()):  # fmt: skip
+            found.setdefault(tape, []).append(version)
+        return found
+
+    def rewards(self) -> dict[str, float | None]:
+        """The recorded reward of every tape; None where nothing was scored."""
+        return dict(self._ask("select id, reward from tapes"))
+
+    def written(self, segment: str, since: int) -> set[tuple[str, str]]:
+        """(tape, t) of a segment's records from line `since` on; the empty id where a record names no tape."""
+        return {(tape, t) for tape, t in
+                self._ask("select distinct tape, t from records where segment = ? and n >= ?", segment, since)}
 
     def ids(self, prefix: str) -> list[str]:
         """Ids that start so, at most 3."""
@@ -283,10 +305,11 @@ class Index:
                          prefix, len(prefix), prefix)  # fmt: skip
         return [row[0] for row in rows]
 
-    def places(self, tape: str) -> list[Place]:
+    def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:
         """The records that name this tape, in order; of the empty id: those that name none."""
         return [Place(*row) for row in self._ask(
-            "select segment, n, t, offset, length from records where tape = ? order by segment, n", tape)]
+            "select segment, n, t, offset, length from records where tape = ? order by segment, n limit ? offset ?",
+            tape, limit, offset)]  # fmt: skip
 
     def met(self) -> set[tuple[str, str]]:
         """Pins (segment, hash) inside segments that were found once and need no reading again."""

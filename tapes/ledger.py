@@ -58,6 +58,16 @@ class Ledger:
         """What a checkpoint made after update `after` lacks (-1: the base weights)."""
         return tuple(use for use in self.uses if use.update > after)
 
+    def taught(self, before: int) -> dict[str, list[int]]:
+        """tape -> the updates below `before` that trained on a token of it, in the order of their first use: which
+        tapes taught the weights after `before` updates."""
+        taught: dict[str, list[int]] = {}
+        for use in self.uses:
+            if use.update < before:
+                for tape in dict.fromkeys(item[0] for item in use.items):
+                    taught.setdefault(tape, []).append(use.update)
+        return taught
+
     @property
     def taken(self) -> dict[str, set[str]]:
         """tape -> its calls that some update trained on or set aside; what is in here is not to be taken again."""

@@ -136,6 +136,25 @@ class Parent(BaseModel):
     """Turns of the parent that the prefix holds."""
 
 
+class Sampling(BaseModel):
+    """How a completion was drawn. `old` log-probs are log softmax(logits / temperature) of the sampled id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    temperature: float = 1.0
+    """0 is greedy: never RL data; its recorded log-probs are those at temperature 1."""
+    max_tokens: int = 512
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    extra: dict[str, JsonValue] = {}
+    """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL."""
+
+    @property
+    def exact(self) -> bool:
+        """True when the recorded log-probs are those of the distribution that was sampled from."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not self.extra
+
+
 class Begin(Record):
     """The first record of a tape: everything that was decided before the first step."""
 
@@ -157,8 +176,17 @@ class Begin(Record):
     parent: Parent | None = None
     versions: dict[str, str] = {}
     """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes)."""
+    sampling: Sampling | None = None
+    """How the run asked to sample; each call says how it was sampled. None on tapes that don't tell."""
+    limits: dict[str, JsonValue] | None = None
+    """What the episode might use, the engine's own context included. None on tapes that don't tell."""
     at: float
     """Seconds since 1970, wall clock."""
+
+    def body(self) -> bytes:
+        """As `Record.body`, without what a tape doesn't tell."""
+        untold = {field for field in ("sampling", "limits") if getattr(self, field) is None}
+        return to_json(self, inf_nan_mode="strings", exclude=untold or None)
 
 
 class StepRecord(Record):
@@ -189,25 +217,6 @@ class StepRecord(Record):
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
             return to_json(self, inf_nan_mode="strings")
         return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")
-
-
-class Sampling(BaseModel):
-    """How a completion was drawn. `old` log-probs are log softmax(logits / temperature) of the sampled id."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    temperature: float = 1.0
-    """0 is greedy: never RL data; its recorded log-probs are those at temperature 1."""
-    max_tokens: int = 512
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-    extra: dict[str, JsonValue] = {}
-    """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL."""
-
-    @property
-    def exact(self) -> bool:
-        """True when the recorded log-probs are those of the distribution that was sampled from."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not self.extra
 
 
 class Attempt(BaseModel):
@@ -251,6 +260,8 @@ class Call(Record):
     call: str
     by: str
     """The path that called."""
+    conversation: str = ""
+    """Which of the path's conversations; most have one, without a name."""
     base: str | None = None
     keep: int = 0
     keep_messages: int = 0
@@ -276,6 +287,12 @@ class Call(Record):
     """Why this call starts a new row though the path spoke before; None when it extends its base or is the first."""
     engine: str = ""
     at: float
+
+    def body(self) -> bytes:
+        """As `Record.body`; the conversation is written where it has a name."""
+        body = to_json(self, inf_nan_mode="strings")
+        # Inside a JSON string these quotes would be escaped; `exclude` costs a third of the whole.
+        return body if self.conversation else body.replace(b',"conversation":""', b"", 1)
 
     @property
     def reply(self) -> Message:

@@ -35,6 +35,8 @@ class RunDir:
         self.store = store
         self.resumed = resumed
         """True when an earlier process began it."""
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called with every line of metrics, once it is in the file."""
 
     def save(self) -> None:
         """Write the results, durable when this returns."""
@@ -57,6 +59,8 @@ class RunDir:
     def metrics(self, line: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl."""
         append_metrics(self.path / METRICS, line)
+        for listener in self.listeners:
+            listener(line)
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
              begin: Callable[[], dict[str, Any]] = dict) -> Iterator[RunDir]:  # fmt: skip
     """Begin the run at `path`, or go on with it.
 
-    `begin()` gives the results that a new run starts from. The fields of `config` in `free` may differ in a resumed
+    `begin()` gives the results that a new run starts from. The settings in `free` (dotted) may differ in a resumed
     run. RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
     ConfigError where it was begun with another configuration. Leaving seals the store.
     """
@@ -86,6 +90,16 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
         yield RunDir(path, results, store, resumed=found)
 
 
+def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
+    """The configuration of the run at `path`, whatever its kind, by path of keys; empty where there is none."""
+    from .config_yaml import YamlProblem, read_yaml
+
+    try:
+        return {keys: value for keys, value, _ in read_yaml((Path(path) / CONFIG).read_text(encoding="utf-8"))}
+    except (FileNotFoundError, YamlProblem):
+        return {}
+
+
 def pin_line(path: str | Path) -> str:
     """A sentence with the head of a closed run, to be kept where the run can't be edited along with it."""
     heads: dict[str, str] = json.loads((Path(path) / "pins.json").read_text(encoding="utf-8"))
@@ -105,14 +119,33 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
+def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
+    """Take the lines out of a metrics.jsonl for which `where(line)` holds."""
+    lines = read_metrics(path)
+    kept = [line for line in lines if not where(line)]
+    if len(kept) < len(lines):
+        _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
 def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, Any]:
     recorded = load_config(type(config), path / CONFIG)
-    then, now = (c.model_dump(mode="json", exclude=set(free)) for c in (recorded, config))
+    then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
     if then != now:
         keys = ", ".join(_differences(then, now))
         raise ConfigError(f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
                           "with that file as --config, or choose another --out")
     return json.loads((path / RESULTS).read_text(encoding="utf-8"))
+
+
+def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The settings without those that `keys` name, dotted."""
+    for key in keys:
+        *above, last = key.split(".")
+        group = values
+        for name in above:
+            group = group[name]
+        group.pop(last)
+    return values
 
 
 def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from .store import Summary
+    from .store import Store, Summary
 
 EXAMPLE = """
 tapereel show runs/demo
 tapereel show runs/demo --split eval --status finished --last 50
 tapereel show runs/demo 019a3c --calls
+tapereel show runs/demo --taught runs/demo/checkpoints/update-000440
 tapereel show tape.json --json
 """
 
@@ -48,6 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="list only tapes that ended so (`finished`, `error`, ...) or are `running`")  # fmt: skip
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="list the newest N that fit (default 20)")
+    parser.add_argument("--taught", metavar="CKPT",
+                        help="list only tapes that this checkpoint (its directory) was trained on")  # fmt: skip
     parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
 
 
@@ -65,9 +70,22 @@ def run(args: argparse.Namespace) -> int:
             _show_tape(args, store.tape(args.tape))
         else:
             running = args.status == RUNNING
-            _show_list(args, store.summaries(status=None if running else args.status, split=args.split,
-                                             closed=False if running else None))  # fmt: skip
+            found = store.summaries(status=None if running else args.status, split=args.split,
+                                    closed=False if running else None)  # fmt: skip
+            if args.taught is not None:
+                teachers = _teachers(store, Path(args.taught))
+                found = [summary for summary in found if summary.id in teachers]
+            _show_list(args, found)
     return Exit.HOLDS
+
+
+def _teachers(store: Store, checkpoint: Path) -> Collection[str]:
+    """Tapes with a token that an update of the checkpoint trained on."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{checkpoint} is no checkpoint, its state.json can't be read: {error}") from error
 
 
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
@@ -77,7 +95,7 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
         shown.append(_call_table(tape.id, calls))
     episode = episode_rewards(tape)
     if episode:
-        shown.append("for the episode: " + _numbers(episode))
+        shown.append(safe("for the episode: " + _numbers(episode)))
     data = {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}
     answer(args, data, *shown)
 
@@ -93,7 +111,7 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
         line += f"; mean reward {mean:.3f} over {len(scored)} scored"
     data = {"run": str(args.run), "count": len(every), "statuses": counts, "mean_reward": mean,
             "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest]}  # fmt: skip
-    answer(args, data, _list_table(newest), line)
+    answer(args, data, _list_table(newest), safe(line))
 
 
 def _text(text: str, style: str = "") -> Text:

@@ -8,7 +8,7 @@ What a record means is decided in the modules that fold records (`ledger`, `book
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -252,10 +252,10 @@ class Store:
         if not inside[:records] or inside[0].t != "begin":
             raise NotATape(f"tape {tape!r} has records but no begin in {self.path}")
         layers = sorted(set(places) - set(inside)) if records is None else []
-        return list(self._bodies(inside[:records])), [parse_record(body) for body in self._bodies(layers)]
+        return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
 
-    def _bodies(self, places: list[Place]) -> Iterator[bytes]:
-        """Bodies at these places; the hash of each line is checked again."""
+    def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
+        """Bodies at these places (`index.places`), in that order; the hash of each line is checked again."""
         for name, group in groupby(places, lambda place: place.segment):
             with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:
@@ -305,7 +305,7 @@ class Store:
         """The records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`), or those kinds of them."""
         self.refresh()
         places = [place for place in self.index.places("") if not kinds or place.t in kinds]
-        for place, body in zip(places, self._bodies(places), strict=True):
+        for place, body in zip(places, self.bodies(places), strict=True):
             yield Stored(place.segment, place.n, place.t, None, body)
 
     def lineages(self) -> Lineages:

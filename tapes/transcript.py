@@ -118,8 +118,8 @@ def step_lines(tape: Tape) -> list[StepLine]:
             earned[reward.name] = earned.get(reward.name, 0.0) + (reward.weight or 1.0) * reward.value
     return [
         StepLine(
-            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=_kind(entry.step),
-            text=_reads(entry.step), rewards=rewards.get(i, {}), metrics=metrics.get(i, {}),
+            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=kind_of(entry.step),
+            text=reads(entry.step), rewards=rewards.get(i, {}), metrics=metrics.get(i, {}),
             tokens=sum(b - a for _, a, b in entry.calls), inherited=i < tape.inherited,
         )
         for i, entry in enumerate(tape.entries)
@@ -155,11 +155,12 @@ def _cause(tape: Tape) -> str | None:
     return ": ".join(part for part in (cause.type.value, cause.error, cause.message) if part)
 
 
-def _kind(step: Step) -> str:
+def kind_of(step: Step) -> str:
+    """The kind that stands on the tape, whether or not its class is imported here."""
     return getattr(step, "original", None) or step.kind
 
 
-def _reads(step: Step) -> str:
+def reads(step: Step) -> str:
     """`str(step)`; for a step whose class isn't imported here, what `Step.__str__` would make of its content."""
     if getattr(step, "original", None) is None:
         return str(step)

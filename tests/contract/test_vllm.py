@@ -29,6 +29,7 @@ from tapereel.agents.remote import Capabilities, RemoteEngine
 from tapereel.agents.serve import LocalServer, ServerStart
 from tapereel.agents.vllm import Completions, Generate
 from tapereel.finetune.rows import rows
+from tapereel.finetune.train import TrainConfig, train
 from tapereel.tapes.records import Sampling
 from tapereel.tapes.store import Store
 
@@ -337,6 +338,19 @@ def test_the_loop_trains_with_it(with_engine: Callable[[Test], Any], tmp_path: P
     batches = rewards(path)
     print("mean rewards:", [round(statistics.fmean(batch), 2) for batch in batches])
     assert climbed(batches) > 3
+
+
+def test_the_train_verb_s_function_trains_with_it_and_goes_on(server: str, folder: Path, tmp_path: Path) -> None:
+    scene: dict[str, Any] = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
+                             "tasks": ("a", "b", "c", "d", "ab", "cd"), "evaluation": {"fraction": 0.34}}  # fmt: skip
+    engine = {"kind": "vllm", "model": str(folder), "urls": [server], "weights_folder": str(tmp_path / "weights")}
+    for updates in (2, 4):
+        config = TrainConfig(**scene, engine=engine, loop=settings_of(updates=updates, max_lag=1))
+        summary = train(config, tmp_path / "run", resume=updates == 4)
+        assert summary.books_close
+        assert summary.updates == updates
+        assert summary.held_out["after"] is not None
+    assert_books_close(tmp_path / "run")
 
 
 def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:

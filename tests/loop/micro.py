@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 from tapereel.agents import Limits
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
 from tapereel.finetune.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.finetune.config import LoopConfig, OptimiserConfig, WarmStartConfig
-from tapereel.finetune.demo import DemoConfig, calculator_agent
+from tapereel.finetune.demo import DemoConfig, demo_training
 from tapereel.finetune.history import History
-from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.training import Training
 from tapereel.tapes import Sampling
-from tapereel.tapes.rundir import RunDir
+from tapereel.tapes.rundir import METRICS, RunDir, read_metrics
 from tapereel.tapes.store import Store
 from tapereel.tapes.verify import verify
 
@@ -62,6 +58,8 @@ def assert_sound(path: Path, kept: dict[str, str], lineage: str) -> None:
     assert len(taken) == len(set(taken)) > 0, "no rollout is trained on twice"
     applied = [(use.update, use.epoch, call, k) for use in uses for _, call, a, b, _ in use.items for k in range(a, b)]
     assert len(applied) == len(set(applied))
+    lines = [line["update"] for line in read_metrics(path / METRICS) if line["phase"] in ("sft", "rl")]
+    assert lines == list(range(1, WARM + UPDATES + 1)), "a line for each update, whoever died before writing it"
     published = [stored.record.version for stored in store.run_records("publish")]
     assert len(published) == len(set(published))
     groups: dict[tuple[str, int], list[Any]] = {}
@@ -95,10 +93,4 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
 def history_of(store: Store, fresh: Path, lineage: str) -> History:
     """The demo's history with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
-    words = char_tokenizer()
-    policy = tiny_model(words, MICRO.model_size, seed=MICRO.seed, context=MICRO.context)
-    training = Training(
-        RunDir(fresh, {"lineage": lineage}, store, resumed=True), policy, words, Renderer(words), calculator_agent(),
-        None, (), (), MICRO.loop, get_recipe(MICRO.algo, MICRO.loop.changes), MICRO.warm, seed=MICRO.seed,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return training.history
+    return demo_training(MICRO, RunDir(fresh, {"lineage": lineage}, store, resumed=True)).history

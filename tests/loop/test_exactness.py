@@ -110,6 +110,7 @@ def errors(models: dict[str, Any], tapes: list[Tape]) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.ledger("F19", "P8", "T24", "X7")
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_every_span_on_a_tape_is_exact_for_its_version(temperature: float, ends: bool) -> None:

@@ -21,9 +21,10 @@ UPDATES = 24
 class Flipped(Loop):
     """Every advantage has the other sign."""
 
-    def _plan(self, groups: Any) -> Any:
-        rewards = tuple(None if tape.reward is None else -tape.reward for group in groups for tape in group.usable)
-        return dataclasses.replace(super()._plan(groups), rewards=rewards)
+    def _plan(self, taken: Any) -> Any:
+        tapes = [tape for group in taken.groups for tape in group.usable]
+        rewards = tuple(None if tape.reward is None else -tape.reward for tape in tapes)
+        return dataclasses.replace(super()._plan(taken), rewards=rewards)
 
 
 def rewards(path: Path) -> list[list[float]]:

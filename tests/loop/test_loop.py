@@ -16,8 +16,9 @@ from tapereel.agents import Limits
 from tapereel.envs import Outcome
 from tapereel.finetune.checkpoint import copied_weights
 from tapereel.finetune.config import OptimiserConfig
+from tapereel.finetune.groups import NothingUsable
 from tapereel.finetune.history import History
-from tapereel.finetune.loop import Loop, NothingUsable, SamplerMismatch
+from tapereel.finetune.loop import Loop, SamplerMismatch
 from tapereel.finetune.rows import Row
 from tapereel.tapes import Answer, Sampling, Status, Tape
 from tapereel.tapes.store import Store
@@ -77,11 +78,12 @@ def broken(how: str, row: Row) -> Row:
 @pytest.mark.parametrize("how", ["splice", "mask", "temperature", "columns"])
 def test_a_broken_splice_or_mask_stops_a_synchronous_run(path: Path, how: str) -> None:
     class Broken(Loop):
-        def _close(self, group: Any) -> None:
-            super()._close(group)
-            for tape in group.usable:
-                made, episode = self.converted[tape.id]
-                self.converted[tape.id] = ([broken(how, row) for row in made], episode)
+        def _plan(self, taken: Any) -> Any:
+            converted = self.rollouts.converted
+            for tape in taken.tapes:
+                made, episode = converted[tape.id]
+                converted[tape.id] = ([broken(how, row) for row in made], episode)
+            return super()._plan(taken)
 
     config = settings_of(updates=3, max_lag=0)
     with pytest.raises(SamplerMismatch, match="differs by"):
@@ -98,7 +100,7 @@ class Stale(Loop):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pacer.max_lag = 6
+        self.rollouts.pacer.max_lag = 6
 
 
 def test_tokens_older_than_the_bound_are_context_and_booked_stale(path: Path) -> None:
@@ -126,8 +128,8 @@ def versions_of(tape: Tape, call: str) -> list[int]:
 
 def test_without_the_check_at_use_the_stale_would_be_trained_on(path: Path) -> None:
     class Unchecked(Stale):
-        def _plan(self, groups: Any) -> Any:
-            return dataclasses.replace(super()._plan(groups), oldest=None)
+        def _plan(self, taken: Any) -> Any:
+            return dataclasses.replace(super()._plan(taken), oldest=None)
 
     run(path, settings_of(updates=8, groups=2, max_lag=1, max_concurrent=64), cls=Unchecked)
     store = Store.open(path)
@@ -157,7 +159,7 @@ def test_an_environment_that_fails_costs_its_own_episodes_only(path: Path, lag: 
         assert len({tape.begin.env_seed for tape in found}) == 1
     used = {name for stored in store.run_records("use") for name in stored.record.info["tapes"]}
     assert all(store.tape(name).trains for name in used)
-    assert loop.pacer.updating == 0
+    assert loop.rollouts.pacer.updating == 0
     store.close()
 
 
@@ -172,7 +174,7 @@ def test_groups_without_a_usable_attempt_are_dropped_and_the_loop_goes_on(path: 
 
     loop, reports = run(path, settings_of(updates=4, groups=2, group_size=2), env=Sometimes)
     assert len(reports) == 4
-    assert loop.dropped_groups > 0
+    assert loop.rollouts.dropped > 0
 
 
 def test_a_world_that_is_broken_for_good_stops_the_loop_with_its_cause(path: Path) -> None:
@@ -184,16 +186,6 @@ def test_a_world_that_is_broken_for_good_stops_the_loop_with_its_cause(path: Pat
         run(path, settings_of(groups=2, group_size=2), env=Gone)
     books = assert_books_close(path)
     assert books.begun == books.ended > 0
-
-
-def test_a_slow_group_that_ends_by_its_deadline_closes_with_what_it_has(path: Path) -> None:
-    Flaky.luck = random.Random(1)
-    _, reports = run(path, settings_of(updates=3, groups=2, group_deadline=1e-9), env=Flaky)
-    assert min(report.metrics["episodes"] for report in reports) < 8
-    store = Store.open(path)
-    tries = [(tape.begin.group, tape.begin.attempt) for tape in store.tapes(split="train")]
-    assert len(tries) == len(set(tries)), "no time for a refill"
-    store.close()
 
 
 def test_cancelled_rollouts_leave_books_that_close(path: Path) -> None:

@@ -20,13 +20,15 @@ from tapereel.finetune.pacing import Pacer, stale_before
 class Pacing(RuleBasedStateMachine):
     """A model with one number per group: the version that was published when it started."""
 
-    @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3))
-    def begin(self, batch: int, concurrent: int, lag: int) -> None:
-        self.pacer = Pacer(batch, concurrent, lag)
+    @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3), extra=st.integers(0, 6))
+    def begin(self, batch: int, concurrent: int, lag: int, extra: int) -> None:
+        self.pacer = Pacer(batch, concurrent, lag, extra)
+        self.aside = 0
         self.running: list[int] = []
         self.ready: list[int] = []
         self.updating: list[int] = []
         self.version = 0
+        self.busy = False
 
     @rule()
     def start_what_may_start(self) -> None:
@@ -42,43 +44,53 @@ class Pacing(RuleBasedStateMachine):
         self.running.append(self.version)
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 99), usable=st.sampled_from([True, True, False]))
-    def close(self, which: int, usable: bool) -> None:
+    @rule(which=st.integers(0, 99), usable=st.sampled_from([True, True, False]), aside=st.booleans())
+    def close(self, which: int, usable: bool, aside: bool) -> None:
         started = self.running.pop(which % len(self.running))
-        self.pacer.close(usable=usable)
-        if usable:
+        self.pacer.close(usable=usable, aside=usable and aside)
+        if usable and aside:
+            self.aside += 1
+        elif usable:
             self.ready.append(started)
 
     @precondition(lambda self: self.pacer.has_batch)
     @rule()
     def take(self) -> None:
-        self.pacer.take()
+        made_up = min(self.aside, self.pacer.extra)
+        n = self.pacer.take()
+        assert n <= self.pacer.batch
+        assert n + self.aside >= self.pacer.batch + made_up, "an update is short by what was set aside beyond the bound"
+        if self.pacer.max_lag == 0:
+            assert n + self.aside <= self.pacer.batch + self.pacer.extra, "no more than the bound is made up for"
         self.ready.sort()
-        self.updating, self.ready = self.ready[: self.pacer.batch], self.ready[self.pacer.batch :]
+        self.updating, self.ready, self.aside = self.ready[:n], self.ready[n:], 0
+        self.busy = True
 
-    @precondition(lambda self: self.updating)
+    @precondition(lambda self: self.busy)
     @rule()
     def apply(self) -> None:
         self.pacer.applied()
         self.version += 1
-        self.updating = []
+        self.updating, self.busy = [], False
 
     @invariant()
     def counts_agree(self) -> None:
         if hasattr(self, "pacer"):
-            counts = (self.pacer.running, self.pacer.ready, self.pacer.updating)
-            assert counts == (len(self.running), len(self.ready), len(self.updating))
+            counts = (self.pacer.running, self.pacer.ready, self.pacer.aside, self.pacer.updating)
+            assert counts == (len(self.running), len(self.ready), self.aside, self.pacer.batch * self.busy)
 
     @invariant()
     def bounds_hold(self) -> None:
         if hasattr(self, "pacer"):
             assert len(self.running) <= self.pacer.max_concurrent
-            assert self.pacer.outstanding <= (self.pacer.max_lag + 1) * self.pacer.batch
+            whole = (self.pacer.max_lag + 1) * self.pacer.batch
+            assert self.pacer.outstanding <= whole
+            assert self.aside <= self.pacer.extra + whole
 
     @invariant()
     def something_can_happen(self) -> None:
         if hasattr(self, "pacer"):
-            assert self.running or self.updating or self.pacer.has_batch or self.pacer.capacity
+            assert self.running or self.busy or self.pacer.has_batch or self.pacer.capacity
 
     @invariant()
     def synchronous_samples_are_of_the_policy_they_train(self) -> None:
@@ -91,9 +103,9 @@ TestPacing.settings = settings(max_examples=80, stateful_step_count=50, deadline
 
 
 def test_a_pacer_of_nothing_is_refused() -> None:
-    for batch, concurrent, lag in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+    for batch, concurrent, lag, extra in ((0, 1, 0, 0), (1, 0, 0, 0), (1, 1, -1, 0), (1, 1, 0, -1)):
         with pytest.raises(ValueError, match="at least"):
-            Pacer(batch, concurrent, lag)
+            Pacer(batch, concurrent, lag, extra)
 
 
 def test_the_bound_on_age() -> None:
@@ -101,11 +113,23 @@ def test_the_bound_on_age() -> None:
     assert stale_before(4, 0) == 4, "synchronous: nothing but the policy that is trained"
 
 
+def test_while_an_update_runs_flat_groups_are_not_sampled_without_end() -> None:
+    pacer = Pacer(batch=4, max_concurrent=100, max_lag=2, extra=3)
+    pacer.ready = 4
+    assert pacer.take() == 4
+    closed = 0
+    while pacer.capacity and closed < 1000:
+        pacer.start()
+        pacer.close(usable=True, aside=True)
+        closed += 1
+    assert closed == 3 + 8, "the extra ones, and what two more updates may have in hand"
+
+
 class Accepting(Pacer):
     """Counts a dropped group as accepted."""
 
-    def close(self, *, usable: bool) -> None:
-        super().close(usable=True)
+    def close(self, *, usable: bool, aside: bool = False) -> None:
+        super().close(usable=True, aside=aside)
 
 
 class Forgetting(Pacer):
@@ -113,7 +137,7 @@ class Forgetting(Pacer):
 
     @property
     def outstanding(self) -> int:
-        return self.running + self.ready
+        return self.running + self.ready + self.overdrawn
 
 
 class Greedy(Pacer):
@@ -124,13 +148,31 @@ class Greedy(Pacer):
         return max(0, self.max_concurrent - self.running)
 
 
-@pytest.mark.parametrize("mutant", [Accepting, Forgetting, Greedy])
+class Endless(Pacer):
+    """Makes up for every group that is set aside."""
+
+    @property
+    def overdrawn(self) -> int:
+        return 0
+
+
+class Filling(Pacer):
+    """Starts others for what an update goes without, while it runs."""
+
+    def take(self) -> int:
+        taken = super().take()
+        self.updating = taken
+        return taken
+
+
+@pytest.mark.parametrize("mutant", [Accepting, Forgetting, Greedy, Endless, Filling])
 def test_the_machine_finds_what_is_wrong_with_a_pacer(mutant: type[Pacer]) -> None:
     class Mutated(Pacing):
-        @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3))
-        def begin(self, batch: int, concurrent: int, lag: int) -> None:
-            super().begin(batch, concurrent, lag)
-            self.pacer = mutant(batch, concurrent, lag)
+        @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3),
+                    extra=st.integers(0, 6))  # fmt: skip
+        def begin(self, batch: int, concurrent: int, lag: int, extra: int) -> None:
+            super().begin(batch, concurrent, lag, extra)
+            self.pacer = mutant(batch, concurrent, lag, extra)
 
     quick = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None,
                      phases=[Phase.generate], print_blob=False)  # fmt: skip

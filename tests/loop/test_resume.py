@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tapereel.finetune import checkpoint
-from tapereel.finetune.checkpoint import checkpoints, save_checkpoint
+from tapereel.finetune.checkpoint import checkpoints, prune, save_checkpoint
 from tapereel.finetune.demo import Demo
+from tapereel.tapes.rundir import METRICS, RunDir, append_metrics, read_metrics
 from tapereel.tapes.store import Store
 from tapereel.tapes.writer import SegmentWriter
 
@@ -130,6 +131,41 @@ def test_the_last_checkpoint_is_made_up_for(tmp_path: Path, monkeypatch: pytest.
     assert found[WARM + UPDATES]
 
 
+def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -> None:
+    config = MICRO.model_copy(update={
+        "warm": MICRO.warm.model_copy(update={"updates": 0}), "loop": MICRO.loop.model_copy(update={"updates": 2}),
+    })  # fmt: skip
+    summary = Demo(config, tmp_path / "run", controls=True).run()
+    assert set(summary["controls"]) == {"sft", "shuffled"}
+    assert [c.update for c in checkpoints(tmp_path / "run" / "checkpoints") if c.state["pinned"]] == [0, 2]
+
+
+def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "run", RunDir.metrics
+
+    def dies(self: RunDir, line: dict[str, Any]) -> None:
+        if line["update"] == n:
+            raise Death
+        write(self, line)
+
+    for n in (3, WARM + 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDir, "metrics", dies)
+            with pytest.raises(Death):
+                demo(path)
+        if n == 3:  # as if the disk had kept a line whose update it has lost
+            append_metrics(path / METRICS, {"phase": "sft", "update": 5, "loss": 0.0})
+    demo(path)
+    lines = [line for line in read_metrics(path / METRICS) if line["phase"] != "evaluation"]
+    assert [line["update"] for line in lines] == list(range(1, WARM + UPDATES + 1))
+    assert lines[4]["loss"] != 0
+    again = lines[WARM + 4]
+    assert again["train_seconds"] is None
+    assert set(lines[WARM + 5]) - set(again) <= {"groups", "groups_aside", "filled"} | {
+        key for key in lines[WARM + 5] if key.startswith(("closed/", "lost/"))}  # fmt: skip
+    assert again["grad_norm"] > 0
+
+
 def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     demo(path)
@@ -150,7 +186,8 @@ def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monk
                          ids=repr)  # fmt: skip
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: Scythe) -> None:
     def save(update: int) -> None:
-        save_checkpoint(tmp_path, model(update), {"steps": update}, {"lineage": "l"}, update=update, keep=2)
+        save_checkpoint(tmp_path, model(update), {"steps": update}, {"lineage": "l"}, update=update)
+        prune(tmp_path, keep=2)
 
     for update in (1, 2):
         save(update)

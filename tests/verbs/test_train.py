@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tapereel.agents.tiny import char_tokenizer, tiny_model
 from tapereel.cli import main
@@ -46,7 +48,7 @@ def test_a_run_leaves_what_its_reader_needs(trained: Path):
     assert read_recipes(trained)["rl"] == get_recipe("grpo")
     lines = read_metrics(trained / "metrics.jsonl")
     assert [line["update"] for line in lines if line["phase"] == "rl"] == [1, 2, 3]
-    assert [line["update"] for line in lines if line["phase"] == "evaluation"] == [1, 2]
+    assert [line["update"] for line in lines if line["phase"] == "evaluation"] == [0, 1, 2, 3]
     with Store.open(trained) as store:
         books = store.books()
         splits = {summary.split for summary in store.summaries()}
@@ -68,6 +70,7 @@ def test_held_out_tasks_are_not_trained_on_and_their_tapes_have_the_version_they
             assert not train & {tape.begin.task_hash for tape in tapes}
 
 
+@pytest.mark.ledger("F86", "T05", "T53")
 def test_measuring_changes_nothing(model: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(secrets, "token_hex", lambda n: "00" * n)  # seeds follow from the lineage
     sync = ("loop.max_lag=0", "loop.groups=4", "loop.group_size=6")
@@ -132,6 +135,9 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     (("engine.kind=scripted",), "engine.kind = 'scripted'"),
     (("loop.group_sise=3",), "did you mean loop.group_size"),
     (("warm.updates=3",), "warm.tapes is not set"),
+    (("loop.forks={}",), "compares by group"),
+    (("loop.demonstrations=3",), "no nll regulariser"),
+    (("loop.rollouts=2", "loop.minibatches=2"), "exclude each other"),
 ])  # fmt: skip
 def test_a_wrong_configuration_is_refused_before_anything_is_written(
     model: str, more: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -241,3 +247,41 @@ def test_a_world_that_breaks_for_good_stops_the_run_and_mending_it_lets_it_go_on
     load_named(f"{WORLD}:BreaksLater").steps = -10_000
     found = answer_of(capsys, *words, "--resume")
     assert (found["updates"], found["books_close"]) == (5, True)
+
+
+@pytest.mark.ledger("F65", "F68", "F69", "F79")
+def test_all_that_an_update_may_be_made_of_is_a_setting(model: str, demonstrations: Path, tmp_path: Path, capsys):
+    changes = {"regulariser": [{"kind": "kl", "beta": 0.1, "adaptive": {"target": 0.01, "horizon": 64}},
+                               {"kind": "nll", "coefficient": 0.5}]}  # fmt: skip
+    more = (f"loop.changes={json.dumps(changes)}", "loop.epochs=2", "loop.minibatches=2", "loop.demonstrations=4",
+            "loop.optimiser.ema=0.5", f"warm.tapes={demonstrations}", "warm.updates=1", "warm.batch=8",
+            "loop.agents=[player]", "evaluation.fraction=0")  # fmt: skip
+    out = tmp_path / "r"
+    found = answer_of(capsys, *train_words(model, out, *more))
+    assert (found["updates"], found["books_close"]) == (3, True)
+    with Store.open(out) as store:
+        uses = store.ledger(found["lineage"]).uses
+    assert [(use.update, use.epoch) for use in uses] == [(0, 0), *((k, e) for k in (1, 2, 3) for e in (0, 1))]
+    assert all(len(use.info["shown"]) == 4 for use in uses[1:])
+    last = checkpoints(out / "checkpoints")[-1]
+    state = last.trainer_state()
+    assert state["steps"] == 3 * 2 * 2
+    assert state["betas"][0] != 0.1
+    own, averaged = (load_file(last.path / folder / "model.safetensors") for folder in ("hf", "hf-averaged"))
+    assert own.keys() == averaged.keys()
+    assert any(not torch.equal(own[name], averaged[name]) for name in own)
+    assert all(torch.equal(averaged[name], value) for name, value in state["averaged"].items() if name in averaged)
+    again = answer_of(capsys, *train_words(model, out, *more), "--resume")
+    assert again["tokens"] == found["tokens"]
+    words = ("run", *SCENE, "--model", str(last.path / "hf-averaged"), "--set", "count=3", "--out", str(tmp_path / "e"))
+    assert answer_of(capsys, *words)["usable"] == 3
+
+
+def test_forks_and_flat_groups_are_settings(model: str, tmp_path: Path, capsys):
+    changes = {"baseline": {"by": "fork"}, "select": {"flat": "drop"}}
+    more = (f"loop.changes={json.dumps(changes)}", "loop.forks={attempts: 1, turns: 1, continuations: 2}",
+            "loop.extra_groups=1", "evaluation.fraction=0")  # fmt: skip
+    assert answer_of(capsys, *train_words(model, tmp_path / "r", *more))["books_close"]
+    lines = [line for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if line["phase"] == "rl"]
+    assert {line["filled"] for line in lines} <= {"full", "short"}
+    assert all(line["groups"] + line["groups_aside"] <= 2 * (2 + 1) for line in lines)

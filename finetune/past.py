@@ -1,0 +1,112 @@
+"""The past of a run: its base weights and the history that was made from them, as a reader without the agent, the
+environment and the tasks can have them again.
+
+What trained is not written a second time here: the parts are those that `demo` and `train` make of the configuration
+in the run directory. Nothing is written to the run. What is asked of the past is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..agents.pretrained import BadModel, weights_digest
+from ..tapes.config import Config, ConfigError, load_config
+from ..tapes.config_yaml import YamlProblem, read_yaml
+from ..tapes.console import UsageError
+from ..tapes.errors import TapereelError
+from ..tapes.rundir import CONFIG, RESULTS, RunDir
+from ..tapes.store import Store
+from .checkpoint import checkpoints
+from .history import History
+from .training import Training
+
+Settings = TypeVar("Settings", bound=Config)
+
+
+class Unknown(TapereelError, ValueError):
+    """The run's base weights, or how it was trained, can't be had again; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run's beginning. The history's model has the base weights; it has no checkpoint to go on from."""
+
+    training: Training
+    history: History
+    base: str
+    """What the base weights are, in words."""
+
+    @classmethod
+    def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+        """Of the run in the directory `run`, open as `store`. `scratch`: an empty directory. Unknown where it can't be
+        had."""
+        if not (run / CONFIG).exists():
+            if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
+                return cls._of_control(run, store, scratch, lineage)
+            raise Unknown(f"{run} has no {CONFIG} that says how its weights were trained")
+        directory = RunDir(scratch, {**_results(run), "lineage": lineage}, store, resumed=True)
+        training, base = _begin(run, directory)
+        return cls(training, training.history, base)
+
+    @classmethod
+    def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+        """A control experiment of a demo begins with the weights that the demo had after its imitation."""
+        demo = run.parent.parent
+        directory = RunDir(scratch, {**_results(demo), "lineage": lineage}, store, resumed=True)
+        training, _ = _begin(demo, directory)
+        base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
+        if base is None:
+            raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, from which {run} went on")
+        training.model.load_state_dict(base.weights())
+        return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
+
+
+def _results(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / RESULTS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise Unknown(f"{run / RESULTS}, which says what the run began with, can't be read: {error}") from error
+
+
+def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
+    try:
+        keys = {path[0] for path, _, _ in read_yaml((run / CONFIG).read_text(encoding="utf-8"))}
+    except (OSError, YamlProblem) as error:
+        raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
+    if "demonstrations" in keys:
+        return _demo(run, directory)
+    if "engine" in keys and "loop" in keys:
+        return _train(run, directory)
+    raise Unknown(f"{run / CONFIG} is of no run that trains")
+
+
+def _read(kind: type[Settings], run: Path) -> Settings:
+    try:
+        return load_config(kind, run / CONFIG)
+    except ConfigError as error:
+        raise Unknown(f"{run / CONFIG} says what this version of the library doesn't know: {error}") from error
+
+
+def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
+    from .demo import DemoConfig, demo_training
+
+    config = _read(DemoConfig, run)
+    return demo_training(config, directory), f"the {config.model_size} model that is drawn from seed {config.seed}"
+
+
+def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
+    from .train import TrainConfig, train_training
+
+    config = _read(TrainConfig, run)
+    try:
+        training = train_training(config, directory)
+    except (UsageError, BadModel) as error:
+        raise Unknown(f"the base weights are gone: {error}") from error
+    found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
+    if begun not in (None, found):
+        raise Unknown(f"the base weights are gone: the run began with weights of digest {begun}, those in "
+                      f"{config.engine.model} have {found} now")  # fmt: skip
+    return training, f"the model in {config.engine.model}"

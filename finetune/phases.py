@@ -1,0 +1,73 @@
+"""The trainers of a run, phase by phase: made from its settings alone, so that every process makes the same ones.
+
+Knows nothing of run directories, tapes and loops.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from .config import CriticConfig, LoopConfig, WarmStartConfig
+from .critic import Critic, CriticTrainer
+from .ranks import Ranks
+from .recipes import BadRecipe, Recipe, get_recipe
+from .trainer import Trainer
+from .words.value import Value
+
+
+def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
+    """What each phase trains by; `recipe` is the loop's. `sft-more`: imitation that goes on in the loop's place."""
+    sft = get_recipe("sft")
+    return {"sft": sft, "sft-more": sft, "rl": recipe}
+
+
+@dataclass
+class Phases:
+    """What a run trains with."""
+
+    model: Any
+    """With the base weights, when this is made; updates change it in place."""
+    loop: LoopConfig
+    recipe: Recipe
+    """Of the loop's updates."""
+    warm: WarmStartConfig
+
+    def __post_init__(self) -> None:
+        # The frozen model that a recipe may compare with is the one that the run began with.
+        self._reference = copy.deepcopy(self.model).eval() if self.recipe.needs_reference else None
+        if self.loop.critic is not None and not self.recipe.needs_value:
+            raise BadRecipe(f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
+                            "it out, or take a recipe with credit 'gae', as `ppo`")
+        self._recipes = recipes_by_phase(self.recipe)
+
+    def trainer(self, phase: str, work: Any = None, ranks: Ranks | None = None) -> Trainer:
+        """A fresh trainer of `phase` on the model as it is now. work: the model that is trained in its place, with the
+        same weights, where the ranks have one of their own."""
+        recipe = self._recipes[phase]
+        optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
+        work = work or self.model
+        return Trainer(
+            work, recipe, lr=optimiser.lr, betas=optimiser.betas, weight_decay=optimiser.weight_decay,
+            grad_clip=optimiser.grad_clip, schedule=optimiser.schedule, micro_tokens=optimiser.micro_tokens,
+            ema=optimiser.ema, reference=self._reference if recipe.needs_reference else None,
+            critic=self._critic(work, ranks) if recipe.needs_value else None,
+            critic_first=self._critic_config.first if recipe.needs_value else 0, ranks=ranks,
+        )  # fmt: skip
+
+    @property
+    def _critic_config(self) -> CriticConfig:
+        return self.loop.critic or CriticConfig()
+
+    def _critic(self, work: Any, ranks: Ranks | None) -> CriticTrainer:
+        """A fresh critic on the policy as it is now: a resumed run makes the same one, then loads its weights."""
+        config = self._critic_config
+        optimiser = config.optimiser
+        critic = Critic.of(self.model, normalised=config.normalised) if config.body == "own" else \
+            Critic.on(work, normalised=config.normalised)
+        return CriticTrainer(
+            critic, loss=Value(clip=config.clip), lr=optimiser.lr, betas=optimiser.betas,
+            weight_decay=optimiser.weight_decay, grad_clip=optimiser.grad_clip, schedule=optimiser.schedule,
+            micro_tokens=optimiser.micro_tokens, passes=config.passes, ranks=ranks,
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""`tapereel requery`: did these tokens come from these weights?"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..tapes.checking import tell
+from ..tapes.console import UsageError
+from ..tapes.progress import live_progress
+from ..tapes.verdict import Verdict, Verdicts
+
+if TYPE_CHECKING:
+    from ..tapes.store import Store
+
+EXAMPLE = """
+tapereel requery runs/digits
+tapereel requery runs/digits --model runs/digits/checkpoints/update-000080
+tapereel requery runs/digits 019a3c --model runs/digits-model --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("tape", nargs="*", help="ids of tapes, or their first characters; without any, all that a "
+                        "model sampled")  # fmt: skip
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint or model folder that must have sampled every "
+                        "token (default: those of each token's own version, where the run keeps them)")  # fmt: skip
+    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...)")
+    parser.add_argument("--tolerance", type=float, metavar="NATS", help="difference of log-probs that is none (1e-4)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads (default 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Put the tokens to the weights, and print the verdicts."""
+    import torch
+
+    from ..tapes.store import Store
+    from .requery import BATCH, TOLERANCE, Policies, requery
+
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    if tolerance < 0 or args.threads < 1:
+        raise UsageError(f"--tolerance is {tolerance} and --threads {args.threads}; neither can be")
+    torch.set_num_threads(args.threads)
+    started, found = time.perf_counter(), list[Verdict]()
+    with Store.open(args.run) as store, live_progress() as progress:
+        ids = _chosen(args, store)
+        policies = Policies(store.path, [stored.record for stored in store.run_records("publish")], only=args.model,
+                            begun=_begun(args.run))  # fmt: skip
+        for k in range(0, len(ids), BATCH):
+            tapes = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
+            found += requery(tapes, policies, tolerance=tolerance)
+            progress("requery", len(found), len(ids), "")
+    verdicts = Verdicts(verb="requery", run=str(args.run), verdicts=tuple(found),
+                        seconds=round(time.perf_counter() - started, 3))  # fmt: skip
+    return tell(args, verdicts, *_lines(found, tolerance))
+
+
+def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
+    named = [store.tape(name).id for name in args.tape]
+    return named or [summary.id for summary in store.summaries(split=args.split, closed=True) if summary.sampled]
+
+
+def _begun(run: Any) -> str | None:
+    """The model folder that the run was begun with."""
+    from ..tapes.rundir import recorded_settings
+
+    folder = recorded_settings(run).get(("engine", "model"))
+    return folder if isinstance(folder, str) else None
+
+
+def _lines(found: list[Verdict], tolerance: float) -> list[str]:
+    compared = [v for v in found if v.measured]
+    n = sum(v.checked["tokens"] for v in compared)
+    if not n:
+        return []
+    mean = sum(v.measured["mean"] * v.checked["tokens"] for v in compared) / n
+    largest = max(v.measured["largest"] for v in compared)
+    return [f"log-probs of {n:,} tokens differ by {mean:.2g} nats in the mean and {largest:.2g} at most "
+            f"(tolerance {tolerance:g})"]  # fmt: skip
+
+

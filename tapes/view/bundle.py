@@ -1,0 +1,150 @@
+"""The view as files: opens from a disk or from any static host, needs no server and asks nothing of the network.
+
+Data are scripts that hand over JSON as text, since a page opened from a disk may load scripts and nothing else. They
+are cut into shards that are loaded when they are looked at; a long tape has files of its own. The run is verified
+while it is written, and the bundle says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from ..console import UsageError, say
+from ..errors import TapereelError
+from ..index import Summary
+from .files import BUNDLE_POLICY, WORKER, static_files
+from .run_view import PAGE, RunView
+from .table import SHARD, columns
+
+SHARD_BYTES = 512 * 1024
+"""A shard of tapes is closed when it is as large."""
+LONG = 2_000
+"""Items of a tape that gets files of its own."""
+CALLS = 50
+"""Calls in one page."""
+EXPLAINED = 200
+"""With more tapes than these, what only training can compute is left out, and said to be."""
+
+
+def write_bundle(view: RunView, out: Path, *, tapes: Sequence[str] = (), last: int | None = None) -> dict[str, Any]:
+    """Write the view of all tapes, of these, or of the newest `last`, to the empty or missing folder `out`."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there and not empty; give --out a folder that is new or empty")
+    overview = view.overview()
+    rows = _chosen(view, tapes, last)
+    say(f"verifying {view.store.path}")
+    integrity = view.verify()
+    if len(rows) < overview["tapes"]:
+        left = overview["tapes"] - len(rows)
+        integrity["holes"].append(f"{left:,} of the run's {overview['tapes']:,} tapes are not in this bundle; curves "
+                                  "and groups show those that are")  # fmt: skip
+    integrity["not_checked"].append("this bundle itself: its files can be edited, and nothing here would show it")
+    files = _Files(out)
+    for name, (_, body) in static_files().items():
+        files.put(name, _with_policy(body) if name == "index.html" else body)
+    files.data("run", {"run": {**overview, "rev": None, "tapes": len(rows), "integrity": integrity,
+                               "made": time.time()}})  # fmt: skip
+    files.data("worker", {"worker": static_files()[WORKER][1].decode()})
+    for k in range(0, len(rows), SHARD):
+        part = rows[k : k + SHARD]
+        files.data(f"table-{k // SHARD}", {"table": columns(part, view.store.index.versions(row.id for row in part))})
+    _write_curve(view, files, {row.id for row in rows})
+    _write_tapes(view, files, rows)
+    return {"index": str(out / "index.html"), "tapes": len(rows), "files": files.count, "bytes": files.bytes,
+            "verdict": integrity["verdict"]}  # fmt: skip
+
+
+class _Files:
+    def __init__(self, out: Path) -> None:
+        self.out, self.count, self.bytes = out, 0, 0
+
+    def put(self, name: str, body: bytes) -> None:
+        path = self.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+        self.count += 1
+        self.bytes += len(body)
+
+    def data(self, name: str, values: dict[str, Any]) -> None:
+        """A script that hands over these values, each as JSON in a string, so that it is read and never run."""
+        texts = {key: to_json(value, inf_nan_mode="strings").decode() for key, value in values.items()}
+        self.put(f"data/{name}.js", b"T.take(" + json.dumps(texts).encode() + b");\n")
+
+
+def _with_policy(page: bytes) -> bytes:
+    meta = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{BUNDLE_POLICY}">'
+    return (page.replace(b'<html lang="en">', b'<html lang="en" data-bundle>')
+            .replace(b'<meta charset="utf-8">', meta.encode()))  # fmt: skip
+
+
+def _chosen(view: RunView, tapes: Sequence[str], last: int | None) -> list[Summary]:
+    if last is not None and last < 1:
+        raise UsageError(f"--last is {last}; it must be 1 or more")
+    index = view.store.index
+    if tapes:
+        return index.among([view.store.tape(tape, refresh=False).id for tape in tapes])
+    rows = index.tapes()
+    return rows[-last:] if last is not None else rows
+
+
+def _write_curve(view: RunView, files: _Files, here: set[str]) -> None:
+    points = view.curve()["points"]
+    files.data("curve", {"curve": {"points": points}})
+    for first in range(0, len(points), 50):
+        part = range(first, min(first + 50, len(points)))
+        behind = {k: [tape for tape in view.behind(k)["tapes"] if tape in here] for k in part}
+        files.data(f"behind-{first // 50}", {f"behind/{k}": {"tapes": tapes} for k, tapes in behind.items()})
+
+
+def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary]) -> None:
+    where: dict[str, str] = {}
+    shard: dict[str, Any] = {}
+    size, number, long = 0, 0, 0
+    media: set[str] = set()
+    for k, row in enumerate(rows):
+        parts = dict(_parts(view, row.id, explained=len(rows) <= EXPLAINED, media=media))
+        if parts["head"]["items"] > LONG:
+            where[row.id], long = f"long-{long}/", long + 1
+            for part, value in parts.items():
+                files.data(f"{where[row.id]}{part}", {f"{row.id}/{part}": value})
+        else:
+            where[row.id] = f"tapes-{number}"
+            shard.update({f"{row.id}/{part}": value for part, value in parts.items()})
+            size += sum(len(to_json(value)) for value in parts.values())
+        if shard and (size >= SHARD_BYTES or k == len(rows) - 1):
+            files.data(f"tapes-{number}", shard)
+            shard, size, number = {}, 0, number + 1
+        if k % 1000 == 999:
+            say(f"{k + 1:,} of {len(rows):,} tapes written")
+    if shard:
+        files.data(f"tapes-{number}", shard)
+    files.data("shards", {"shards": where})
+    for name in sorted(media):
+        try:
+            files.put(f"media/{name}", view.store.media.get(f"media:{name}"))
+        except (TapereelError, OSError) as error:  # the page shows the hole; verify names it
+            say(str(error))
+
+
+def _parts(view: RunView, tape: str, *, explained: bool, media: set[str]) -> Iterator[tuple[str, Any]]:
+    """Every page of one tape."""
+    head = view.head(tape)
+    calls = [call for call, record in view.map(tape).calls.items()]
+    pages = [calls[k : k + CALLS] for k in range(0, len(calls), CALLS)]
+    yield "head", {**head, "call_pages": pages}
+    for page in range(-(-head["items"] // PAGE)):
+        found = view.items(tape, page)
+        media.update(name for item in found["items"] for name in item.get("media", ()))
+        yield f"items-{page}", found
+    for page in range(max(1, -(-head["turns"] // PAGE))):
+        yield f"turns-{page}", view.turns(tape, page)
+    reason = f"left out of bundles of more than {EXPLAINED} tapes; `tapereel view` on the run shows it"
+    yield "explain", view.explain(tape) if explained else {"missing": reason}
+    for page, names in enumerate(pages):
+        yield f"calls-{page}", {call: view.call(tape, call) for call in names}

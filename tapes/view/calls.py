@@ -1,0 +1,120 @@
+"""One model call as the inspector shows it: its exact request, how that differs from the call before, its tokens.
+
+A request is put together from the calls it is built on as far back as the window that is asked for, so a long
+conversation costs what is shown of it. Knows nothing of pages or files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..records import Call, Message
+from .items import call_line
+from .uses import TokenUse
+
+WINDOW = 40
+"""Messages of a request that are shown at first, counted from its end."""
+MESSAGE = 40_000
+"""Characters of one message that are shown."""
+PROMPT_TOKENS = 2_000
+"""New prompt tokens that are shown, counted from the end."""
+
+Find = Callable[[str], Call]
+
+
+def call_detail(call: Call, find: Find, before: Call | None, uses: Sequence[TokenUse], *,
+                decode: Callable[[int], str] | None = None, start: int | None = None) -> dict[str, Any]:  # fmt: skip
+    """All that is known of `call`. `find` gives a call by its id, `before` is the one that its path made before."""
+    total = call.keep_messages + len(call.messages)
+    low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
+    shown = request(call, find, low)
+    return {
+        **call_line(call), "text": call.text, "cut": None, "total": total, "from": low,
+        "messages": [_message(one) for one in shown], "diff": _difference(call, shown, low, before, find),
+        "sampling": call.sampling.model_dump(mode="json"), "tools": _tools(call, find),
+        "seed": None if call.seed is None else str(call.seed),  # as text: JavaScript's numbers are too small for it
+        "tool_calls": _pretty(call.tool_calls), "usage": call.usage.model_dump(mode="json"),
+        "attempts": [one.model_dump(mode="json") for one in call.attempts], **_tokens(call, uses, decode),
+    }  # fmt: skip
+
+
+def request(call: Call, find: Find, low: int = 0) -> list[Message]:
+    """The messages of a request from number `low` on."""
+    pieces: list[list[Message]] = []
+    high = call.keep_messages + len(call.messages)
+    one: Call = call
+    while True:
+        keep = min(one.keep_messages, high)
+        pieces.append(list(one.messages[max(0, low - keep) : max(0, high - keep)]))
+        if keep <= low or one.base is None:
+            break
+        base = find(one.base)
+        said = base.keep_messages + len(base.messages)  # the base's reply stands after its request
+        if keep > said >= low:
+            pieces.append([base.reply])
+        one, high = base, min(keep, said)
+    return [message for piece in reversed(pieces) for message in piece]
+
+
+def _difference(call: Call, shown: list[Message], low: int, before: Call | None, find: Find) -> dict[str, Any] | None:
+    """Against the request before: how many of the shown messages are the same, and what stood there instead."""
+    if before is None:
+        return None
+    was = before.keep_messages + len(before.messages)
+    earlier = request(before, find, low) if was > low else []
+    same = 0
+    while same < min(len(shown), len(earlier)) and shown[same] == earlier[same]:
+        same += 1
+    return {"before": before.call, "same": low + same, "removed": [_message(one) for one in earlier[same:][-WINDOW:]]}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    text = content if isinstance(content, str) else _pretty(content) or ""
+    found: dict[str, Any] = {"role": str(message.get("role", "")), "text": text[:MESSAGE]}
+    if len(text) > MESSAGE:
+        found["cut"] = len(text)
+    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if rest:
+        found["more"] = _pretty(rest)
+    return found
+
+
+def _pretty(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False, indent=1)
+
+
+def _tools(call: Call, find: Find) -> dict[str, Any] | None:
+    """The functions offered; spelled out on the first call that offered them, on which this one may be built."""
+    if call.tools is None:
+        return None
+    one = call
+    while one.tools is not None and one.tools.hash == call.tools.hash and one.tools.schemas is None and one.base:
+        one = find(one.base)
+    schemas = one.tools.schemas if one.tools is not None and one.tools.hash == call.tools.hash else None
+    return {"hash": call.tools.hash, "schemas": _pretty(schemas)}
+
+
+def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] | None) -> dict[str, Any]:
+    ids = list(call.completion or ())
+    versions: list[str | None] = [None] * len(ids)
+    for version, start, end in call.spans:
+        versions[start:end] = [version] * (end - start)
+    fates: list[str | None] = [None] * len(ids)
+    weights: list[float | None] = [None] * len(ids)
+    for use in uses:
+        inside = range(max(0, use.start), min(use.end, len(ids)))
+        for k in inside:
+            fates[k] = use.fate
+            if use.fate == "trained":
+                weights[k] = use.weight
+    new = list(call.prompt or ())[-PROMPT_TOKENS:]
+    logprobs = [None if x != x else x for x in call.logprobs] if call.logprobs is not None else None
+    return {
+        "ids": ids, "logprobs": logprobs, "token_versions": versions, "fates": fates, "weights": weights,
+        "pieces": [decode(one) for one in ids] if decode is not None else None,
+        "new_ids": new, "new_pieces": [decode(one) for one in new] if decode is not None else None,
+        "new_total": len(call.prompt) if call.prompt is not None else None,
+    }  # fmt: skip

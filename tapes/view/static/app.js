@@ -1,0 +1,234 @@
+// The application: where one is, the keys, the banner that says what was checked, and the live tail.
+"use strict";
+
+const POLL_SECONDS = 1;
+const KEYS = [
+  ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row"], ["[ / ]", "previous and next tape of the list"],
+  ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
+  ["u", "back up: from a tape to the list"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
+];
+
+class App {
+  constructor() {
+    this.rows = new T.Rows();
+    this.expected = 0;
+    this.main = document.getElementById("main");
+    this.table = new T.Table(this);
+    this.curve = new T.Curve(this);
+    this.group = new T.Group(this);
+    this.tape = new T.Tape(this);
+    this.view = null;
+    this.theme(localStorage.getItem("theme"));
+    addEventListener("hashchange", () => this.route());
+    addEventListener("keydown", (event) => this.key(event));
+  }
+
+  async start() {
+    this.bar();
+    try {
+      T.overview = T.source.run();
+      this.overview = await T.overview;
+    } catch (error) { T.fill(this.main, T.failed(error)); return; }
+    const { tapes, shard, run, rev } = this.overview;
+    this.rev = rev;
+    this.expected = tapes;
+    document.title = `${run} · Tapereel`;
+    this.integrity = this.overview.integrity;
+    this.bar();
+    this.banner();
+    try {
+      // A tape or a curve by its address need not wait for the table; the table is shown as soon as it fills a page.
+      const own = /^#\/(tape|curve)/.test(location.hash);
+      if (own) this.route();
+      const shards = Math.ceil(tapes / shard);
+      for (let k = 0; k < shards; k += 1) {
+        this.rows.take(await T.source.table(k));
+        if (own ? k === shards - 1 : k === Math.min(1, shards - 1)) await (own ? this.filled() : this.route());
+        else if (k > 1) this.filled();
+      }
+      if (!shards) this.route();
+    } catch (error) { T.fill(this.main, T.failed(error)); return; }
+    if (this.view === this.group) this.route();
+    if (T.source.live) this.follow();
+  }
+
+  // More rows are here than what is shown was drawn from.
+  filled() {
+    if (!this.table.filters.contains(document.activeElement)) this.table.drawFilters();
+    if (this.table.base) this.table.select();
+    if (this.view === this.curve && this.curve.points && !this.curve.points.length) this.curve.draw();
+  }
+
+  bar() {
+    const o = this.overview || { run: "", path: "" };
+    this.box = T.h("input", { type: "search", id: "find", placeholder: "find in this tape", "aria-label": "Find in this tape", spellcheck: "false", hidden: true,
+      onkeydown: (event) => { if (event.key === "Enter") { this.tape.search(this.box.value, this.regex.checked); this.box.blur(); this.main.focus(); event.preventDefault(); } } });
+    this.regex = T.h("input", { type: "checkbox", id: "find-regex" });
+    this.regexLabel = T.h("label", { class: "check", hidden: true }, this.regex, "regex");
+    this.found = T.h("span", { class: "note", role: "status" });
+    this.pulse = T.h("span", { class: "pulse", role: "status" });
+    const tab = (name, label) => T.h("a", { href: `#/${name}`, "data-view": name }, label);
+    T.fill(document.getElementById("bar"), T.h("a", { href: "#/", class: "brand" }, "Tapereel"), T.h("span", { class: "run", title: o.path }, T.spelled(o.run)),
+      T.h("nav", { "aria-label": "Views" }, tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.found, this.box, this.regexLabel,
+      T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
+  }
+
+  told(text) { this.found.textContent = T.plain(text); }
+
+  // The integrity banner
+
+  banner() {
+    const found = this.integrity;
+    const place = document.getElementById("banner");
+    if (!found) { T.fill(place); return; }
+    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: bytes differ from what was written", "can't be told": "It can't be told whether this run is whole", "not verified": "Not verified: shown as it was read" };
+    const kind = found.verdict === "holds" ? "good" : found.verdict === "broken" ? "bad" : "warn";
+    const part = (title, lines) => (lines && lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
+    const holes = found.holes.length ? T.chip(T.plural(found.holes.length, "hole"), "warn") : null;
+    const when = found.at ? ` at ${T.time(found.at)}` : "";
+    place.className = kind;
+    T.fill(place, T.h("details", { open: this.bannerOpen || found.broken.length > 0, ontoggle: (event) => { this.bannerOpen = event.currentTarget.open; } },
+      T.h("summary", null, T.h("span", { class: "verdict" }, (titles[found.verdict] || found.verdict) + when), holes, T.h("span", { class: "note" }, `${T.plural(found.not_checked.length, "thing")} not checked`)),
+      T.h("div", { class: "banner-body" }, T.h("div", null, part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked)),
+        T.h("div", null, part("Not checked", found.not_checked), found.live.length ? part("Not sealed: being written, or their writer died", found.live) : null, found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null))),
+    T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null);
+  }
+
+  async verify() {
+    this.verifying = true;
+    this.banner();
+    try { this.integrity = await T.source.verify(); } catch (error) { T.toast(error.message); }
+    this.verifying = false;
+    this.banner();
+  }
+
+  // The live tail
+
+  async follow() {
+    for (;;) {
+      await new Promise((done) => setTimeout(done, POLL_SECONDS * 1000));
+      if (document.hidden) continue;
+      try { await this.look(); } catch (error) { this.pulse.textContent = "not connected"; this.pulse.title = error.message; this.pulse.className = "pulse bad"; }
+    }
+  }
+
+  async look() {
+    const found = await T.source.changes(this.rev);
+    this.rev = found.rev;
+    this.pulse.className = "pulse";
+    if (found.reset) { location.reload(); return; }
+    this.pulse.textContent = found.integrity ? "live" : this.pulse.textContent === "not connected" ? "" : this.pulse.textContent;
+    if (found.integrity && this.integrity.kind === "quick" && !this.verifying) { this.integrity = found.integrity; this.banner(); }
+    else if (found.integrity && this.integrity.kind === "verify" && !this.stale) {
+      this.stale = true;
+      this.integrity = { ...this.integrity, not_checked: ["what was written since", ...this.integrity.not_checked] };
+      this.banner();
+    }
+    if (!found.n) { this.pulse.classList.toggle("quiet", true); return; }
+    this.pulse.textContent = "live";
+    this.rows.take(found);
+    this.expected = Math.max(this.expected, this.rows.length);
+    if (this.view === this.table) this.table.select();
+    if (this.view === this.tape && found.id.includes(this.tape.id)) await this.tape.grown();
+    else for (const id of found.id) T.source.forget(id);
+  }
+
+  // Where one is
+
+  go(address) { if (location.hash === address) this.route(); else location.hash = address; }
+
+  rename(address) { if (location.hash !== address) history.replaceState(null, "", address); }
+
+  beside(by) {
+    const next = this.table.beside(this.tape.id, by);
+    if (next === null) T.toast(by > 0 ? "the last tape of the list" : "the first tape of the list");
+    else this.go(`#/tape/${encodeURIComponent(next)}`);
+  }
+
+  show(view) {
+    if (this.view !== view) {
+      if (this.view && this.view.close) this.view.close();
+      this.view = view;
+      T.fill(this.main, view.root);
+    }
+    const inTape = view === this.tape;
+    this.box.hidden = !inTape;
+    this.regexLabel.hidden = !inTape;
+    if (!inTape) this.told("");
+    const name = view === this.curve ? "curve" : view === this.table ? "" : null;
+    document.querySelectorAll("#bar nav a").forEach((link) => { if (link.dataset.view === name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current"); });
+  }
+
+  async route() {
+    const [path, query] = location.hash.slice(1).split("?");
+    let parts;
+    try { parts = path.split("/").slice(1).map(decodeURIComponent); } catch { parts = [""]; }
+    try {
+      if (parts[0] === "tape" && parts[1]) { if (!this.table.base) await this.table.set(""); this.show(this.tape); await this.tape.open(parts[1], parts[2], parts[3]); }
+      else if (parts[0] === "group" && parts[1]) { this.show(this.group); await this.group.open(parts[1]); }
+      else if (parts[0] === "curve") { this.show(this.curve); await this.curve.open(); }
+      else { this.show(this.table); await this.table.set(query || ""); }
+    } catch (error) { T.toast(error.message); }
+  }
+
+  // Keys
+
+  key(event) {
+    const writing = event.target.closest("input, select, textarea");
+    if (event.key === "Escape") {
+      const dialog = document.querySelector("dialog");
+      if (dialog) dialog.close();
+      else if (writing) { writing.blur(); this.main.focus(); }
+      else if (this.view === this.tape) { this.box.value = ""; this.tape.search("", false); }
+      return;
+    }
+    if (writing || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (this.going) {
+      this.going = false;
+      if (event.key === "t") this.go("#/");
+      else if (event.key === "c") this.go("#/curve");
+      else if (event.key === "g" && this.view === this.tape && this.tape.head && this.tape.head.group) this.go(`#/group/${encodeURIComponent(this.tape.head.group)}`);
+      return;
+    }
+    const does = {
+      j: () => this.view.move && this.view.move(1), k: () => this.view.move && this.view.move(-1),
+      Enter: () => (this.view === this.table ? this.table.open() : this.view === this.group ? this.group.openChosen() : null),
+      "]": () => (this.view === this.tape ? this.beside(1) : null), "[": () => (this.view === this.tape ? this.beside(-1) : null),
+      n: () => this.next(1), N: () => this.next(-1), g: () => { this.going = true; }, d: () => this.theme("other"), "?": () => this.help(),
+      u: () => { if (this.view !== this.table) history.length > 1 && this.came ? history.back() : this.go(this.lastList || "#/"); },
+      "/": () => { const box = this.view === this.tape ? this.box : document.getElementById("search"); if (box) { box.focus(); box.select(); } },
+    }[event.key];
+    if (!does || !this.view || (event.key === "Enter" && event.target.closest("button, a, summary, svg"))) return;
+    event.preventDefault();
+    does();
+  }
+
+  next(by) {
+    if (this.view === this.table) this.table.failed(by);
+    else if (this.view === this.tape && !this.tape.next(by)) {
+      const { table } = this;
+      table.at = Math.max(0, table.found.indexOf(this.rows.number.get(this.tape.id)));
+      const before = table.at;
+      table.failed(by);
+      if (table.at !== before) table.open();
+    }
+  }
+
+  help() {
+    const dialog = T.h("dialog", { "aria-label": "Keys", onclose: () => dialog.remove() }, T.h("h2", null, "Keys"),
+      T.h("dl", { class: "keys" }, KEYS.map(([key, what]) => [T.h("dt", null, key.split(" ").map((one) => (one === "/" && key !== "/" ? " / " : T.h("kbd", null, one)))), T.h("dd", null, what)])),
+      T.button("Close", () => dialog.close()));
+    document.body.append(dialog);
+    dialog.showModal();
+  }
+
+  theme(wanted) {
+    const root = document.documentElement;
+    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    if (wanted === "other") { root.dataset.theme = dark ? "light" : "dark"; localStorage.setItem("theme", root.dataset.theme); }
+    else if (wanted === "light" || wanted === "dark") root.dataset.theme = wanted;
+  }
+}
+
+T.app = new App();
+T.app.start();

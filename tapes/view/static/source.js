@@ -1,0 +1,143 @@
+// Where the pages come from: a server on this machine, or the files of a bundle. Both answer the same questions with
+// the same values. Pages are kept for a while, so memory does not grow with what was scrolled by.
+"use strict";
+
+const KEPT_PAGES = 48;
+
+T.policy = window.trustedTypes
+  ? window.trustedTypes.createPolicy("tapereel", { createScriptURL: (address) => {
+    if (address === "worker.js" || /^data\/[a-z0-9-]+(\/[a-z0-9-]+)?\.js$/.test(address) || address.startsWith("blob:")) return address;
+    throw new TypeError(`no script of ours: ${address}`);
+  } })
+  : { createScriptURL: (address) => address };
+
+class Cache {
+  constructor(size) { this.size = size; this.kept = new Map(); }
+  get(key, make) {
+    let found = this.kept.get(key);
+    if (found === undefined) found = make();
+    this.kept.delete(key);
+    this.kept.set(key, found);
+    found.catch(() => this.kept.delete(key));
+    while (this.kept.size > this.size) this.kept.delete(this.kept.keys().next().value);
+    return found;
+  }
+  forget(start) { for (const key of [...this.kept.keys()]) if (key.startsWith(start)) this.kept.delete(key); }
+}
+
+class ServerSource {
+  constructor() { this.live = true; this.cache = new Cache(KEPT_PAGES); }
+  async ask(path) {
+    let answer;
+    try {
+      answer = await fetch(path, { headers: { Accept: "application/json" }, credentials: "same-origin" });
+    } catch {
+      throw new Error("the viewer's server does not answer; start `tapereel view` again and reload this page");
+    }
+    let read;
+    try { read = await answer.json(); } catch { throw new Error(`the viewer's server failed (${answer.status}); its terminal says why`); }
+    if (!answer.ok) throw new Error(read.error || `${answer.status}`);
+    return read;
+  }
+  kept(path) { return this.cache.get(path, () => this.ask(path)); }
+  of(tape) { return `api/tape/${encodeURIComponent(tape)}`; }
+  run() { return this.ask("api/run"); }
+  table(shard) { return this.ask(`api/table/${shard}`); }
+  changes(rev) { return this.ask(`api/changes?rev=${encodeURIComponent(rev)}`); }
+  curve() { return this.ask("api/curve"); }
+  behind(k) { return this.ask(`api/behind/${k}`); }
+  verify() { return this.ask("api/verify"); }
+  head(tape) { return this.kept(this.of(tape)); }
+  items(tape, page) { return this.kept(`${this.of(tape)}/items/${page}`); }
+  turns(tape, page) { return this.kept(`${this.of(tape)}/turns/${page}`); }
+  texts(tape, page) { return this.ask(`${this.of(tape)}/texts/${page}`); }
+  textsOf(tapes) { return this.ask(`api/texts?tapes=${tapes.map(encodeURIComponent).join(",")}`); }
+  call(tape, call, from) {
+    const more = from === undefined ? "" : `&from=${from}`;
+    return this.kept(`${this.of(tape)}/call?call=${encodeURIComponent(call)}${more}`);
+  }
+  explain(tape) { return this.kept(`${this.of(tape)}/explain`); }
+  text(tape, record, piece) { return this.ask(`${this.of(tape)}/text/${record}?piece=${piece}`); }
+  async find(tape, { step, call }) {
+    const asked = step === undefined ? `call=${encodeURIComponent(call)}` : `step=${step}`;
+    return (await this.ask(`${this.of(tape)}/find?${asked}`)).item;
+  }
+  forget(tape) { this.cache.forget(this.of(tape)); }
+  worker() { return new Worker(T.policy.createScriptURL("worker.js")); }
+}
+
+// A bundle's data files each hand over some keys with their values as JSON text: `T.take({"key": "…"})`.
+class BundleSource {
+  constructor() { this.live = false; this.cache = new Cache(KEPT_PAGES); this.taken = new Map(); this.where = new Map(); }
+  take(values) { for (const [key, text] of Object.entries(values)) this.taken.set(key, text); }
+  load(file) {
+    return this.cache.get(file, () => new Promise((done, failed) => {
+      this.taken.clear();
+      const script = document.createElement("script");
+      script.src = T.policy.createScriptURL(`data/${file}.js`);
+      script.onload = () => { script.remove(); done(new Map(this.taken)); };
+      script.onerror = () => { script.remove(); failed(new Error(`this bundle has no file data/${file}.js`)); };
+      document.head.append(script);
+    }));
+  }
+  async read(file, key) {
+    const run = (this.waiting || Promise.resolve()).then(() => this.load(file), () => this.load(file));
+    this.waiting = run.catch(() => null);
+    const text = (await run).get(key);
+    if (text === undefined) throw new Error("that is not in this bundle");
+    return JSON.parse(text);
+  }
+  async file(tape, part) {
+    const shard = await this.shardOf(tape);
+    return shard.endsWith("/") ? `${shard}${part}` : shard;
+  }
+  async shardOf(tape) {
+    if (!this.shards) this.shards = this.read("shards", "shards").then((found) => new Map(Object.entries(found)));
+    const found = (await this.shards).get(tape);
+    if (found === undefined) throw new Error(`no tape ${tape} is in this bundle`);
+    return found;
+  }
+  async part(tape, part) { return this.read(await this.file(tape, part), `${tape}/${part}`); }
+  run() { return this.read("run", "run"); }
+  table(shard) { return this.read(`table-${shard}`, "table"); }
+  curve() { return this.read("curve", "curve"); }
+  behind(k) { return this.read(`behind-${Math.floor(k / 50)}`, `behind/${k}`); }
+  head(tape) { return this.part(tape, "head"); }
+  items(tape, page) { return this.part(tape, `items-${page}`); }
+  turns(tape, page) { return this.part(tape, `turns-${page}`); }
+  explain(tape) { return this.part(tape, "explain"); }
+  textsOf(tapes) { return Promise.all(tapes.slice(0, 8).map((tape) => this.texts(tape, 0))); }
+  async texts(tape, page) {
+    const [head, read] = await Promise.all([this.head(tape), this.items(tape, page)]);
+    const size = (await T.overview).page;
+    const texts = read.items.map((item, k) => [read.from + k, item.text || item.raw || item.public || (item.cause && [item.cause.error, item.cause.message].filter(Boolean).join(": ")) || ""]).filter(([, text]) => text);
+    return { texts, short: read.items.filter((item) => item.cut).length, pages: Math.ceil(head.items / size) };
+  }
+  async call(tape, call, from) {
+    if (from !== undefined) throw new Error("a bundle holds the newest messages of a request only");
+    const head = await this.head(tape);
+    const page = head.call_pages.findIndex((calls) => calls.includes(call));
+    if (page < 0) throw new Error(`tape ${tape} has no call ${call}`);
+    return (await this.part(tape, `calls-${page}`))[call];
+  }
+  text() { throw new Error("a bundle holds the beginning of a long text only; `tapereel view` on the run shows it whole"); }
+  async find(tape, { step, call }) {
+    const [head, { page: size }] = await Promise.all([this.head(tape), T.overview]);
+    for (let page = 0; page * size < head.items; page += 1) {
+      const { from, items } = await this.items(tape, page);
+      const at = items.findIndex((item) => (step === undefined ? item.t === "call" && item.call === call : item.step === step));
+      if (at >= 0) return from + at;
+    }
+    throw new Error(`tape ${tape} has no ${step === undefined ? `call ${call}` : `step ${step}`}`);
+  }
+  async verify() { throw new Error("a bundle can't be verified: verify the run"); }
+  forget() {}
+  async worker() {
+    const code = await this.read("worker", "worker");
+    const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+    return new Worker(T.policy.createScriptURL(address));
+  }
+}
+
+T.source = document.documentElement.hasAttribute("data-bundle") ? new BundleSource() : new ServerSource();
+T.take = (values) => T.source.take(values);

@@ -1,0 +1,42 @@
+"""The run table in columns: short to send, quick to filter where it is shown. Words that repeat are sent once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..index import Summary
+
+SHARD = 8_192
+"""Tapes in one piece of the table."""
+
+
+def columns(summaries: Sequence[Summary], versions: dict[str, list[str]]) -> dict[str, Any]:
+    """The columns of these tapes; `versions` are those that sampled each."""
+    return {
+        "n": len(summaries),
+        "id": [s.id for s in summaries],
+        "status": coded(s.status or "running" for s in summaries),
+        "cause": coded(s.cause or "" for s in summaries),
+        "reward": [s.reward for s in summaries],
+        "split": coded(s.split or "" for s in summaries),
+        "task": coded(s.task or (s.task_hash or "")[:12] for s in summaries),
+        "group": coded(s.group or "" for s in summaries),
+        "attempt": [s.attempt or 0 for s in summaries],
+        "agent": coded(s.agent or "" for s in summaries),
+        "env": coded(s.env or "" for s in summaries),
+        "version": coded(", ".join(versions.get(s.id, ())) for s in summaries),
+        "parent": coded(s.parent or "" for s in summaries),
+        "begun": [s.begun for s in summaries],
+        "seconds": [s.ended - s.begun if s.ended is not None and s.begun is not None else None for s in summaries],
+        "turns": [s.actions for s in summaries],
+        "calls": [s.calls for s in summaries],
+        "tokens": [s.sampled for s in summaries],
+    }
+
+
+def coded(values: Iterable[str]) -> dict[str, Any]:
+    """`words`, each once, and `at`, the number of its word for each row."""
+    words: dict[str, int] = {}
+    at = [words.setdefault(value, len(words)) for value in values]
+    return {"words": list(words), "at": at}

@@ -1,0 +1,174 @@
+"""Where each record of one tape stands and what the list of its items shows, in one pass that keeps no content.
+
+A tape of 300,000 records costs some tens of bytes for each; content is read by the page. A fork's map begins with the
+prefix that it was forked from. The map of a running tape grows: `extend` reads only what is new.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+
+from ..errors import NotATape
+from ..index import Place
+from ..messages import ENV
+from ..records import Begin, parse_record
+from ..segment import BadLine, read_body
+from ..store import Store
+
+_STEP = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"((?:[^"\\]|\\.)*)","role":"([a-z]+)"')
+_CALL = re.compile(rb'\{"t":"call","tape":"[^"]*","call":"([^"\\]*)"')
+IN_TAPE = ("begin", "step", "call", "reward", "end")
+
+
+class TapeMap:
+    """One tape, mapped. `items` are what a transcript lists: its records but the rewards of single steps."""
+
+    def __init__(self, store: Store, tape: str) -> None:
+        self.tape = tape
+        self._store = store
+        self.places: list[Place] = []
+        """Every record of the prefix that was inherited, then of the tape itself, layers after its end included."""
+        self.items = array("I")
+        """Record of each item."""
+        self.steps = array("i")
+        """For each record the index of its step; -1 for what is no step."""
+        self.turns = array("I")
+        """First item of each turn."""
+        self.turn_of_item = array("I")
+        self.actions = array("i")
+        """For each turn the record of its action; -1 while it has none."""
+        self.calls: dict[str, int] = {}
+        """Call id -> its record."""
+        self.step_items = array("I")
+        """For each step its item."""
+        self.rewards: dict[int, list[tuple[str, float, float]]] = {}
+        """Step -> (component, value, weight), as recorded with the tape."""
+        self.episode: list[tuple[str, float, float]] = []
+        """Components that the episode earned as a whole."""
+        self.inherited = 0
+        """Records at the front that belong to ancestors."""
+        self.holes: list[str] = []
+        """What of the tape isn't here, as sentences."""
+        self.begin_record = -1
+        self.end_record = -1
+        self._in_turn = False
+        self._prefix()
+        self.inherited = len(self.places)
+        self.extend()
+
+    def _prefix(self) -> None:
+        """The records that the tape was forked from, oldest ancestor first."""
+        line: list[list[Place]] = []
+        tape, seen = self.tape, {self.tape}
+        while (above := self._parent(tape)) is not None:
+            name, records = above
+            if name in seen or name not in self._store.index.ids(name):
+                self.holes.append(f"the first steps belong to tape {name}, which is not in this run: they are missing "
+                                  "here")
+                break
+            seen.add(name)
+            line.append([place for place in self._store.index.places(name) if place.t in IN_TAPE][:records])
+            tape = name
+        for places in reversed(line):
+            self._add(places)
+
+    def _parent(self, tape: str) -> tuple[str, int] | None:
+        found = self._store.index.places(tape, limit=1)
+        for place, body in zip(found, self._store.bodies(found), strict=True):
+            if place.t == "begin":
+                try:
+                    record = parse_record(body)
+                except ValueError:
+                    return None  # its page shows it as a hole
+                if isinstance(record, Begin) and record.parent is not None:
+                    return record.parent.tape, record.parent.records
+        return None
+
+    def extend(self) -> bool:
+        """Take what was written since; True when there was anything."""
+        have = len(self.places) - self.inherited
+        fresh = self._store.index.places(self.tape, offset=have)
+        if not fresh and not have:
+            raise NotATape(f"no record of tape {self.tape} is in this run")
+        self._add(fresh)
+        return bool(fresh)
+
+    def _add(self, places: Sequence[Place]) -> None:
+        for place, body in zip(places, self._store.bodies(places), strict=True):
+            self._take(len(self.places), place, body)
+            self.places.append(place)
+
+    def _take(self, record: int, place: Place, body: bytes) -> None:
+        step = -1
+        closed = self.end_record >= 0
+        if place.t == "step" and not closed:
+            step = self._step(record, body)
+        elif place.t == "call":
+            match = _CALL.match(body)
+            self.calls[match[1].decode() if match else str(read_body(body).get("call"))] = record
+            self._speak()
+            self._item(record)
+        elif place.t == "reward" and not closed:
+            self._reward(record, body)
+        else:
+            if place.t == "begin":
+                self.begin_record = record
+            elif place.t == "end":
+                self.end_record = record
+            self._item(record)
+        self.steps.append(step)
+
+    def _step(self, record: int, body: bytes) -> int:
+        by, role = _author(body)
+        own = by != ENV.encode()
+        if own:
+            self._speak()
+        step = len(self.step_items)
+        self.step_items.append(len(self.items))
+        self._item(record)
+        if own and role == b"action":
+            self._in_turn = False
+            self.actions[-1] = record
+        return step
+
+    def _speak(self) -> None:
+        if not self._in_turn:
+            self._in_turn = True
+            self.turns.append(len(self.items))
+            self.actions.append(-1)
+
+    def _item(self, record: int) -> None:
+        self.turn_of_item.append(max(len(self.turns) - 1, 0))
+        self.items.append(record)
+
+    def _reward(self, record: int, body: bytes) -> None:
+        try:
+            read = read_body(body)
+            at, earned = read.get("step"), (str(read.get("name", "reward")), float(read["value"]),
+                                            float(read.get("weight", 1.0)))  # fmt: skip
+        except (BadLine, KeyError, TypeError, ValueError):
+            self._item(record)  # shown as a hole
+            return
+        if isinstance(at, int) and 0 <= at < len(self.step_items):
+            self.rewards.setdefault(at, []).append(earned)
+        else:
+            self.episode.append(earned)
+
+    def turn_reward(self, turn: int) -> float | None:
+        """What the turn's action earned, metrics left out; None where nothing was scored."""
+        record = self.actions[turn]
+        earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
+        return sum(earned) if earned else None
+
+
+def _author(body: bytes) -> tuple[bytes, bytes]:
+    match = _STEP.match(body)
+    if match is not None:
+        return match[1], match[2]
+    try:
+        read = read_body(body)
+    except BadLine:
+        return b"", b""  # unreadable: an item all the same, which its page shows as a hole
+    return str(read.get("by")).encode(), str(read.get("role")).encode()

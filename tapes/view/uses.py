@@ -1,0 +1,80 @@
+"""What training made of each tape, read from the ledger: per update its tapes, per tape its token ranges.
+
+Only living lineages count. Knows nothing of advantages: those are computed, not recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..ledger import FATES, Fate, ranges
+from ..records import Use
+from ..store import Store
+
+
+class TokenUse(NamedTuple):
+    """Completion tokens of a call in one update."""
+
+    call: str
+    start: int
+    end: int
+    fate: Fate
+    weight: float
+    """In the update's loss; 0 where it had no part in it."""
+    lineage: str
+    update: int
+
+
+class Update(NamedTuple):
+    """One update, as the curve shows it."""
+
+    lineage: str
+    update: int
+    phase: str
+    skipped: str | None
+    """Why it was not applied; None: it was."""
+    tapes: tuple[str, ...]
+
+
+class Uses:
+    """A run's updates as of when it was made."""
+
+    def __init__(self, store: Store) -> None:
+        self.updates: list[Update] = []
+        self._uses: list[Use] = []
+        self._of_tape: dict[str, list[int]] = {}
+        lineages = store.lineages()
+        for lineage in lineages.living:
+            for use in lineages.ledger(lineage).uses:
+                tapes = _tapes(use)
+                for tape in tapes:
+                    self._of_tape.setdefault(tape, []).append(len(self._uses))
+                skipped = use.info.get("skipped")
+                self.updates.append(Update(use.lineage, use.update, str(use.info.get("phase") or "training"),
+                                           str(skipped) if skipped else None, tapes))  # fmt: skip
+                self._uses.append(use)
+
+    def of(self, tape: str) -> list[TokenUse]:
+        """The tape's token ranges, update by update; of one update, the fate that counts most comes last."""
+        found: list[TokenUse] = []
+        for k in self._of_tape.get(tape, ()):
+            use = self._uses[k]
+            for fate in reversed(FATES):
+                if fate == "trained":
+                    found += [TokenUse(call, start, end, fate, weight, use.lineage, use.update)
+                              for name, call, start, end, weight in use.items if name == tape]  # fmt: skip
+                else:
+                    found += [TokenUse(call, start, end, fate, 0.0, use.lineage, use.update)
+                              for name, call, start, end in ranges(use, fate) if name == tape]  # fmt: skip
+        return found
+
+    def taken_by(self, tape: str) -> list[dict[str, Any]]:
+        """The updates that took the tape."""
+        return [{"lineage": u.lineage, "update": u.update, "phase": u.phase, "skipped": u.skipped}
+                for k in self._of_tape.get(tape, ()) for u in (self.updates[k],)]  # fmt: skip
+
+
+def _tapes(use: Use) -> tuple[str, ...]:
+    listed = use.info.get("tapes")
+    named = map(str, listed) if isinstance(listed, list | tuple) else ()
+    return tuple(dict.fromkeys([*named, *(item[0] for item in use.items)]))
