@@ -22,6 +22,8 @@ from ..tapes import Call, CauseType, Message, Sampling, Step, Tape
 from ..tapes.messages import said, shared_prefix
 from ..tapes.records import Attempt, Tools, Usage
 from .engine import Completion, Engine, EngineError, PromptTooLong, Request
+from .given import Given, asker, derive_seed
+from .guard import outside
 from .limits import LimitReached, Limits
 from .recorder import Recorder
 
@@ -68,7 +70,7 @@ class RenderFailed(Exception):
     """The conversation can't be made into tokens: what the environment or agent put in it, not the model."""
 
 
-class LLM:
+class LLM(Given):
     """`reply = await llm(tape, system="...")`. Built by `rollout`, one for each episode."""
 
     def __init__(
@@ -82,9 +84,8 @@ class LLM:
         retries: int = 2,
         backoff: float = 0.5,
     ) -> None:
-        self._recorder = recorder
+        super().__init__(recorder, seed)
         self._engine = engine
-        self._seed = seed
         self._limits = limits
         self._sampling = sampling
         self._retries = retries
@@ -115,7 +116,8 @@ class LLM:
         """Ask the model, as the agent whose view `tape` is.
 
         The prompt is `system` and the tape's conversation, or `messages` as given. `tools` are step classes or
-        function schemas. `conversation` names a second conversation of the same agent, with a history of its own.
+        function schemas. `conversation` names a second conversation of the same agent, with a history and seeds of its
+        own; questions that one agent asks at the same time need one each, or their order is left to chance.
         Raises LimitReached (let it pass), ModelFailed, RenderFailed.
         """
         path = tape.scope
@@ -127,7 +129,8 @@ class LLM:
         rendered = self._render(path, conversation, asked, schemas)
         sampling = self._fit(temperature, max_tokens, rendered)
         call = self._recorder.new_call_id()
-        number = self._calls[path] = self._calls.get(path, -1) + 1
+        who = asker(path, conversation)
+        number = self._calls[who] = self._calls.get(who, -1) + 1
         key = f"{self._recorder.tape}/{path}/{conversation}"
         self._keys.add(key)
         partial: list[Completion] = []
@@ -135,7 +138,7 @@ class LLM:
             messages=asked,
             prompt=rendered.ids if rendered is not None else None,
             sampling=sampling,
-            seed=derive_seed(self._seed, path, number),
+            seed=derive_seed(self._seed, who, number),
             tools=schemas,
             path=path,
             cache_key=key,
@@ -145,8 +148,8 @@ class LLM:
         try:
             completion, attempts = await self._ask(request)
         except asyncio.CancelledError:
-            if partial:
-                write(partial[0], (), finish="cancelled")
+            # Also without an answer: the question was asked, and a replay must know that it was given up.
+            write(partial[0] if partial else Completion(text=None), (), finish="cancelled")
             raise
         except _Failed as failure:
             write(Completion(text=None), failure.attempts, finish="error")
@@ -213,10 +216,11 @@ class LLM:
             calls[:0] = tape.calls
             tape = tape.parent
         for call in calls:
-            self._calls[call.by] = self._calls.get(call.by, -1) + 1
-            if call.finish == "error":
+            who = asker(call.by, call.conversation)
+            self._calls[who] = self._calls.get(who, -1) + 1
+            if call.finish == "error" or (call.finish == "cancelled" and not call.completion):
                 continue
-            tracks = self._tracks.setdefault((call.by, ""), [])
+            tracks = self._tracks.setdefault((call.by, call.conversation), [])
             messages = prefix.call_messages(call)
             if renderer is None:
                 tracks.append(TextTrack(call.call, messages, call.reply))
@@ -225,6 +229,10 @@ class LLM:
                     call=call.call, messages=[*messages, call.reply], tools=prefix.call_tools(call),
                     ids=prefix.call_prompt(call) + call.completion, completion=call.completion,
                 ))  # fmt: skip
+
+    def number(self, who: str, n: int) -> None:
+        """The newest question of that `asker` was its n-th, counted from 0: for a replay that begins in the midst."""
+        self._calls[who] = n
 
     def close(self) -> None:
         """The episode is over: the engine may forget its conversations."""
@@ -288,7 +296,8 @@ class LLM:
         while True:
             started = time.perf_counter()
             try:
-                completion = await self._engine.complete(request)
+                with outside():
+                    completion = await self._engine.complete(request)
             except EngineError as error:
                 seconds = time.perf_counter() - started
                 attempts.append(Attempt(seconds=seconds, error=f"{type(error).__name__}: {error}"))
@@ -310,9 +319,10 @@ class LLM:
                 if keep == len(track.messages) + 1:
                     break
         record = Call(
-            tape=self._recorder.tape, call=call, by=path, base=base.call if base is not None else None,
-            keep_messages=keep, messages=tuple(messages[keep:]), text=completion.text, tool_calls=completion.tool_calls,
-            usage=completion.usage, engine=engine, at=time.time(), **more,
+            tape=self._recorder.tape, call=call, by=path, conversation=conversation,
+            base=base.call if base is not None else None, keep_messages=keep, messages=tuple(messages[keep:]),
+            text=completion.text, tool_calls=completion.tool_calls, usage=completion.usage, engine=engine,
+            at=time.time(), **more,
         )  # fmt: skip
         self._recorder.write(record)
         track = TextTrack(call, messages, record.reply)
@@ -359,8 +369,8 @@ class _CallWriter:
         else:
             ids, base = self._ids(completion), rendered.base
             record = Call(
-                tape=llm._recorder.tape, call=self.call, by=self.path, base=base.call if base is not None else None,
-                keep=rendered.keep, keep_messages=rendered.keep_messages,
+                tape=llm._recorder.tape, call=self.call, by=self.path, conversation=self.conversation,
+                base=base.call if base is not None else None, keep=rendered.keep, keep_messages=rendered.keep_messages,
                 messages=tuple(request.messages[rendered.keep_messages :]), prompt=rendered.new, completion=ids,
                 logprobs=completion.logprobs, text=completion.text, tool_calls=completion.tool_calls,
                 spans=completion.spans, split=rendered.split, engine=engine, at=time.time(),
@@ -369,7 +379,7 @@ class _CallWriter:
                 **common,
             )  # fmt: skip
             llm._recorder.write(record)
-            if finish != "error":
+            if finish != "error" and not (finish == "cancelled" and not ids):
                 self._track(ids, record)
         if finish not in ("error", "cancelled"):  # what nobody heard is nobody's answer
             llm._pending.setdefault(self.path, []).append(self.call)
@@ -398,12 +408,6 @@ class _CallWriter:
         assert self.llm._engine is not None
         assert self.llm._engine.renderer is not None
         return self.llm._engine.renderer.completion(self.rendered, reply)
-
-
-def derive_seed(seed: int, *parts: str | int) -> int:
-    """The first 8 bytes of SHA-256(seed, parts), below 2**63: one stream of randomness for each purpose."""
-    text = "/".join(str(part) for part in (seed, *parts))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def tool_schema(tool: type[BaseModel] | dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ caller, after the tape was closed as `cancelled`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import platform
@@ -17,6 +18,8 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from pydantic import JsonValue
+
 from ..envs.base import Environment, Outcome
 from ..tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ..tapes.journal import Journal
@@ -25,6 +28,7 @@ from ..tapes.messages import ENV
 from ..tapes.records import Begin, End, Identity, Parent, Reward, trains
 from .agent import Agent, configuration, qualified
 from .engine import Engine
+from .guard import Guard, acting
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed, derive_seed
 from .recorder import Recorder
@@ -60,6 +64,7 @@ async def rollout(
     fork: Tape | None = None,
     tape_id: str | None = None,
     retries: int = 2,
+    guard: bool = False,
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and give its closed tape.
 
@@ -67,22 +72,27 @@ async def rollout(
     sees it, the agent never. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
     `fork` is a view made by `tape.at_turn(k)`: the environment is restored to it and the episode goes on from there.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
-    is durable before it is carried out. Raises StoreFailed and CancelledError; nothing else comes out of an episode.
+    is durable before it is carried out. With `guard` an agent that uses a clock, randomness, a socket or a process by
+    itself, which no replay could give it again, fails with an error that names the line. Raises StoreFailed and
+    CancelledError; nothing else comes out of an episode.
     """
-    episode = _Episode(
+    episode = Episode(
         agent, env if isinstance(env, Environment) else env(), Task.of(task),
         engine=engine, seed=seed, env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
         group=group, attempt=attempt, split=split, limits=limits or Limits(), sampling=sampling or Sampling(),
         journal=journal, fork=fork, tape_id=tape_id or new_tape_id(), retries=retries,
     )  # fmt: skip
-    return await episode.run()
+    with Guard() if guard else contextlib.nullcontext():
+        return await episode.run()
 
 
-class _Episode:
+class Episode:
+    """One episode of a rollout. `await episode.run()` once."""
+
     def __init__(
         self, agent: Agent, env: Environment[Any], task: Task, *, engine: Engine | None, seed: int, env_seed: int,
         group: str | None, attempt: int, split: str, limits: Limits, sampling: Sampling, journal: Journal | None,
-        fork: Tape | None, tape_id: str, retries: int,
+        fork: Tape | None, tape_id: str, retries: int, recorder: Callable[..., Recorder] = Recorder,
     ) -> None:  # fmt: skip
         self.agent = agent
         self.env = env
@@ -96,9 +106,9 @@ class _Episode:
         begin = Begin(
             tape=tape_id, task=task, task_hash=task.hash, agent=agent.identity(), env=_environment_identity(env),
             env_seed=env_seed, seed=seed, group=group, attempt=attempt, split=split, parent=parent,
-            versions=_versions(engine), at=time.time(),
+            versions=_versions(engine), sampling=sampling, limits=_told(limits, engine), at=time.time(),
         )  # fmt: skip
-        self.recorder = Recorder(begin, journal, fork)
+        self.recorder = recorder(begin, journal, fork)
         self.llm = LLM(self.recorder, engine, seed=seed, limits=limits, sampling=sampling, retries=retries)
         if fork is not None:
             self.llm.inherit(fork)
@@ -218,18 +228,19 @@ class _Episode:
             raise AgentFault(
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
-        try:
-            async for step in steps:
-                if not isinstance(step, Step) or isinstance(step, Observation):
-                    raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
-                path, calls = self.llm.attribute(step, self.agent.path)
-                self._record(step, path, calls)
-                if isinstance(step, Action):
-                    return step
-        finally:
-            close = getattr(steps, "aclose", None)
-            if close is not None:
-                await close()
+        with acting():
+            try:
+                async for step in steps:
+                    if not isinstance(step, Step) or isinstance(step, Observation):
+                        raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
+                    path, calls = self.llm.attribute(step, self.agent.path)
+                    self._record(step, path, calls)
+                    if isinstance(step, Action):
+                        return step
+            finally:
+                close = getattr(steps, "aclose", None)
+                if close is not None:
+                    await close()
         return None
 
     def _limit(self, reached: LimitReached) -> tuple[Status, Cause | None]:
@@ -291,6 +302,13 @@ class _Episode:
             self.recorder.write(
                 Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
             )
+
+
+def _told(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
+    """The limits as the tape tells them: those that are set, the engine's own context among them."""
+    told = limits.model_dump(exclude_none=True)
+    contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
+    return {**told, "context": min(contexts)} if contexts else told
 
 
 def _no_action(agent: Agent) -> tuple[Status, Cause | None]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..tapes import Sampling, Tape, Task
 from ..tapes.progress import Progress, silent
@@ -22,6 +23,7 @@ from .engine import Engine
 from .engines import EngineConfig, make_engine
 from .limits import Limits
 from .llm import derive_seed
+from .passk import Scores, check_k, evaluate_rewards
 from .references import Loaded, Scene
 from .rollout import rollout
 
@@ -41,9 +43,20 @@ class RunConfig(Scene):
     """Episodes in flight."""
     refills: int = Field(default=1, ge=0)
     """How often an attempt is made again that the environment, the model, the clock or we ourselves broke."""
+    k: tuple[int, ...] = ()
+    """Report pass@k for each of these; it takes as many attempts."""
+    success: float = 1.0
+    """The least reward of a success."""
+    by: str | None = None
+    """Report by label as well: the value under this key in the public part of each task."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> RunConfig:
+        check_k(self.k, self.attempts)
+        return self
 
 
-FREE = ("concurrency",)
+FREE = ("concurrency", "k", "success", "by")
 """Settings that may change when a run goes on: they change no tape."""
 
 
@@ -73,6 +86,8 @@ class RunSummary(BaseModel):
     """Mean over the scored episodes; None when there is none."""
     error: float | None
     """Standard error of that mean, episodes taken as independent; None below two."""
+    scores: Scores
+    """Mean reward and pass@k over tasks, with their intervals; an attempt counts by its last usable episode."""
     scored: int
     usable: int
     """Episodes that ended as a result of the agent's own doing."""
@@ -89,12 +104,14 @@ def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: P
 
     Raises UsageError before anything is written where the configuration names what isn't there.
     """
-    return asyncio.run(_run(config, Path(out), resume, progress))
-
-
-async def _run(config: RunConfig, out: Path, resume: bool, progress: Progress) -> RunSummary:
     started = time.perf_counter()
+    # Ahead of the event loop: what is named may be made by code that runs one of its own.
     scene = config.load()
+    return asyncio.run(_run(config, scene, Path(out), resume, progress, started))
+
+
+async def _run(config: RunConfig, scene: Loaded, out: Path, resume: bool, progress: Progress,
+               started: float) -> RunSummary:  # fmt: skip
     made = await make_engine(config.engine)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
@@ -186,10 +203,38 @@ def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Pa
     return RunSummary(
         run=str(out), tasks=tasks, attempts=config.attempts, episodes=len(found), recorded=recorded,
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
-        reward=mean, error=error, scored=n, usable=sum(map(_trains, found)),
+        reward=mean, error=error, scored=n,
+        scores=scores_of(store, config.split, k=config.k, success=config.success, by=config.by),
+        usable=sum(map(_trains, found)),
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens={"sampled": books.sampled, "authored": books.authored}, seconds=round(seconds, 3),
     )  # fmt: skip
+
+
+def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
+    """task hash -> the reward of each attempt at it: that of its last episode that ended by the agent's own doing, None
+    where that is unscored or there is none."""
+    found: dict[str, dict[tuple[str, int], float | None]] = {}
+    for s in store.summaries(split=split, closed=True):
+        place = (s.group or s.id, s.attempt)
+        rewards = found.setdefault(s.task_hash, {})
+        if _trains(s) or place not in rewards:
+            rewards[place] = s.reward if _trains(s) else None
+    return {task: list(rewards.values()) for task, rewards in found.items()}
+
+
+def scores_of(store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0,
+              by: str | None = None) -> Scores:  # fmt: skip
+    """What the recorded episodes of `split` (None: all) come to. by: as in RunConfig."""
+    labels: dict[str, str] | None = None
+    if by is not None:
+        first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}
+        labels = {task: _label(store.tape(tape, refresh=False).begin.task, by) for task, tape in first.items()}
+    return evaluate_rewards(rewards_of(store, split), k=k, success=success, labels=labels)
+
+
+def _label(task: Task, key: str) -> str:
+    return str(task.public[key]) if isinstance(task.public, dict) and key in task.public else f"without {key}"
 
 
 def _published(store: Store) -> set[str]:

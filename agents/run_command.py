@@ -11,11 +11,14 @@ from ..tapes.progress import live_progress
 from ..tapes.rundir import pin_line
 
 if TYPE_CHECKING:
+    from .passk import Scores
     from .run import RunSummary
 
 EXAMPLE = """
 tapereel run --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
 --set engine.answers='["7"]' --out runs/digits-script
+tapereel run --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
+--model runs/digits-model --k 1,4,16 --out runs/digits-passk
 tapereel run --config run.yaml --set attempts=4 --out runs/digits --resume
 """
 
@@ -24,6 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     add_scene_arguments(parser)
     parser.add_argument("--attempts", metavar="N", help="episodes of each task (1)")
+    parser.add_argument("--k", metavar="K,K", help="report pass@k for these; unless --attempts or a file says "
+                        "otherwise, there are as many attempts as it takes")  # fmt: skip
     add_config_arguments(parser)
 
 
@@ -60,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from .run import RunConfig
     from .run import run as roll_out
 
-    config = load_config(RunConfig, args.config, scene_settings(args, "attempts"))
+    config = load_config(RunConfig, args.config, [*_settings_of_k(args), *scene_settings(args, "attempts")])
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
@@ -69,6 +74,35 @@ def run(args: argparse.Namespace) -> int:
         summary = roll_out(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), *_lines(summary))
     return Exit.HOLDS if summary.usable or not summary.episodes else Exit.BROKEN
+
+
+def _settings_of_k(args: argparse.Namespace) -> list[str]:
+    if args.k is None:
+        return []
+    k = read_k(args.k)
+    return [f"k={list(k)}", *([] if args.config else [f"attempts={max(k)}"])]
+
+
+def read_k(text: str) -> tuple[int, ...]:
+    """The numbers of `1,4,16`. UsageError where they are none."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--k {text!r} is no list of attempts; write it as in --k 1,4,16")
+    return tuple(map(int, parts))
+
+
+def score_lines(scores: Scores, indent: str = "") -> list[str]:
+    """Mean reward, pass@k and labels with their intervals, a line each."""
+    lines = [f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks"] if scores.reward is not None else []
+    for k, found in scores.pass_at.items():
+        short = f"; {scores.short[k]:,} with fewer than {k} scored attempts left out" if scores.short[k] else ""
+        said = "no task has so many scored attempts" if found is None else f"{found} over {found.tasks:,} tasks{short}"
+        lines.append(f"{indent}pass@{k} {said}")
+    if scores.unscored:
+        lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts unscored: neither success nor 0")
+    for label, part in scores.by_label.items():
+        lines += [safe(f"{indent}{label}:"), *score_lines(part, indent + "  ")]
+    return lines
 
 
 def _table(summary: RunSummary) -> Any:
@@ -87,6 +121,7 @@ def _lines(summary: RunSummary) -> list[str]:
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{reward}; {summary.tokens['sampled']:,} tokens sampled.",
+        *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
         pin_line(summary.run),
         safe(f"Next: tapereel show {summary.run}"),
     ]  # fmt: skip

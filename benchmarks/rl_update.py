@@ -11,8 +11,8 @@ same round.
 
     ours        Trainer.update with the recipe grpo: own positions only, the vocabulary in chunks
     plain       logits of every position in float32, log_softmax, gather, clipped loss, backward
-    tapeagents  python -m venv ta; ta/bin/pip install torch==2.13.0 tapeagents==0.1.16 transformers==4.51.3 "wandb~=0.19" peft==0.12
-                "datasets~=2.21.0" "numpy~=1.26" accelerate==1.7.0 "pyarrow<19"
+    tapeagents  python -m venv ta; ta/bin/pip install torch==2.13.0 tapeagents==0.1.16 transformers==4.51.3
+                "wandb~=0.19" peft==0.12 "datasets~=2.21.0" "numpy~=1.26" accelerate==1.7.0 "pyarrow<19"
     torchrl     python -m venv torchrl; torchrl/bin/pip install torch==2.13.0 torchrl transformers
 """
 

@@ -7,7 +7,7 @@ files. Private task parts, rewards and metrics go to the record, never to the ag
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -67,6 +67,11 @@ class Environment(Generic[ActionT]):
     blocking: ClassVar[bool] = False
     """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
     rollout then runs each call in a thread of its own."""
+
+    varies: ClassVar[Mapping[str, str | None]] = {}
+    """What may differ when the same actions are taken again, as `{"reading.text": "[0-9]+ ms"}`: a field of an
+    observation (`kind.field`) or `reward.name`, and a regular expression of the part that varies; None for all of it.
+    """
 
     rng: random.Random
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,7 +82,7 @@ class Taskset(Sequence[Task]):
             from datasets import Dataset
         except ImportError as error:
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, _quiet_datasets():
             # The rows are read once and kept here: a copy in the user's cache would only lie about.
             rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             return cls(rows, row=row, size=size, name=name or path.stem)
@@ -292,6 +293,21 @@ def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
     """How many tasks the two have in common, by hash. Assert that it is 0 for training and held-out tasks."""
     first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
     return len(first & second)
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Without the progress bar that `datasets` shows for every file."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _every(task_hash: str) -> bool:

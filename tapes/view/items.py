@@ -70,7 +70,8 @@ def call_line(read: Call) -> dict[str, Any]:
     """A call without its messages and tokens."""
     known = [x for x in read.logprobs or () if x == x]
     return {
-        "t": "call", "call": read.call, "by": read.by, "conversation": read.conversation, "engine": read.engine, "at": read.at,
+        "t": "call", "call": read.call, "by": read.by, "conversation": read.conversation, "engine": read.engine,
+        "at": read.at,
         "prompt": read.keep + len(read.prompt) if read.prompt is not None else None, "kept": read.keep,
         "base": read.base, "completion": len(read.completion) if read.completion is not None else None,
         "finish": read.finish, "temperature": read.sampling.temperature,

@@ -21,7 +21,8 @@ from tapereel.agents import (
 )
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import CauseType, Misread, Status, Text, ToolCalls, ToolResult, ToolResults
-from tests.agents.worlds import Guess, GuessNumber, Player
+
+from .worlds import Guess, GuessNumber, Player
 
 
 def run(*args: Any, **options: Any) -> Any:

@@ -26,7 +26,8 @@ from tapereel.agents.llm import derive_seed
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
 from tapereel.tapes.journal import Durability
-from tests.agents.worlds import Guess, GuessNumber, Hint, Player
+
+from .worlds import Guess, GuessNumber, Hint, Player
 
 
 def run(*args: Any, **options: Any) -> Tape:

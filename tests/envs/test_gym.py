@@ -13,7 +13,8 @@ import pytest
 from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
 from tapereel.envs import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal, check_env
 from tapereel.tapes import MissingExtra, Status, Task, Text
-from tests.agents.worlds import Guess
+
+from ..agents.worlds import Guess
 
 gymnasium = pytest.importorskip("gymnasium")
 

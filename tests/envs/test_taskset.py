@@ -214,6 +214,17 @@ def test_files_are_read_through_datasets(suffix: str, tmp_path: Path):
     assert tasks.digest == Taskset(source, row=_to_task).digest
 
 
+def test_reading_a_file_shows_no_progress_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from datasets import are_progress_bars_disabled
+
+    before = are_progress_bars_disabled()
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"n": 1}')
+    Taskset.load(path)
+    assert capsys.readouterr().err == ""
+    assert are_progress_bars_disabled() == before, "the bars of other programs are theirs"
+
+
 def test_a_file_that_changed_is_read_anew(tmp_path: Path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"n": 1}')

@@ -12,7 +12,7 @@ from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Action, Observation, Sampling, Status, Tape, Task, Text
 from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.log import TapeLog, step_record
-from tapereel.tapes.records import Begin, Call, End, Identity, Reward
+from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Reward
 from tapereel.tapes.steps import Answer
 from tapereel.tapes.store import Store
 
@@ -79,3 +79,23 @@ def sampled_tape(answer: str, *, logprobs: Sequence[float] | None, spans: tuple[
     log.append(Reward(tape=name, step=1, name="exact", value=reward))
     log.append(End(tape=name, status=Status.FINISHED, seconds=0.5, at=1.0))
     return Tape(log)
+
+
+def hostile_everywhere(path: Path, text: str) -> Path:
+    """A run of one tape, `hostile`, that says `text` wherever a tape can say anything."""
+    name = "hostile"
+    task = Task(id=text, public=text)
+    with Store.create(path) as store:
+        for record in (
+            Begin(tape=name, task=task, task_hash=task.hash, agent=Identity(name=text), env=Identity(name=text),
+                  env_seed=0, seed=0, group=text, split=text, at=0.0),
+            step_record(name, Text(text=text), by="env"),
+            Call(tape=name, call=f"{name}.1", by=text, text=text, engine=text, split=text, at=0.0, completion=ints([1]),
+                 logprobs=floats([-1.0]), spans=((text, 0, 1),)),
+            step_record(name, Answer(text=text), by=text, calls=((f"{name}.1", 0, 1),)),
+            Reward(tape=name, step=1, name=text, value=1.0),
+            Reward(tape=name, name=text, value=1.0),
+            End(tape=name, status=Status.ERROR, cause=Cause(type=CauseType.AGENT, error=text, message=text), at=1.0),
+        ):  # fmt: skip
+            store.writer.append(record.body())
+    return path

@@ -214,7 +214,8 @@ def _canonical(name: str) -> str:
 
 
 def test_the_extras_are_those_that_the_readme_and_the_errors_name():
-    assert set(_requirements()) == {"", "train", "demo", "gym", "vllm", "litellm", "lora", "mcp", "http", "dev"}
+    assert set(_requirements()) == {"", "train", "demo", "gym", "vllm", "litellm", "lora", "mcp", "http", "browser",
+                                    "track", "wandb", "trackio", "mlflow", "dev"}  # fmt: skip
 
 
 def test_constraints_pin_all_that_the_dev_extra_installs():

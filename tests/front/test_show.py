@@ -15,7 +15,7 @@ from tapereel.tapes import Tape
 from tapereel.tapes.console import Exit
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
-from .making import played, run_of, sampled_tape
+from .making import hostile_everywhere, played, run_of, sampled_tape
 
 EPISODES = [("train", ["5", "7"]), ("eval", ["7"]), ("train", ["5", "x"]), ("train", ["9", "8", "7"])]
 
@@ -130,3 +130,36 @@ def test_an_unscored_tape_has_no_reward_and_a_fork_marks_what_it_inherited():
     assert summarise(tape).cause == "agent: ValueError: invalid literal for int() with base 10: 'x'"
     assert [line.inherited for line in step_lines(tape)] == [False] * len(tape)
     assert episode_rewards(played("7")) == {"played": 0.125}
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m\u202edrow\u200b"
+
+
+def _shown_raw(text: str) -> list[str]:
+    return [f"U+{ord(c):04X}" for c in text if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize("words", [[], ["--calls"], ["--json"]])
+def test_no_part_of_a_tape_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+    run = hostile_everywhere(tmp_path / "run", HOSTILE)
+    listed, one = [word for word in words if word != "--calls"], [str(run), "hostile", *words]
+    assert main(["show", str(run), *listed]) == Exit.HOLDS
+    assert main(["show", *one]) == Exit.HOLDS
+    told = capsys.readouterr()
+    assert "owned" in told.out
+    assert _shown_raw(told.out) == []
+    assert _shown_raw(told.err) == []
+
+
+def test_an_error_that_quotes_a_tape_commands_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["show", str(tmp_path / HOSTILE.replace("/", ""))]) == Exit.USAGE
+    told = capsys.readouterr().err
+    assert "owned" in told
+    assert _shown_raw(told) == []
+
+
+def test_json_says_the_same_whatever_characters_it_spells_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = hostile_everywhere(tmp_path / "run", HOSTILE)
+    data = _json(capsys, str(run), "hostile")
+    assert data["tape"]["agent"] == HOSTILE
+    assert data["episode_rewards"] == {HOSTILE: 1.0}

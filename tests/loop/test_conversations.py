@@ -28,8 +28,9 @@ from tapereel.envs import Environment, Outcome
 from tapereel.finetune.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 from tapereel.tapes.arrays import floats, ints
-from tests.agents.embedded_lab import until
-from tests.agents.families import tokenizer
+
+from ..agents.embedded_lab import until
+from ..agents.families import tokenizer
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 TURNS = 3

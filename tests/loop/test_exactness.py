@@ -19,8 +19,8 @@ from tapereel.agents.embedded import EmbeddedEngine
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
-from tests.agents.embedded_lab import until
 
+from ..agents.embedded_lab import until
 from .lab import RENDERER, model
 
 EPISODES = 6

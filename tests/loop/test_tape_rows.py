@@ -30,8 +30,8 @@ from tapereel.tapes.records import (
     Task,
     Tokens,
 )
-from tests.finetune.build import ledger
 
+from ..finetune.build import ledger
 from .lab import RENDERER, WORDS, Letters, Speaker, model
 
 ROWS = ledger("rows")

@@ -18,7 +18,7 @@ from .lab import Lab
 WRITER = """
 import asyncio, itertools, sys
 from tapereel.tapes.store import Store
-from tests.store.lab import Lab
+from .lab import Lab
 
 lab, name = Lab(), sys.argv[2]
 

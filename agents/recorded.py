@@ -1,0 +1,74 @@
+"""What a run directory says of how its tapes were recorded: which agent, which environment, which tokenizer.
+
+Code that a run's configuration names is imported, as going on with that run would; names that stand on tapes alone are
+not, since a tape may come from anywhere: of those only Tapereel's own are followed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..envs.named import load_named
+from ..tapes.console import UsageError
+from ..tapes.records import Identity
+from ..tapes.rundir import CONFIG, recorded_settings
+from .agent import Agent, qualified
+from .chat import ChatAgent
+from .references import load_agent
+
+
+def tokenizer_folder(run: str | Path) -> str | None:
+    """Where the run keeps its tokenizer: in its newest checkpoint, else in the model that it was begun with."""
+    saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
+    if saved:
+        return str(saved[-1].parent)
+    folders = (recorded_settings(run).get(("engine", key)) for key in ("model", "tokenizer"))
+    return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
+
+
+def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
+    """The renderer by the run's configuration, for the tokenizer in `folder` (default: the run's); None without one."""
+    folder = folder or tokenizer_folder(run)
+    if folder is None:
+        return None
+    from .engines import RendererConfig
+    from .pretrained import load_tokenizer
+
+    told = {keys[2]: value for keys, value in recorded_settings(run).items()
+            if len(keys) == 3 and keys[:2] == ("engine", "renderer")}  # fmt: skip
+    return RendererConfig.model_validate(told).make(load_tokenizer(folder))
+
+
+def recorded_agent(run: str | Path, name: str | None, identity: Identity | None) -> Agent:
+    """The agent called `name`, else the one that the run's configuration names, else Tapereel's own on the tape.
+
+    UsageError where none of these is there.
+    """
+    told = name or recorded_settings(run).get(("agent",))
+    if isinstance(told, str):
+        return load_agent(told)
+    own = _own(identity) if identity is not None else None
+    if own is not None:
+        return own
+    told = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
+    raise UsageError(f"which agent? {run} has no {CONFIG} that names one: give --agent module:name{told}")
+
+
+def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
+    """Import what defines the steps on the tapes: the things called `names`, and the environment of the run's
+    configuration."""
+    told = recorded_settings(run).get(("env",))
+    for name in (*names, *([told] if isinstance(told, str) else [])):
+        load_named(name)
+
+
+def _own(identity: Identity) -> Agent | None:
+    """A ChatAgent of Tapereel's own parts, as the demo's is."""
+    config = dict(identity.config)
+    parse = config.pop("parse", None)
+    ours = __name__.partition(".")[0] + "."
+    if identity.cls != qualified(ChatAgent) or not isinstance(parse, str) or not parse.startswith(ours):
+        return None
+    known = {key: config[key] for key in ("system", "misreads", "temperature", "max_tokens") if key in config}
+    return ChatAgent(**known, parse=load_named(parse), name=identity.name)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""`tapereel view`: look at a run in the browser, from a server on this machine or from files that need none."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import signal
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from ..tapes.console import Exit, UsageError, answer, say
+from ..tapes.view import RunView
+
+EXAMPLE = """
+tapereel view runs/demo
+tapereel view runs/demo --port 8123 --no-browser
+tapereel view runs/demo --out runs/demo-view --last 500
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory; a run at work is shown as it grows")
+    parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
+                        help="where to listen (default: this machine only; anything else asks for a token)")
+    parser.add_argument("--token", help="the token to ask for, at least 16 letters and digits (default: a new one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
+    parser.add_argument("--weights", metavar="DIR",
+                        help="a checkpoint or model folder: its probability of each token over that at sampling")
+    parser.add_argument("--out", metavar="DIR", help="write the view as files to DIR instead, to open or to host")
+    parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
+    parser.add_argument("--last", type=int, metavar="N", help="with --out: only the newest N tapes")
+
+
+def run(args: argparse.Namespace) -> int:
+    insight = functools.partial(args.insight, weights=args.weights)
+    if not 0 <= args.port < 65536:
+        raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
+    with RunView(args.run, insight=insight) as view:
+        if args.out is not None:
+            from ..tapes.view.bundle import write_bundle
+
+            written = write_bundle(view, Path(args.out), tapes=args.tape, last=args.last)
+            answer(args, written, f"{written['tapes']} tapes in {written['files']} files, {written['bytes']:,} bytes: "
+                                  f"open {written['index']}")  # fmt: skip
+            return Exit.HOLDS
+        if args.tape or args.last is not None:
+            raise UsageError("--tape and --last say what --out writes; give --out DIR, or filter in the browser")
+        from .view_server import Server
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(args, Server(view, args.host, args.token)))
+    return Exit.HOLDS
+
+
+async def _serve(args: argparse.Namespace, server: Any) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # no such signals here: Ctrl-C still ends it
+            loop.add_signal_handler(name, stop.set)
+    async with server.serving(args.port):
+        answer(args, {"url": server.url, "run": str(args.run)}, server.url)
+        say("press Ctrl-C to stop")
+        if not args.no_browser:
+            await asyncio.to_thread(webbrowser.open, server.url)
+        await stop.wait()

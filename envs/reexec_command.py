@@ -1,0 +1,104 @@
+"""`tapereel reexec`: does a fresh environment still answer the recorded actions as it did?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from ..tapes.checking import add_tape_arguments, check_run, tell
+from ..tapes.console import UsageError, safe
+from ..tapes.rundir import recorded_settings
+from .named import load_named
+
+if TYPE_CHECKING:
+    from ..tapes.records import Identity
+    from ..tapes.store import Store
+    from ..tapes.tape import Tape
+    from ..tapes.verdict import Verdict
+    from .base import Environment
+
+EXAMPLE = """
+tapereel reexec runs/demo --env tapereel.finetune.demo:calculator
+tapereel reexec runs/digits 019a3c --env examples/digits.py:Digits --times 3
+tapereel reexec runs/digits --mask 'digit.text=[0-9]+' --mask reward.seconds
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    add_tape_arguments(parser)
+    parser.add_argument("--env", metavar="NAME", help="module:name of an environment class or factory (default: as the "
+                        "run's configuration says)")  # fmt: skip
+    parser.add_argument("--times", type=int, default=1, metavar="N",
+                        help="execute N times, and tell which fields vary and what to declare")  # fmt: skip
+    parser.add_argument("--mask", action="append", default=[], metavar="FIELD[=REGEX]",
+                        help="a field that may differ (`kind.field`, `reward.name`), or which part")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for one execution (default 60)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Execute again, and print the verdicts."""
+    if args.times < 1 or args.seconds <= 0:
+        raise UsageError(f"--times is {args.times} and --seconds {args.seconds}; both must be above 0")
+    masks = tuple((name, rule or None) for name, _, rule in (text.partition("=") for text in args.mask))
+    name = args.env or recorded_settings(args.run).get(("env",))
+    plan = ReexecPlan(name if isinstance(name, str) else None, masks, args.times, args.seconds)
+    plan.named()
+    verdicts = check_run(args, "reexec", plan)
+    proposed: dict[str, str | None] = {}
+    for verdict in verdicts.verdicts:
+        for field, rule in verdict.proposed.items():
+            proposed[field] = None if proposed.get(field, rule) != rule else rule
+    told = [safe(f"varies = {proposed!r}   # on the environment, if that is as it should be")] if proposed else []
+    if args.times > 1 and not proposed:
+        told = [f"nothing varies in {args.times} executions"]
+    return tell(args, verdicts, *told, data={"proposed": proposed})
+
+
+@dataclass(frozen=True)
+class ReexecPlan:
+    """What a process needs to know to execute tapes again."""
+
+    env: str | None
+    """None: the one on each tape, where it is Tapereel's own."""
+    masks: tuple[tuple[str, str | None], ...]
+    times: int
+    seconds: float
+
+    def named(self) -> Callable[[], Environment[Any]] | None:
+        """The factory that was named. UsageError where the name is that of something else."""
+        if self.env is None:
+            return None
+        found = load_named(self.env)
+        if not callable(found):
+            raise UsageError(f"{self.env} is an object of type {type(found).__qualname__}, not an environment class or "
+                             "a function that makes one")  # fmt: skip
+        return cast("Callable[[], Environment[Any]]", found)
+
+    def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
+        from ..tapes.verdict import unverifiable
+        from .reexec import reexec
+
+        named, masks = self.named(), dict(self.masks)
+
+        def check(tape: Tape) -> Verdict:
+            make = named or _own(tape.begin.env)
+            if make is None:
+                return unverifiable("reexec", tape.id, f"which environment? It was recorded in {tape.begin.env.cls}: "
+                                    "give --env module:name")  # fmt: skip
+            return asyncio.run(reexec(tape, make, normalise=masks, times=self.times, seconds=self.seconds))
+
+        return check
+
+
+def _own(identity: Identity) -> Callable[[], Environment[Any]] | None:
+    """An environment of Tapereel's own, as its configuration on the tape says; other code is run only when named."""
+    if not identity.cls.startswith(f"{__package__}."):
+        return None
+    cls = load_named(identity.cls)
+    known = inspect.signature(cls).parameters
+    return lambda: cls(**{key: value for key, value in identity.config.items() if key in known})

@@ -1,0 +1,195 @@
+"""Rescore: reward code runs again over recorded tapes. Nothing else does: no agent, no environment, no model.
+
+What it gives is compared with what is recorded under the same names, component by component; a component that isn't on
+the tape is new, and can be added to it as a layer. Two reward functions can be set against each other. A source that
+needs more than the tape (`pure=False`) can't be verified.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from ..tapes import Tape, TapereelError
+from ..tapes.records import Reward
+from ..tapes.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
+from .rewards import Rewards, RewardSource, Scorer
+
+
+class NoReward(TapereelError, TypeError):
+    """What was given is no reward function; says what would do."""
+
+
+def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
+    """A `Rewards`, a `RewardSource`, or a function from a tape to its score, as `Rewards`."""
+    if isinstance(found, Rewards):
+        return found
+    if isinstance(found, RewardSource):
+        return Rewards([found])
+    if callable(found) and not isinstance(found, type):
+        return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
+    raise NoReward(f"{name or 'it'} is a {type(found).__name__}; a reward is a Rewards, a RewardSource, or a function "
+                   "from a tape to a number, named numbers or None")  # fmt: skip
+
+
+async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None,
+                  tolerance: float = 0.0) -> tuple[Verdict, list[Reward]]:  # fmt: skip
+    """(the verdict on what is recorded, the records of components that aren't).
+
+    `layer`: compare with that later scoring, and name new records so; None: with what was recorded with the tape.
+    """
+    if not tape.closed:
+        return unverifiable("rescore", tape.id, "it has no end yet"), []
+    now = await rewards.score(tape, layer=layer)
+    own = tape.rewards if layer is None else [r for r in tape.layers if isinstance(r, Reward) and r.layer == layer]
+    then, given = _by_name(own), _by_name(now)
+    impure = {source.name for source in rewards.sources if not source.pure}
+    names = [name for name in given if name in then]
+    skipped = [name for name in names if _source(name) in impure]
+    checked, found = 0, None
+    for name in names:
+        if name not in skipped:
+            pairs = _pairs(then[name], given[name])
+            checked += len(pairs)
+            found = found or next((d for pair in pairs if (d := _difference(tape, *pair, tolerance))), None)
+    fresh = [r for r in now if r.name not in then]
+    more: dict[str, Any] = {"checked": {"rewards": checked}, "not_checked": tuple(
+        f"reward component {name!r}: it is on no tape, so there is nothing to compare" for name in
+        dict.fromkeys(r.name for r in fresh))}  # fmt: skip
+    if found is not None:
+        return diverged("rescore", found, **more), fresh
+    if skipped:
+        reason = f"{', '.join(sorted(skipped))} needs more than the tape (pure=False): it would be measured anew"
+        return unverifiable("rescore", tape.id, reason, **more), fresh
+    if not names:
+        return unverifiable("rescore", tape.id, _nothing(then, given, layer), **more), fresh
+    return verified("rescore", tape.id, **more), fresh
+
+
+def _source(component: str) -> str:
+    return component.partition("/")[0]
+
+
+def _by_name(records: Iterable[Reward]) -> dict[str, dict[int | None, Reward]]:
+    """Component -> step -> record."""
+    found: dict[str, dict[int | None, Reward]] = defaultdict(dict)
+    for record in records:
+        found[record.name][record.step] = record
+    return dict(found)
+
+
+def _pairs(then: dict[int | None, Reward], now: dict[int | None, Reward]) -> list[tuple[Reward | None, Reward | None]]:
+    """What is to be compared with what: step by step or, where one side scores the episode as a whole and the other its
+    steps, the sums."""
+    if set(then) != set(now) and ({None} in (set(then), set(now))):
+        return [(_sum(then), _sum(now))]
+    return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
+
+
+def _sum(parts: dict[int | None, Reward]) -> Reward:
+    """One record with what all of them are worth, where the last one stands."""
+    last = list(parts.values())[-1]
+    return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
+
+
+def _nothing(then: Iterable[str], now: Iterable[str], layer: str | None) -> str:
+    has, gives = ", ".join(sorted(then)) or "none", ", ".join(sorted(now)) or "none"
+    where = "the tape" if layer is None else f"layer {layer!r}"
+    return f"no component to compare: {where} has {has}, this gives {gives}"
+
+
+def _worth(record: Reward | None) -> float | None:
+    """What a component adds to the reward; of a metric, its value."""
+    return None if record is None else record.value * (record.weight or 1.0)
+
+
+def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: float) -> Divergence | None:
+    a, b = _worth(then), _worth(now)
+    if a is not None and b is not None and (abs(a - b) <= tolerance or (a != a and b != b)):
+        return None
+    one = then if then is not None else now
+    assert one is not None
+    turn = tape.entries[one.step].turn if one.step is not None else None
+    failed = now.evidence if now is not None and isinstance(now.evidence, dict) and b != b else None
+    told = f"reward component {one.name!r} was {_number(a)}, it is now {_number(b)}"
+    frame = failed.get("frame") if failed else None
+    return Divergence(
+        tape=tape.id, turn=turn, step=one.step, field=f"reward.{one.name}", recorded=None if a != a else a,
+        observed=None if b != b else b, cause=Likely.REWARD, where=frame if isinstance(frame, str) else None,
+        sentence=f"{told}: {failed['failed']}" if failed else told,
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "not scored" if value is None else "a failure" if value != value else f"{value:g}"
+
+
+# Two reward functions
+
+
+class Opinion(BaseModel):
+    """What two reward functions say of one tape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tape: str
+    group: str | None
+    ours: float | None
+    """None: not scored, or failed."""
+    theirs: float | None
+
+
+class Disagreement(BaseModel):
+    """How two reward functions disagree."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tapes: int
+    equal: int
+    higher: int
+    """Tapes to which the first gives more."""
+    lower: int
+    unscored: int
+    """Tapes that one of them, or both, gives no reward."""
+    mean_ours: float | None
+    """Over the tapes that both score."""
+    mean_theirs: float | None
+    pairs: int
+    """Pairs of attempts of one group that at least one of the two tells apart."""
+    turned: int
+    """Pairs of which the first prefers one attempt and the second the other: what training would notice most."""
+    furthest: tuple[Opinion, ...]
+    """The tapes on which they differ most."""
+
+
+async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
+    """What both say of a tape."""
+    return Opinion(tape=tape.id, group=tape.begin.group, ours=_total(await ours.score(tape)),
+                   theirs=_total(await theirs.score(tape)))  # fmt: skip
+
+
+def _total(records: Iterable[Reward]) -> float | None:
+    counted = [r.weight * r.value for r in records if r.weight != 0]
+    return sum(counted) if counted else None
+
+
+def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
+    """The table of two reward functions."""
+    both = [(o, o.ours, o.theirs) for o in opinions if o.ours is not None and o.theirs is not None]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for o, a, b in both:
+        if o.group is not None:
+            groups[o.group].append((a, b))
+    pairs = [(x[0] - y[0], x[1] - y[1]) for group in groups.values() for x, y in combinations(group, 2)]
+    n = len(both)
+    furthest = sorted((row for row in both if row[1] != row[2]), key=lambda row: -abs(row[1] - row[2]))
+    return Disagreement(
+        tapes=len(opinions), equal=sum(a == b for _, a, b in both), higher=sum(a > b for _, a, b in both),
+        lower=sum(a < b for _, a, b in both), unscored=len(opinions) - n,
+        mean_ours=sum(a for _, a, _ in both) / n if n else None,
+        mean_theirs=sum(b for _, _, b in both) / n if n else None,
+        pairs=sum(a != 0 or b != 0 for a, b in pairs), turned=sum(a * b < 0 for a, b in pairs),
+        furthest=tuple(o for o, _, _ in furthest[:shown]),
+    )  # fmt: skip

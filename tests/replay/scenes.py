@@ -1,0 +1,78 @@
+"""Episodes of every example: the agent replays them, guarded, and the environment executes them again.
+
+Run in a process of its own for each example, as `python -m tests.replay.scenes hello.py`: two of them may both define a
+`Hint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tapereel.agents import Agent, ScriptedEngine, rollout
+from tapereel.agents.replaying import replay
+from tapereel.envs import Environment
+from tapereel.envs.named import load_named
+from tapereel.envs.reexec import reexec
+from tapereel.tapes import Sampling, Tape
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+Scene = tuple[Agent, Callable[[], Environment[Any]], list[Tape]]
+
+
+def named(file: str, name: str) -> Any:
+    return load_named(f"{EXAMPLES / file}:{name}")
+
+
+async def played(agent: Agent, env: Callable[[], Environment[Any]], tasks: Any, engine: Any,
+                 **options: Any) -> list[Tape]:  # fmt: skip
+    every = [rollout(agent, env, task, engine=engine, seed=k, guard=True, **options) for k, task in enumerate(tasks)]
+    return await asyncio.gather(*every)
+
+
+def hello() -> Scene:
+    player, env = named("hello.py", "Player")(), named("hello.py", "GuessNumber")
+    engine = ScriptedEngine(lambda request: str(1 + request.seed % 9))
+    return player, env, asyncio.run(played(player, env, range(1, 10), engine))
+
+
+def digits() -> Scene:
+    player, env = named("digits.py", "player"), named("digits.py", "Digits")
+    engine = ScriptedEngine(named("digits.py", "counting"))
+    return player, env, asyncio.run(played(player, env, named("digits.py", "tasks")(), engine))
+
+
+def flat_grpo() -> Scene:
+    player, env = named("flat_grpo.py", "player"), named("flat_grpo.py", "FindDigit")
+    tokenizer = named("flat_grpo.py", "char_tokenizer")("0123456789?<>")
+    model = named("flat_grpo.py", "tiny_model")(tokenizer, "micro", seed=0, context=32)
+    engine = named("flat_grpo.py", "BatchedEngine")(model, named("flat_grpo.py", "Renderer")(tokenizer))
+    return player, env, asyncio.run(played(player, env, range(10), engine, sampling=Sampling(max_tokens=1)))
+
+
+def gymnasium_blackjack() -> Scene:
+    tapes = asyncio.run(named("gymnasium_blackjack.py", "play")(hands=20))
+    chat, action = named("gymnasium_blackjack.py", "ChatAgent"), named("gymnasium_blackjack.py", "GymAction")
+    player = chat(named("gymnasium_blackjack.py", "SYSTEM"), parse=lambda text: action(value=int(text)), name="player")
+    gym = named("gymnasium_blackjack.py", "GymEnvironment")
+    return player, lambda: gym("Blackjack-v1"), tapes
+
+
+SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo,
+          "gymnasium_blackjack.py": gymnasium_blackjack}  # fmt: skip
+
+
+def main(name: str) -> None:
+    agent, env, tapes = SCENES[name]()
+    for tape in random.Random(0).sample(tapes, len(tapes)):
+        for verdict in (asyncio.run(replay(tape, agent)), asyncio.run(reexec(tape, env))):
+            assert verdict.outcome == "verified", verdict
+    print(f"{name}: {len(tapes)} tapes verified")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

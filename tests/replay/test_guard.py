@@ -1,0 +1,196 @@
+"""The guard names the line of whatever an agent takes from outside the tape; what the door gives is given again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from datetime import date, datetime
+from random import choice
+from time import time as now_by_name
+from typing import Any
+
+import pytest
+
+from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
+from tapereel.agents.guard import Guard, Nondeterministic
+from tapereel.agents.replaying import replay
+from tapereel.tapes import Answer, CauseType, Reasoning, Status, Tape
+from tapereel.tapes.verdict import Likely
+
+from .worlds import Counting, Given, record
+
+log = logging.getLogger("tests.guard")
+
+
+class Uses(Agent):
+    """Does something, and goes on as if nothing had happened."""
+
+    name = "uses"
+
+    def __init__(self, use: Callable[[], object], *, swallow: bool = False) -> None:
+        self.use, self.swallow = use, swallow
+
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        reply = await llm(tape)
+        if tape.turns == 1:
+            try:
+                self.use()
+            except Exception:
+                if not self.swallow:
+                    raise
+        yield Answer(text=reply.text)
+
+
+USES: dict[str, Callable[[], object]] = {
+    "time.time": lambda: time.time(),
+    "time.monotonic": lambda: time.monotonic(),
+    "time.perf_counter": lambda: time.perf_counter(),
+    "time.time ": lambda: now_by_name(),
+    "datetime.now": lambda: datetime.now(),
+    "date.today": lambda: date.today(),
+    "random.random": lambda: random.random(),
+    "random.randint": lambda: random.randint(1, 6),
+    "random.choice": lambda: choice("abc"),
+    "random.Random()": lambda: random.Random(),
+    "random.shuffle": lambda: random.SystemRandom().shuffle([1, 2]),
+    "os.urandom": lambda: os.urandom(4),
+    "secrets.token_hex": lambda: secrets.token_hex(4),
+    "uuid.uuid4": lambda: uuid.uuid4(),
+    "socket.getaddrinfo": lambda: socket.getaddrinfo("localhost", 80),
+    "subprocess.Popen": lambda: subprocess.run([sys.executable, "-c", ""], check=True),
+}
+
+
+def play(agent: Agent, *, guard: bool = False) -> Tape:
+    engine = ScriptedEngine(lambda request: f"word {len(request.messages)}")
+    return asyncio.run(rollout(agent, Counting, 3, engine=engine, guard=guard))
+
+
+@pytest.mark.parametrize("what", USES)
+def test_what_is_outside_the_tape_is_refused_and_its_line_is_named(what: str):
+    use = USES[what]
+    tape = play(Uses(use))
+    assert tape.status is Status.FINISHED, "without a guard nobody asks"
+    for swallow in (False, True):
+        divergence = asyncio.run(replay(tape, Uses(use, swallow=swallow))).divergence
+        assert divergence is not None
+        assert (divergence.cause, divergence.field) == (Likely.NONDETERMINISM, what.strip())
+        assert divergence.where is not None
+        line = use.__code__.co_firstlineno  # type: ignore[attr-defined]
+        assert divergence.where == f"{__file__}:{line} in <lambda>"
+    assert asyncio.run(replay(tape, Uses(use), guard=False)).outcome == "verified"
+
+
+def test_a_guarded_rollout_ends_with_the_agents_error():
+    tape = play(Uses(USES["uuid.uuid4"]), guard=True)
+    assert (tape.status, tape.turns) == (Status.ERROR, 1)
+    assert tape.cause is not None
+    assert (tape.cause.type, tape.cause.error) == (CauseType.AGENT, "Nondeterministic")
+    assert "llm.uuid(tape)" in (tape.cause.message or "")
+
+
+@pytest.mark.parametrize("harmless", [
+    lambda: random.Random(7).random(),
+    lambda: log.warning("a log line looks at the clock, and that is nobody's business"),
+    lambda: datetime(2020, 1, 1),
+    lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "name"),
+    lambda: time.strftime("%Y", time.gmtime(0)),
+], ids=["seeded", "logging", "datetime", "uuid5", "gmtime"])  # fmt: skip
+def test_what_is_the_same_every_time_is_allowed(harmless: Callable[[], object]):
+    tape = play(Uses(harmless))
+    assert asyncio.run(replay(tape, Uses(harmless))).outcome == "verified"
+
+
+def test_environments_and_engines_may_do_as_they_like():
+    class World(Counting):
+        async def step(self, action: Any) -> Any:
+            time.time()
+            uuid.uuid4()
+            return await super().step(action)
+
+    def model(request: Any) -> str:
+        return f"{random.random()} at {time.time()}"
+
+    class Speaker(Agent):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+            yield Answer(text=(await llm(tape)).text)
+
+    tape = asyncio.run(rollout(Speaker(), World, 3, engine=ScriptedEngine(model), guard=True))
+    assert tape.status is Status.FINISHED, tape.cause
+
+
+def test_a_task_of_the_agents_own_is_the_agent_too():
+    class Busy(Agent):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+            async def think() -> float:
+                return random.random()
+
+            await asyncio.gather(think())
+            yield Answer(text="x")
+
+    tape = asyncio.run(rollout(Busy(), Counting, 2, guard=True))
+    assert tape.cause is not None
+    assert tape.cause.error == "Nondeterministic"
+
+
+def test_the_guard_leaves_nothing_behind():
+    before = sys.getprofile()
+    with Guard() as outer:
+        with Guard():
+            pass
+        assert time.time() > 0, "only agents are watched"
+    assert sys.getprofile() is before
+    assert outer.hits == []
+    assert issubclass(Nondeterministic, RuntimeError)
+
+
+def test_two_agents_at_once_are_watched_apart():
+    async def both() -> list[Tape]:
+        engine = ScriptedEngine(lambda request: "x")
+        return await asyncio.gather(
+            rollout(Uses(USES["time.time"]), Counting, 3, engine=engine, guard=True),
+            rollout(Uses(USES["time.time"]), Counting, 3, engine=engine),
+            rollout(Uses(lambda: None), Counting, 3, engine=engine, guard=True),
+        )
+
+    assert [tape.status for tape in asyncio.run(both())] == [Status.ERROR, Status.FINISHED, Status.FINISHED]
+
+
+def test_the_door_gives_time_chance_and_ids_again():
+    tape = record("time and chance")
+    again = asyncio.run(replay(tape, Given()))
+    assert again.outcome == "verified", again
+    thoughts = [str(step) for step in tape if isinstance(step, Reasoning)]
+    times, ids = zip(*(text.split() for text in thoughts), strict=True)
+    begun = tape.begin.at
+    assert all(begun <= datetime.fromisoformat(text).timestamp() for text in times)
+    assert sorted(times) == list(times)
+    assert len(set(ids)) == len(ids)
+    assert all(uuid.UUID(text).version == 4 for text in ids)
+    other = record("time and chance", seed=8)
+    assert str(other[1]).split()[1] != ids[0], "attempts of a group draw differently"
+
+
+def test_the_doors_clock_moves_with_each_answer():
+    seen: list[datetime] = []
+
+    class Clock(Agent):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+            seen.append(llm.now(tape))
+            await llm(tape)
+            seen.append(llm.now(tape))
+            yield Answer(text="x")
+
+    tape = asyncio.run(rollout(Clock(), Counting, 1, engine=ScriptedEngine(["a"])))
+    assert [at.timestamp() for at in seen] == [
+        pytest.approx(tape.entries[0].at, abs=1e-5), pytest.approx(tape.calls[0].at, abs=1e-5)]  # fmt: skip
+    assert seen[0].tzinfo is not None

@@ -1,0 +1,76 @@
+"""The viewer's real server, for tests: in a thread of its own, with a client that sends what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tapereel.agents.view_server import Server
+from tapereel.tapes.view import RunView
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@contextmanager
+def served(run: Path, *, host: str = "127.0.0.1", token: str | None = None,
+           insight: Callable[[Any], Any] | None = None) -> Iterator[Server]:  # fmt: skip
+    """The server of a run, at work."""
+    ready, server_box, loop_box = threading.Event(), list[Server](), list[Any]()
+    failure: list[BaseException] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loop_box[:] = [asyncio.get_running_loop(), stop]
+        with RunView(run, insight=insight) as view:
+            async with Server(view, host, token).serving() as server:
+                server_box.append(server)
+                ready.set()
+                await stop.wait()
+
+    def work() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failure.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    try:
+        if failure:
+            raise failure[0]
+        yield server_box[0]
+    finally:
+        if not failure:
+            loop_box[0].call_soon_threadsafe(loop_box[1].set)
+        thread.join()
+
+
+def ask(server: Server, path: str, *, host: str | None = None, **headers: str) -> Answer:
+    """One GET whose path is sent as it is given, and whose Host is `host` where one is given."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.door.port)
+    try:
+        connection.putrequest("GET", path, skip_host=True)
+        connection.putheader("Host", f"127.0.0.1:{server.door.port}" if host is None else host)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read())
+    finally:
+        connection.close()

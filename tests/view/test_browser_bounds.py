@@ -1,0 +1,191 @@
+"""What could go wrong in a browser: hostile text, large runs, long tapes, and pages without a server."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.tapes.view import RunView
+from tapereel.tapes.view.bundle import write_bundle
+
+from .lab import hostile_run, long_run, training_run, wide_run
+from .serving import served
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
+
+
+def test_hostile_text_runs_nothing_and_breaks_nothing(page, tmp_path: Path):
+    with served(hostile_run(tmp_path / "run")) as server:
+        page.goto(server.url)
+        page.wait_for_selector(".trow[data-tape]")
+        assert "<script>window.pwned = 1</script>" in page.locator(".c-task").last.inner_text()
+        page.locator(".trow[data-tape] .c-status").click()
+        page.wait_for_selector("article.observation")
+        whole = page.locator("article.observation").first.inner_text()
+        assert '<img src=x onerror="window.pwned = 1"> [a](javascript:pwned)' in whole
+        for shown in ("U+202E", "U+202C", "␛", "U+200B", "U+FEFF", "U+E0041"):
+            assert shown in whole, "what turns, hides or commands is spelled out"
+        kinds = []
+        for k in range(page.evaluate("T.app.tape.head.items")):
+            page.evaluate("k => T.app.tape.choose(k)", k)
+            page.locator("article.chosen:not(.waiting)").wait_for()
+            kinds.append(page.locator("article.chosen").get_attribute("class").split()[1])
+            text = page.locator("main").evaluate("main => main.textContent")
+            assert not any(c in text for c in "\u202e\u202c\x1b\u200b\ufeff\ud800")
+        assert (kinds.count("hole"), kinds[-1]) == (3, "end")
+        page.goto(f"{server.url}#/tape/hostile/call/hostile.1")
+        for tab in ("Request", "Changes", "Tokens", "Training"):
+            page.get_by_role("tab", name=tab).click()
+        page.evaluate("T.app.go('#/group/' + encodeURIComponent('<script>g</script>/../..'))")
+        page.wait_for_selector("table.attempts")
+        page.goto(f"{server.url}#/?text=%3Cscript%3E")
+        page.locator(".table-view > .note", has_text="searched").wait_for()
+        assert page.evaluate("window.pwned") is None
+        assert page.evaluate("({}).polluted") is None
+        assert page.evaluate("[...document.scripts].every(one => one.src.startsWith(location.origin))")
+        outside = "links => links.every(one => one.getAttribute('href').startsWith('#'))"
+        assert page.eval_on_selector_all("a", outside)
+
+
+def test_a_line_of_ten_megabytes_is_read_in_pieces(page, tmp_path: Path):
+    with served(hostile_run(tmp_path / "run")) as server:
+        page.goto(f"{server.url}#/tape/hostile/step/1")
+        page.locator(".inspector summary", has_text="The whole text: 10,000,000 characters").wait_for()
+        page.get_by_role("button", name="Read on").click()
+        page.locator(".inspector pre.box").last.wait_for()
+        page.get_by_role("button", name="Read on").click()
+        page.wait_for_function("() => [...document.querySelectorAll('.inspector pre.box')]"
+                               ".reduce((sum, box) => sum + box.textContent.length, 0) === 200000")  # fmt: skip
+
+
+def test_the_policy_refuses_what_the_test_above_looks_for(page, server):
+    """A control: were hostile text ever markup, this is how it would show."""
+    page.goto(server.url)
+    page.wait_for_function("() => T.app.rows.length > 0")
+    refused = page.evaluate("""() => {
+        const script = document.createElement('script');
+        try { script.textContent = 'window.pwned = 1'; document.body.append(script); }
+        catch (error) { return error.name; }
+    }""")
+    html = page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }")
+    assert refused == html == "TypeError"
+    with pytest.raises(Exception, match="no address of ours"):
+        page.evaluate("T.h('a', { href: 'javascript:window.pwned = 1' })")
+    with pytest.raises(Exception, match="no script of ours"):
+        page.evaluate("T.policy.createScriptURL('data/../../elsewhere.js')")
+    assert page.evaluate("window.pwned") is None
+    page.wait_for_function("() => window.violations.length >= 2")
+    page.evaluate("window.violations.length = 0")
+    page.trouble.clear()
+
+
+def _heap(page: Any) -> tuple[float, int]:
+    """(MB of JavaScript values, DOM nodes) after a collection."""
+    session = page.context.new_cdp_session(page)
+    session.send("HeapProfiler.enable")
+    session.send("HeapProfiler.collectGarbage")
+    session.send("Performance.enable")
+    found = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+    session.detach()
+    return found["JSHeapUsedSize"] / 1e6, int(found["Nodes"])
+
+
+def test_a_tape_of_300_000_records_scrolls_with_flat_memory(page, tmp_path: Path):
+    with served(long_run(tmp_path / "run", 100_000)) as server:
+        page.goto(f"{server.url}#/tape/long")
+        page.wait_for_selector("article.step", timeout=60_000)
+        assert page.evaluate("T.app.tape.head.records") == 300_002
+        heap, nodes = _heap(page)
+        seen = set()
+        for k in range(1, 41):
+            page.evaluate("share => { const place = document.querySelector('.transcript');"
+                          "place.scrollTop = share * (place.scrollHeight - place.clientHeight); }", k / 40)  # fmt: skip
+            page.wait_for_function("share => { const list = T.app.tape.list;"
+                                   "return Math.abs(list.top / (list.total - list.view) - share) < 2e-3; }", arg=k / 40)
+            page.wait_for_function("() => document.querySelector('article.item:not(.waiting)')")
+            seen.add(page.evaluate("T.app.tape.list.at(T.app.tape.list.top)"))
+        page.locator("article.end").wait_for()
+        assert len(seen) == 40
+        assert max(seen) > 299_900
+        after, nodes_after = _heap(page)
+        assert after < heap + 12, "what was scrolled by is let go"
+        assert nodes_after < nodes + 2_500
+        page.goto(f"{server.url}#/tape/long/step/150001")
+        page.locator("article.chosen", has_text="after 50000 comes another").wait_for()
+        drawn = page.locator("article.chosen").bounding_box()
+        pane = page.locator(".transcript").bounding_box()
+        assert pane["y"] <= drawn["y"] < pane["y"] + pane["height"], "a link into the middle is in view"
+        before = page.evaluate("T.app.tape.list.top")
+        page.locator(".transcript").hover()
+        page.mouse.wheel(0, 300)
+        page.wait_for_function("top => Math.abs(T.app.tape.list.top - top - 300) < 40", arg=before)
+
+
+def test_a_run_of_10_000_tapes_is_a_few_requests_and_few_elements(page, tmp_path: Path):
+    with served(wide_run(tmp_path / "run", 10_000)) as server:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(server.url)
+        page.wait_for_function("() => T.app.table.found.length === 10000")
+        assert len([url for url in asked if "/api/table/" in url]) == 2
+        assert len([url for url in asked if "/api/" in url and "/changes" not in url]) == 3
+        assert page.locator("*").count() < 1_500
+        page.evaluate("document.querySelector('.rows').scrollTop = 1e9")
+        page.locator('[data-k="9999"]').wait_for()
+        assert page.locator("*").count() < 1_500
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    with RunView(training_run(folder / "run")) as view:
+        write_bundle(view, folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(params=["file", "http"])
+def address(request: pytest.FixtureRequest, bundle: Path):
+    if request.param == "file":
+        yield f"{(bundle / 'index.html').as_uri()}"
+        return
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=bundle)) as files:
+        thread = threading.Thread(target=files.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{files.server_address[1]}/index.html"
+        files.shutdown()
+        thread.join()
+
+
+def test_a_bundle_shows_the_same_without_a_server(page, address: str):
+    page.goto(address)
+    page.wait_for_function("() => T.app.table.found.length === 13")
+    banner = page.locator("#banner")
+    assert "Verified" in banner.inner_text()
+    assert banner.get_by_role("button").count() == 0
+    page.goto(f"{address}#/tape/g0a1/call/g0a1.3")
+    page.get_by_role("tab", name="Request").wait_for()
+    assert page.locator(".inspector .message").count() == 6
+    page.keyboard.press("/")
+    page.keyboard.type("4[01]")
+    page.locator("#find-regex").check()
+    page.get_by_label("Find in this tape").press("Enter")
+    page.locator("#bar .note", has_text="4 matches").wait_for()
+    page.goto(f"{address}#/group/group-1")
+    page.wait_for_selector("table.attempts")
+    page.goto(f"{address}#/curve")
+    page.locator(".chart .dot").first.click()
+    page.wait_for_function("() => T.app.table.found.length === 4")
+    page.goto(f"{address}#/?text=MisreadTooOften")
+    page.wait_for_function("() => T.app.table.found.length === 1")
+    page.goto(f"{address}#/tape/nobody")
+    page.locator(".state", has_text="no tape nobody is in this bundle").wait_for()
