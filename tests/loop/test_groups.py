@@ -329,12 +329,12 @@ def test_a_resumed_run_uses_no_group_twice_those_set_aside_included(tmp_path: Pa
         store = Store.open(path, write=True) if attempt else Store.create(path)
         history = history_in(store, path, config)
         history.restore()
-        done = abandoned(loop_in(store, history, config, env=Mixed, tasks=tasks(1)), rng.randint(2, 200))
+        done = abandoned(loop_in(store, history, config, env=Mixed, tasks=tasks(1)), rng.randint(2, 60))
         store.close() if done else store.abandon()
         if done:
             break
     assert done
-    assert attempt > 2
+    assert attempt >= 2
     store = Store.open(path)
     plans = [Plan.of(stored.record.info) for stored in store.run_records("use")]
     assert sum(len(plan.aside) for plan in plans) > 0
