@@ -14,8 +14,6 @@ from ..tapes.console import Exit, UsageError, answer, say
 EXAMPLE = """
 tapereel serve models/qwen --port 8000
 tapereel serve models/qwen --port 8000 --options '--max-model-len 8192 --gpu-memory-utilization 0.6'
-tapereel run --config run.yaml --set engine.kind=vllm --set engine.model=models/qwen \
---set engine.urls='["http://127.0.0.1:8000"]' --out runs/qwen
 """
 
 

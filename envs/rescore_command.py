@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from .named import load_named
 from .rescore import NoReward, as_rewards, disagreement, opinion, rescore
 
 if TYPE_CHECKING:
+    from ..tapes.records import Reward
     from ..tapes.store import Store
     from ..tapes.tape import Tape
     from ..tapes.verdict import Verdict
@@ -48,8 +50,14 @@ def run(args: argparse.Namespace) -> int:
     rewards = _load(args.reward)
     if args.against is not None:
         return _set_against(args, rewards, _load(args.against))
-    added = _add_layer(args, rewards) if args.layer is not None else None
-    told = [f"layer {args.layer!r}: {added:,} records added"] if added is not None else []
+    added, told = None, []
+    if args.layer is not None:
+        fresh = _add_layer(args, rewards)
+        added, failed = len(fresh), [record for record in fresh if math.isnan(record.value)]
+        told.append(f"layer {args.layer!r}: {added:,} records added")
+        if failed:
+            told.append(f"{len(failed):,} of them say that the reward failed, as on {failed[0].tape}: "
+                        f"{failed[0].evidence}")  # fmt: skip
     verdicts = check_run(args, "rescore", RescorePlan(args.reward, args.layer, args.tolerance))
     return tell(args, verdicts, *told, data={"added": added})
 
@@ -66,17 +74,17 @@ def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
     return named or [summary.id for summary in store.summaries(split=args.split, closed=True)]
 
 
-def _add_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> int:
-    """Give the layer to the tapes that haven't got it; gives the number of records."""
+def _add_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> list[Reward]:
+    """Give the layer to the tapes that haven't got it; gives the records."""
     from ..tapes.store import Store
 
-    added = 0
+    added: list[Reward] = []
     with Store.open(args.run, write=True) as store:
         for name in _chosen(args, store):
             _, fresh = asyncio.run(rescore(store.tape(name, refresh=False), rewards, layer=args.layer))
             for record in fresh:
                 store.append_layer(record)
-            added += len(fresh)
+            added += fresh
         store.writer.sync()
     return added
 

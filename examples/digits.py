@@ -52,6 +52,14 @@ def blindly(seen: Digit, rng: random.Random) -> Said:
     return Said(text=str(rng.randrange(10)))
 
 
+def close(tape: Tape) -> float:
+    """For `tapereel rescore`: 1 for the digit that was wanted, less the further off it is, 0 for no digit."""
+    said = tape.actions[-1]
+    if not isinstance(said, Said) or not said.text.isdigit():
+        return 0.0
+    return 1 - abs(int(said.text) - int(tape.begin.task.private)) / 10
+
+
 def save_model(folder: str) -> None:
     from tapereel.agents.tiny import char_tokenizer, tiny_model
 

@@ -91,9 +91,13 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes with at least this reward."""
 
 
+def kind(given: Any) -> str:
+    """Which engine is meant; the embedded one where nothing says so."""
+    return given.get("kind", "embedded") if isinstance(given, dict) else given.kind
+
+
 TrainedEngine = Annotated[
-    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")],
-    Discriminator(lambda given: given.get("kind", "embedded") if isinstance(given, dict) else given.kind),
+    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")], Discriminator(kind)
 ]
 
 

@@ -132,7 +132,7 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
     ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are among those trained on"),
     (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
-    (("engine.kind=scripted",), "engine.kind = 'scripted'"),
+    (("engine.kind=scripted",), "expected tags: 'embedded', 'vllm'"),
     (("loop.group_sise=3",), "did you mean loop.group_size"),
     (("warm.updates=3",), "warm.tapes is not set"),
     (("loop.forks={}",), "compares by group"),
