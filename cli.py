@@ -35,6 +35,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "reexec": ("envs.reexec_command", "carry recorded actions out again in a fresh environment, and compare"),
     "rescore": ("envs.rescore_command", "run reward code again over tapes, and compare or add what it gives"),
     "requery": ("finetune.requery_command", "check that recorded log-probs are those of the named weights"),
+    "branch": ("agents.branch_command", "take a recorded episode up at a turn and go on otherwise; or draw the forks"),
+    "diff": ("tapes.diff_command", "show where two tapes part, or what two runs made of the same tasks"),
     "verify": ("tapes.verify_verb", "check that a run's bytes are as they were written"),
     "reproduce": ("finetune.reproduce_command", "derive a checkpoint again from base weights and tapes, and compare"),
     "eval": ("finetune.eval_command", "say how good recorded episodes are: pass@k with intervals, two runs compared"),

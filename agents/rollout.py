@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ..envs.base import Environment, Outcome
+from ..envs.base import Environment, Outcome, RestoreMismatch
 from ..tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ..tapes.journal import Journal
 from ..tapes.log import new_tape_id, step_record
@@ -62,6 +62,7 @@ async def rollout(
     sampling: Sampling | None = None,
     journal: Journal | None = None,
     fork: Tape | None = None,
+    unverified: str | None = None,
     tape_id: str | None = None,
     retries: int = 2,
     guard: bool = False,
@@ -71,6 +72,8 @@ async def rollout(
     `env` is an instance for this one episode, or a factory of one. A bare value as a task is its private part: `reset`
     sees it, the agent never. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
     `fork` is a view made by `tape.at_turn(k)`: the environment is restored to it and the episode goes on from there.
+    Where it doesn't come back to the recorded state, the episode ends with that, unless `unverified` says why it may go
+    on all the same, which is recorded.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
     is durable before it is carried out. With `guard` an agent that uses a clock, randomness, a socket or a process by
     itself, which no replay could give it again, fails with an error that names the line. Raises StoreFailed and
@@ -80,7 +83,8 @@ async def rollout(
         agent, env if isinstance(env, Environment) else env(), Task.of(task),
         engine=engine, seed=seed, env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
         group=group, attempt=attempt, split=split, limits=limits or Limits(), sampling=sampling or Sampling(),
-        journal=journal, fork=fork, tape_id=tape_id or new_tape_id(), retries=retries,
+        journal=journal, fork=fork, unverified=unverified, tape_id=tape_id or new_tape_id(),
+        retries=retries,
     )  # fmt: skip
     with Guard() if guard else contextlib.nullcontext():
         return await episode.run()
@@ -93,16 +97,19 @@ class Episode:
         self, agent: Agent, env: Environment[Any], task: Task, *, engine: Engine | None, seed: int, env_seed: int,
         group: str | None, attempt: int, split: str, limits: Limits, sampling: Sampling, journal: Journal | None,
         fork: Tape | None, tape_id: str, retries: int, recorder: Callable[..., Recorder] = Recorder,
+        unverified: str | None = None,
     ) -> None:  # fmt: skip
         self.agent = agent
         self.env = env
         self.task = task
         self.limits = limits
         self.fork = fork
+        self.unverified = unverified
         self.started = time.perf_counter()
         parent = None
         if fork is not None:
-            parent = Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns)
+            parent = Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns,
+                            unverified=unverified)  # fmt: skip
         begin = Begin(
             tape=tape_id, task=task, task_hash=task.hash, agent=agent.identity(), env=_environment_identity(env),
             env_seed=env_seed, seed=seed, group=group, attempt=attempt, split=split, parent=parent,
@@ -187,8 +194,7 @@ class Episode:
         self.env.rng = random.Random(self.env_seed)
         try:
             if self.fork is not None:
-                await self.call("restore", self.task.given, self.fork)
-                return None
+                return await self._restore(self.fork)
             observation = await self.call("reset", self.task.given)
             if not isinstance(observation, Observation):
                 raise EnvironmentFault(f"reset must give an Observation, not {type(observation).__name__}")
@@ -198,6 +204,13 @@ class Episode:
         except Exception as error:
             return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
         return None
+
+    async def _restore(self, fork: Tape) -> None:
+        try:
+            await self.call("restore", self.task.given, fork)
+        except RestoreMismatch:
+            if self.unverified is None:
+                raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
         """One turn of the agent: its Action, or how the episode ends."""

@@ -15,10 +15,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..tapes import Sampling, Tape, Task
+from ..tapes.attempts import attempts_of, counts
 from ..tapes.progress import Progress, silent
-from ..tapes.records import CauseType, Status, trains
+from ..tapes.records import Status
 from ..tapes.rundir import RunDir, open_run
-from ..tapes.store import Store, Summary
+from ..tapes.store import Store
 from .engine import Engine
 from .engines import EngineConfig, make_engine
 from .limits import Limits
@@ -134,7 +135,7 @@ class Places:
         """(group, attempt) -> for each tape there, in order: may it be trained on."""
         for summary in directory.store.summaries(split=config.split, closed=True):
             if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
-                self.tapes.setdefault((summary.group, summary.attempt), []).append(_trains(summary))
+                self.tapes.setdefault((summary.group, summary.attempt), []).append(counts(summary))
 
     def group(self, task: Task) -> str:
         """The id of a task's group: the same whatever the order of the tasks."""
@@ -205,7 +206,7 @@ def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Pa
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
         reward=mean, error=error, scored=n,
         scores=scores_of(store, config.split, k=config.k, success=config.success, by=config.by),
-        usable=sum(map(_trains, found)),
+        usable=sum(map(counts, found)),
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens={"sampled": books.sampled, "authored": books.authored}, seconds=round(seconds, 3),
     )  # fmt: skip
@@ -214,13 +215,8 @@ def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Pa
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
     """task hash -> the reward of each attempt at it: that of its last episode that ended by the agent's own doing, None
     where that is unscored or there is none."""
-    found: dict[str, dict[tuple[str, int], float | None]] = {}
-    for s in store.summaries(split=split, closed=True):
-        place = (s.group or s.id, s.attempt)
-        rewards = found.setdefault(s.task_hash, {})
-        if _trains(s) or place not in rewards:
-            rewards[place] = s.reward if _trains(s) else None
-    return {task: list(rewards.values()) for task, rewards in found.items()}
+    return {task: [s.reward if counts(s) else None for s in attempts]
+            for task, attempts in attempts_of(store, split).items()}  # fmt: skip
 
 
 def scores_of(store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0,
@@ -239,8 +235,3 @@ def _label(task: Task, key: str) -> str:
 
 def _published(store: Store) -> set[str]:
     return {stored.record.version for stored in store.run_records("publish")}
-
-
-def _trains(summary: Summary) -> bool:
-    status = Status(summary.status) if summary.status is not None else None
-    return trains(status, CauseType(summary.cause) if summary.cause is not None else None)

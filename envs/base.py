@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ..tapes import Action, Observation, Status, TapereelError
+from .varying import without
 
 if TYPE_CHECKING:
     from ..tapes import Tape
@@ -95,7 +96,8 @@ class Environment(Generic[ActionT]):
         """Bring a fresh instance to the state after the last step of `tape`.
 
         The default resets, applies the recorded actions again and compares each observation; override it with a
-        snapshot where that is slow. Raises `RestoreMismatch` where the environment answers otherwise than recorded.
+        snapshot where that is slow. Raises `RestoreMismatch` where the environment answers otherwise than recorded,
+        in what it doesn't declare to vary.
         """
         seen = [await self.reset(task)]
         for action in tape.actions:
@@ -104,7 +106,7 @@ class Environment(Generic[ActionT]):
                 seen.append(outcome.observation)
         recorded = list(tape.observations)
         for k, (now, then) in enumerate(zip(seen, recorded, strict=False)):
-            if now != then:
+            if now != then and self._lasting(now) != self._lasting(then):
                 raise RestoreMismatch(
                     f"observation {k} of tape {tape.id} was {then!r}; the environment now gives {now!r}"
                 )
@@ -112,6 +114,9 @@ class Environment(Generic[ActionT]):
             raise RestoreMismatch(
                 f"tape {tape.id} has {len(recorded)} observations; the environment now gives {len(seen)}"
             )
+
+    def _lasting(self, seen: Observation) -> tuple[str, Any]:
+        return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:
         """Release what the instance holds. Called once, whatever happened."""

@@ -21,10 +21,7 @@ from ..tapes.records import Reward, trains
 from ..tapes.steps import Unknown
 from ..tapes.verdict import Divergence, Likely, Verdict, clipped, differences, diverged, unverifiable, verified
 from .base import Environment, Outcome, RestoreMismatch
-
-Normalisers = Mapping[str, str | None]
-"""Field (`kind.field`, `[]` for the places of a list; `reward.name`) -> regular expression of the part that varies;
-None: the whole field does."""
+from .varying import Normalisers, without
 
 SECONDS = 60.0
 """Wall clock of one execution."""
@@ -211,21 +208,10 @@ def normalised(values: Mapping[str, Any], rules: Normalisers) -> dict[str, Any]:
     for key, value in values.items():
         if key == "observation" and value is not None:
             kind = value["kind"]
-            made[key] = {"kind": kind, kind: _without(value[kind], kind, rules)}
+            made[key] = {"kind": kind, kind: without(value[kind], kind, rules)}
         else:
-            made[key] = _without(value, key, rules)
+            made[key] = without(value, key, rules)
     return made
-
-
-def _without(value: Any, name: str, rules: Normalisers) -> Any:
-    if name in rules:
-        rule = rules[name]
-        return "…" if rule is None else re.sub(rule, "…", value if isinstance(value, str) else repr(value))
-    if isinstance(value, dict):
-        return {key: _without(item, f"{name}.{key}", rules) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without(item, f"{name}[]", rules) for item in value]
-    return value
 
 
 def _counts(moments: Sequence[Moment]) -> dict[str, int]:

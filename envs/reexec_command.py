@@ -86,7 +86,7 @@ class ReexecPlan:
         named, masks = self.named(), dict(self.masks)
 
         def check(tape: Tape) -> Verdict:
-            make = named or _own(tape.begin.env)
+            make = named or own_environment(tape.begin.env)
             if make is None:
                 return unverifiable("reexec", tape.id, f"which environment? It was recorded in {tape.begin.env.cls}: "
                                     "give --env module:name")  # fmt: skip
@@ -95,7 +95,7 @@ class ReexecPlan:
         return check
 
 
-def _own(identity: Identity) -> Callable[[], Environment[Any]] | None:
+def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None:
     """An environment of Tapereel's own, as its configuration on the tape says; other code is run only when named."""
     if not identity.cls.startswith(f"{__package__}."):
         return None

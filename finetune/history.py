@@ -116,9 +116,12 @@ class History:
                      for epoch in range(plan.epochs))  # fmt: skip
         self.updates += 1
         self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
+        stats = together(steps)
         uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
+        if stats.mismatch is not None:
+            uses[0].info["mismatch"] = known(stats.mismatch)
         self.taught.update(taught_by(uses))
-        return together(steps), uses
+        return stats, uses
 
     def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
         stats = together(steps)

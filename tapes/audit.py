@@ -1,65 +1,103 @@
-"""`tapereel audit`: the books of a run. Every sampled token has one place, every episode is begun, ended or open."""
+"""`tapereel audit`: the books of a run, and what its tapes say of attrition, cost, rewards and anomalies.
+
+Only books that don't close make it fail; anomalies do so under `--strict`. The books are always of the whole run.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import Exit, answer, safe, table
+from .console import Exit, UsageError, answer, safe, say
+from .progress import Progress, live_progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from .auditing import Audit
     from .books import Books
+    from .store import Store
 
 EXAMPLE = """
 tapereel audit runs/demo
+tapereel audit runs/demo --split train --limit 1000 --strict
+tapereel audit runs/demo --markdown audit.md
 tapereel audit runs/demo --json
 """
+STDOUT = "-"
+_EVERY = 2_000
+"""Records between two reports of progress."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
+    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the books are of all")
+    parser.add_argument("--limit", type=int, metavar="N",
+                        help="only the newest N tapes that fit, and the others of their groups")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, metavar="N",
+                        help="tell of actions done N times in a row (default 3)")  # fmt: skip
+    parser.add_argument("--strict", action="store_true", help="fail on anomalies too")
+    parser.add_argument("--markdown", nargs="?", const=STDOUT, metavar="FILE",
+                        help="write it as Markdown, to stdout without FILE")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
+    from .audit_report import markdown, sections, terminal
     from .store import Store
 
-    with Store.open(args.run) as store:
-        books = store.books()
-    shown = [_tokens(books), *_below(books), _episodes(books), *(f"broken: {safe(text)}" for text in books.findings)]
+    _check(args)
+    with Store.open(args.run) as store, live_progress() as progress:
+        books, audit = audit_run(store, split=args.split, limit=args.limit, repeats=args.repeats, progress=progress)
+    found = sections(books, audit)
     verdict = "the books close" if books.closes else "the books do NOT close"
-    data = {"run": str(args.run), "closes": books.closes, "sum": sum(books.tokens.values()), **books.model_dump()}
-    answer(args, data, *shown, verdict)
-    return Exit.HOLDS if books.closes else Exit.BROKEN
+    broken = [f"broken: {safe(text)}" for text in books.findings]
+    data = {"run": str(args.run), "split": args.split, "limit": args.limit, "closes": books.closes,
+            "sum": sum(books.tokens.values()), **books.model_dump(), "audit": audit.model_dump()}  # fmt: skip
+    shown = [*terminal(found), *broken, verdict]
+    if args.markdown is not None:
+        document = markdown(f"Audit of {args.run}", found, "; ".join([verdict, *broken]))
+        if args.markdown == STDOUT:
+            shown = [document]
+        else:
+            Path(args.markdown).write_text(document, encoding="utf-8")
+            say(f"wrote {args.markdown}")
+    answer(args, data, *shown)
+    return Exit.HOLDS if books.closes and not (args.strict and audit.anomalies) else Exit.BROKEN
 
 
-def _tokens(books: Books) -> Table:
-    made = table("sampled tokens", "#number", "#share")
-    for place, n in books.tokens.items():
-        made.add_row(place.replace("_", " "), f"{n:,}", f"{n / books.sampled:.1%}" if books.sampled else "")
-    made.add_section()
-    made.add_row("together", f"{sum(books.tokens.values()):,}", "")
-    made.add_row("sampled", f"{books.sampled:,}", "")
-    return made
+def _check(args: argparse.Namespace) -> None:
+    if args.markdown == STDOUT and args.json:
+        raise UsageError("--json and --markdown both write to stdout; name a file: --markdown FILE")
+    for name, least in (("limit", 1), ("repeats", 2)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} {value}: must be at least {least}")
 
 
-def _below(books: Books) -> list[str]:
-    lines = [f"beside these: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
-             f"{books.applied:,} token-updates applied"]  # fmt: skip
-    if books.textual:
-        lines.append(f"{books.textual:,} calls of engines that give text only: their tokens can't be counted")
-    return lines
+def audit_run(store: Store, *, split: str | None = None, limit: int | None = None, repeats: int = 3,
+              progress: Progress | None = None) -> tuple[Books, Audit]:  # fmt: skip
+    """The books of the whole run, and the audit of its tapes: those of `split`, and of these the newest `limit` with
+    the others of their groups. Reads every record once."""
+    from .auditing import AuditFold
+    from .books import BooksFold
+
+    store.refresh()
+    only = None if split is None and limit is None else _chosen(store, split, limit)
+    books = BooksFold()
+    fold = AuditFold(only=only, repeats=repeats, inherited=lambda tape: store.tape(tape, refresh=False).inherited)
+    records = sum(segment.n for segment in store.index.segments())
+    done = 0
+    for done, stored in enumerate(store.records(), start=1):
+        books.add(stored.body)
+        fold.add(stored.t, stored.tape, stored.body)
+        if progress is not None and done % _EVERY == 0:
+            progress("audit", done, max(done, records), "records")
+    if progress is not None and done >= _EVERY:
+        progress("audit", done, done, "records")
+    return books.books(), fold.audit()
 
 
-def _episodes(books: Books) -> Table:
-    made = table("episodes", "#number", "trained on", "#tokens", "by length in turns", fold=("by length in turns",))
-    for end in books.ends:
-        name = end.status if end.cause is None else f"{end.status} ({end.cause})"
-        lengths = ", ".join(f"{turns}: {n}" for turns, n in end.turns.items())
-        made.add_row(name, f"{end.episodes:,}", "if scored" if end.trainable else "never", f"{end.sampled:,}", lengths)
-    made.add_section()
-    made.add_row("ended", f"{books.ended:,}")
-    made.add_row("open", f"{books.open:,}")
-    made.add_row("begun", f"{books.begun:,}")
-    return made
+def _chosen(store: Store, split: str | None, limit: int | None) -> frozenset[str]:
+    fitting = store.summaries(split=split)
+    newest = fitting if limit is None else fitting[-limit:]
+    groups = {summary.group for summary in newest} - {None}
+    return frozenset(summary.id for summary in [*newest, *(s for s in fitting if s.group in groups)])

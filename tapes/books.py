@@ -299,15 +299,15 @@ class BooksFold:
                 groups.setdefault((tape.status, tape.cause), []).append(tape)
         return tuple(
             Lost(status=status or "", cause=cause, trainable=tapes[0].trainable, episodes=len(tapes),
-                 turns=dict(Counter(_bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
+                 turns=dict(Counter(bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
                  sampled=sum(tape.sampled for tape in tapes))
             for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0] or "", item[0][1] or ""))
         )  # fmt: skip
 
 
-def _bucket(actions: int) -> str:
-    """`0`, `1`, `2-3`, `4-7`, ..."""
-    if actions < 2:
-        return str(actions)
-    low = 1 << (actions.bit_length() - 1)
+def bucket(length: int) -> str:
+    """The bucket that a length falls into: `0`, `1`, `2-3`, `4-7`, ..."""
+    if length < 2:
+        return str(length)
+    low = 1 << (length.bit_length() - 1)
     return f"{low}-{2 * low - 1}"

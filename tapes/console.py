@@ -96,6 +96,11 @@ def table(*headings: str, fold: Collection[str] = ()) -> Table:
     return made
 
 
+def number(value: float | None) -> str:
+    """A reward or a mean as people read it: three decimals at most, and no number where there is none."""
+    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
 def safe(text: str) -> str:
     """`text` without control characters that a terminal would obey; newlines and tabs stay."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -134,6 +134,9 @@ class Parent(BaseModel):
     """Tape records of the parent in the prefix, its `begin` included."""
     turn: int
     """Turns of the parent that the prefix holds."""
+    unverified: str | None = None
+    """Why the prefix couldn't be verified, where somebody went on from it all the same. None: it was, or nothing is
+    told."""
 
 
 class Sampling(BaseModel):
@@ -185,7 +188,9 @@ class Begin(Record):
 
     def body(self) -> bytes:
         """As `Record.body`, without what a tape doesn't tell."""
-        untold = {field for field in ("sampling", "limits") if getattr(self, field) is None}
+        untold: dict[str, Any] = {field: True for field in ("sampling", "limits") if getattr(self, field) is None}
+        if self.parent is not None and self.parent.unverified is None:
+            untold["parent"] = {"unverified": True}
         return to_json(self, inf_nan_mode="strings", exclude=untold or None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import Exit, UsageError, answer, safe, table
+from .console import Exit, UsageError, answer, number, safe, table
 from .records import Status
 from .tape import Tape
 from .transcript import (
@@ -127,14 +127,14 @@ def _list_table(summaries: list[Summary]) -> Table:
         group = f"{s.group}/{s.attempt}" if s.group is not None else ""
         made.add_row(
             _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)), _text(s.split),
-            _status(s.status, s.cause), _number(s.reward), str(s.actions), str(s.sampled), _text(s.agent), _text(group),
+            _status(s.status, s.cause), number(s.reward), str(s.actions), str(s.sampled), _text(s.agent), _text(group),
         )  # fmt: skip
     return made
 
 
 def _head(tape: Tape, s: TapeSummary) -> list[Text]:
     first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
-    lines = [first.append(f"  reward {_number(s.reward)}")]
+    lines = [first.append(f"  reward {number(s.reward)}")]
     about = f"{s.agent} in {s.env}, split {s.split}, {s.turns} turns, {s.calls} calls, {s.sampled} tokens sampled"
     if s.authored:
         about += f", {s.authored} authored"
@@ -167,7 +167,7 @@ def _call_table(tape: str, calls: list[CallLine]) -> Table:
         versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
         made.add_row(
             _text(c.call.removeprefix(tape)), _text(c.by), _text(c.engine), _count(c.prompt), str(c.kept),
-            _count(c.completion), _text(c.finish or ""), f"{c.temperature:g}", _number(c.mean_logprob),
+            _count(c.completion), _text(c.finish or ""), f"{c.temperature:g}", number(c.mean_logprob),
             _text(versions + (f"; new row: {c.split}" if c.split else "")),
         )  # fmt: skip
     return made
@@ -179,13 +179,9 @@ def _status(status: str | None, cause: str | None) -> Text:
     return _text(word, _STATUS_STYLE.get(status, "red"))
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-
-
 def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
 def _numbers(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())

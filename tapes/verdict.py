@@ -80,7 +80,7 @@ class Divergence(BaseModel):
     @property
     def diff(self) -> list[str]:
         """Both values, line by line, with `-` for recorded, `+` for observed and ` ` for what they share."""
-        return list(_diff(_lines(self.recorded), _lines(self.observed)))
+        return diff_lines(self.recorded, self.observed)
 
 
 class Verdict(BaseModel):
@@ -198,6 +198,11 @@ def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
         return _clip(then), _clip(now)
     at = next((k for k, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
     return _window(then, at), _window(now, at)
+
+
+def diff_lines(recorded: Any, observed: Any) -> list[str]:
+    """Two plain values, line by line, with `-` for the first, `+` for the second and ` ` for what they share."""
+    return list(_diff(_lines(recorded), _lines(observed)))
 
 
 def _same(recorded: Any, observed: Any) -> bool:

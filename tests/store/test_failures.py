@@ -320,7 +320,7 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from tapereel.tapes.store import Store
-from .lab import Lab
+from tests.store.lab import Lab
 lab, name = Lab(), sys.argv[2]
 with Store.open(sys.argv[1], write=True, rotate_bytes=8_000) as store:
     print("ready", flush=True)

@@ -18,7 +18,7 @@ from .lab import Lab
 WRITER = """
 import asyncio, itertools, sys
 from tapereel.tapes.store import Store
-from .lab import Lab
+from tests.store.lab import Lab
 
 lab, name = Lab(), sys.argv[2]
 
