@@ -393,7 +393,8 @@ def test_the_serve_verb_starts_a_server_and_takes_it_down(folder: Path, tmp_path
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
     try:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
+        with process.stdout as printed:
+            told = json.loads(printed.readline())
 
         assert asyncio.run(capabilities(told["url"])).takes_weights
     finally:
