@@ -216,8 +216,9 @@ class LLM(Given):
             calls[:0] = tape.calls
             tape = tape.parent
         for call in calls:
-            who = asker(call.by, call.conversation)
-            self._calls[who] = self._calls.get(who, -1) + 1
+            if call.engine != "authored":  # of those, nothing was asked
+                who = asker(call.by, call.conversation)
+                self._calls[who] = self._calls.get(who, -1) + 1
             if call.finish == "error" or (call.finish == "cancelled" and not call.completion):
                 continue
             tracks = self._tracks.setdefault((call.by, call.conversation), [])

@@ -1,0 +1,27 @@
+"""Which tapes of a run are the attempts at each task, told without reading a tape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .records import CauseType, Status, trains
+
+if TYPE_CHECKING:
+    from .store import Store, Summary
+
+
+def attempts_of(store: Store, split: str | None = None) -> dict[str, list[Summary]]:
+    """task hash -> for each attempt at it, its last episode that ended by the agent's own doing, else its first one."""
+    found: dict[str, dict[tuple[str, int], Summary]] = {}
+    for s in store.summaries(split=split, closed=True):
+        place = (s.group or s.id, s.attempt)
+        attempts = found.setdefault(s.task_hash, {})
+        if counts(s) or place not in attempts:
+            attempts[place] = s
+    return {task: list(attempts.values()) for task, attempts in found.items()}
+
+
+def counts(summary: Summary) -> bool:
+    """Whether the episode ended by the agent's own doing, so that its reward says something of the agent."""
+    status = Status(summary.status) if summary.status is not None else None
+    return trains(status, CauseType(summary.cause) if summary.cause is not None else None)
