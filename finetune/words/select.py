@@ -18,6 +18,7 @@ doesn't make the others weigh more. Everything dropped is counted by its reason.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -56,7 +57,8 @@ class Select(Word):
         table, entered = stream.episodes, scored
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            flat = flat_groups(table.reward, scored, owner, len(owner))[owner]
+            # Imitation lets in what nobody scored, which says nothing of how the others of its group differ.
+            flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
         if self.bounds is not None:
@@ -78,7 +80,8 @@ class Select(Word):
         assert self.keep is not None
         for group in torch.unique(table.group[entered]).tolist():
             members = ((table.group == group) & entered).nonzero()[:, 0]
-            ranked = members[torch.argsort(table.reward[members], descending=True, stable=True)]
+            known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored comes last; NaN would come first
+            ranked = members[torch.argsort(known, descending=True, stable=True)]
             if self.keep_how == "best" or len(ranked) <= self.keep:
                 kept[ranked[:self.keep]] = True
             else:

@@ -25,7 +25,7 @@ def flat(world: World, e: int, scored: list[bool], by_fork: bool = False) -> boo
     """Whether e's group (by_fork: what begins where e does) has no spread among what is scored."""
     owner = [point(world, i) if by_fork else a.group for i, a in enumerate(world.episodes)]
     earned = {a.reward for i, a in enumerate(world.episodes) if scored[i] and owner[i] == owner[e]}
-    return len(earned) < 2
+    return len(earned - {None}) < 2
 
 
 def scored(world: World, advantages: bool) -> list[bool]:
@@ -51,7 +51,9 @@ def entered(world: World, select: Words, known: list[bool], by: str) -> list[boo
 
 
 def best(world: World, members: list[int], n: int, how: str) -> list[int]:
-    ranked = sorted(members, key=lambda e: (-(world.episodes[e].reward or 0.0), e))
+    """Those of the members that are kept; unscored ranks behind every reward."""
+    earned = {e: -math.inf if (r := world.episodes[e].reward) is None else r for e in members}
+    ranked = sorted(members, key=lambda e: (-earned[e], e))
     if how == "best" or len(ranked) <= n:
         return ranked[:n]
     worst = n // 2
