@@ -10,13 +10,13 @@ import json
 import os
 from typing import Any
 
-from ..tapes.errors import MissingExtra
+from ..tapes.extras import raise_missing
 from .engine import EngineError
 
 try:
     import aiohttp
 except ModuleNotFoundError as error:
-    raise MissingExtra(error.name or "aiohttp", "http", "engines over HTTP") from error
+    raise_missing(error, "engines over HTTP")
 
 LARGEST = 256 << 20
 """Bytes of one answer. A completion with its log-probs takes about 100 bytes a token."""

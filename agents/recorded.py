@@ -1,7 +1,7 @@
 """What a run directory says of how its tapes were recorded: which agent, which environment, which tokenizer.
 
-Code that a run's configuration names is imported, as going on with that run would; names that stand on tapes alone are
-not, since a tape may come from anywhere: of those only Tapereel's own are followed.
+Code that a run's configuration names is imported, as going on with that run would. Names that stand on tapes are never
+looked up, since a tape may come from anywhere; the demo's agent is known by its name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..envs.calculator import read_action
 from ..envs.named import load_named
 from ..tapes.console import UsageError
 from ..tapes.records import Identity
@@ -64,11 +65,12 @@ def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
 
 
 def _own(identity: Identity) -> Agent | None:
-    """A ChatAgent of Tapereel's own parts, as the demo's is."""
-    config = dict(identity.config)
-    parse = config.pop("parse", None)
-    ours = __name__.partition(".")[0] + "."
-    if identity.cls != qualified(ChatAgent) or not isinstance(parse, str) or not parse.startswith(ours):
+    """The demo's agent, a `ChatAgent` that reads with the calculator's `read_action`; None for any other. No name that
+    stands on a tape is looked up."""
+    if identity.cls != qualified(ChatAgent) or identity.config.get("parse") != qualified(read_action):
         return None
-    known = {key: config[key] for key in ("system", "misreads", "temperature", "max_tokens") if key in config}
-    return ChatAgent(**known, parse=load_named(parse), name=identity.name)  # type: ignore[arg-type]
+    known: dict[str, Any] = {
+        key: identity.config[key] for key in ("system", "misreads", "temperature", "max_tokens")
+        if key in identity.config
+    }  # fmt: skip
+    return ChatAgent(**known, parse=read_action, name=identity.name)

@@ -70,8 +70,8 @@ def sampled(
     """The checked completion. `versions` is a list of {"version", "start", "end"}; None: the server doesn't say."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
-                        "return what was asked for, and text alone is no RL data; see `tapereel serve --help` for the "
-                        "flags it needs")  # fmt: skip
+                        "return what was asked for, and text alone is no RL data; `tapereel serve` starts vLLM with "
+                        "the flags that it needs")  # fmt: skip
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
     for k, token in enumerate(ids):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +25,10 @@ tapereel reexec runs/demo --env tapereel.finetune.demo:calculator
 tapereel reexec runs/digits 019a3c --env examples/digits.py:Digits --times 3
 tapereel reexec runs/digits --mask 'digit.text=[0-9]+' --mask reward.seconds
 """
+
+
+OWN = ("width", "max_turns", "scorer")
+"""Settings of a calculator that are taken from a tape."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,9 +99,13 @@ class ReexecPlan:
 
 
 def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None:
-    """An environment of Tapereel's own, as its configuration on the tape says; other code is run only when named."""
-    if not identity.cls.startswith(f"{__package__}."):
+    """The calculator, configured as the tape says, where it was recorded in one; None for any other.
+
+    A tape may come from anywhere, so no name that stands on it is looked up: other code runs only when it is named by
+    the caller or the run's configuration."""
+    from .calculator import Calculator
+
+    if identity.cls != f"{Calculator.__module__}:{Calculator.__qualname__}":
         return None
-    cls = load_named(identity.cls)
-    known = inspect.signature(cls).parameters
-    return lambda: cls(**{key: value for key, value in identity.config.items() if key in known})
+    config: dict[str, Any] = {key: identity.config[key] for key in OWN if key in identity.config}
+    return lambda: Calculator(**config)

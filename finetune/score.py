@@ -101,9 +101,14 @@ def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: 
     return Scores(lp, h)
 
 
+def _base(model: nn.Module) -> Any:
+    """The model below its adapters, or itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """The body that gives hidden states, and the output layer. Refuses a head that does more than multiply."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = _base(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise UnsupportedModel(f"the output layer of {type(base).__name__} is a {type(output).__name__}, not a Linear: "
@@ -118,7 +123,7 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 def shares_prefixes(model: nn.Module) -> bool:
     """True when keys and values of a prefix can serve several rows: full attention, and nothing recomputed."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = _base(model)
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
     return plain and not (base.training and base.is_gradient_checkpointing)
@@ -126,7 +131,7 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 def packs(model: nn.Module) -> bool:
     """True when rows are better packed than padded: its attention is of variable length, on a GPU."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = _base(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
 
