@@ -27,7 +27,9 @@ STEPS = [
 ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                "OMP_NUM_THREADS": "1"}  # fmt: skip
 """Of the server: one thread, one GiB of KV cache."""
-OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "64")
+CONTEXT = 4096
+"""Tokens that prompt and answer may have together."""
+OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "64")
 
 
 def main() -> None:
