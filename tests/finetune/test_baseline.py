@@ -158,6 +158,20 @@ def test_bounds_and_best_of_a_group_are_kept_and_the_rest_is_counted():
     assert spread.episodes(scored, stream, Context()).tolist() == [True, True, False, False, False, True]
 
 
+@pytest.mark.ledger("X5", "X12")
+def test_what_nobody_scored_is_never_the_best_and_makes_no_group_uneven():
+    """Imitation lets unscored episodes enter, whose reward is NaN."""
+    stream = exact(*simple([2.0, None, -5.0, 1.0, None, 1.0, None, 0.0, 1.0], list("aaabbbcdd")))
+    entered = Select().scored(stream, False, Context())
+    assert entered.all()
+    best = Select(keep=1).episodes(entered, stream, Context())
+    assert best.nonzero()[:, 0].tolist() == [0, 3, 6, 8]
+    two = Select(keep=2).episodes(entered, stream, Context())
+    assert two.nonzero()[:, 0].tolist() == [0, 2, 3, 5, 6, 7, 8]
+    uneven = Select(flat="drop").episodes(entered, stream, Context())
+    assert uneven.nonzero()[:, 0].tolist() == [0, 1, 2, 7, 8]
+
+
 rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5, 7.0]), min_size=1, max_size=12)
 
 
