@@ -1,7 +1,8 @@
 """The index: where each tape's records stand, and what a list of tapes shows. A cache: delete it and it is made again.
 
 It holds nothing that the segments don't, reads only what was added since it last looked, and checks each line's hash
-when it does. Where the file can't be written or is busy, it lives in memory. It knows nothing of locks or recovery.
+when it does. A record that is none hides nothing but itself, and is listed. Where the file can't be written or is busy,
+it lives in memory. It knows nothing of locks or recovery.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from .disk import REAL, Disk
-from .errors import NotATape
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
 
-_FORMAT = 2
+_FORMAT = 3
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -33,6 +33,8 @@ create table if not exists versions (version text, tape text, primary key (versi
 create table if not exists records (
     tape text, segment text, n integer, t text, offset integer, length integer,
     primary key (tape, segment, n)) without rowid;
+create table if not exists unread (
+    segment text, n integer, tape text, t text, why text, primary key (segment, n)) without rowid;
 create table if not exists met (name text, head text, primary key (name, head)) without rowid;
 create index if not exists tapes_by_status on tapes (status);
 create index if not exists tapes_by_group on tapes (group_id);
@@ -110,6 +112,19 @@ class Place(NamedTuple):
     length: int
 
 
+class Unread(NamedTuple):
+    """A record with a true hash that can't be read, so that a summary lacks what it says."""
+
+    segment: str
+    n: int
+    tape: str
+    t: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"record {self.n} of segment {self.segment} is no {self.t} of tape {self.tape}: {self.why}"
+
+
 class Index:
     """One folder's index. Thread-safe."""
 
@@ -161,7 +176,7 @@ class Index:
         known = {row.name: row for row in self.segments()}
         names = segment_names(self.disk.names(self.folder))
         if not all(name in names and self._still(row) for name, row in known.items()):
-            for table in ("segments", "tapes", "versions", "records", "met"):
+            for table in ("segments", "tapes", "versions", "records", "unread", "met"):
                 self._db.execute(f"delete from {table}")
             known = {}
         breaks: dict[str, Break] = {}
@@ -213,15 +228,17 @@ class Index:
         if tape is not None and t in ("begin", "step", "call", "reward", "end"):
             try:
                 self._summarise(tape, t, line, segment)
-            except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise NotATape(f"record {line.n} of segment {segment} is no {t}: {error}; `tapereel verify` lists all "
-                               "that can't be read") from error
+            except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+                if t == "begin":
+                    self._tapes[tape] = self._begin(tape, {}, segment, line.n)
+                self._db.execute("insert or replace into unread values (?,?,?,?,?)",
+                                 (segment, line.n, tape, t, str(error).splitlines()[0][:300]))  # fmt: skip
         return tape or "", segment, line.n, t, at, length
 
     def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
         row = self._tapes.get(tape) or self._stored(tape)
         if t == "begin":
-            row = self._begin(tape, read_body(line.body), segment, line.n)
+            row = _stores(self._begin(tape, read_body(line.body), segment, line.n))
         if row is None:
             return  # a record of a tape that never began: `verify` says so
         self._tapes[tape] = row
@@ -233,16 +250,17 @@ class Index:
             body = read_body(line.body)
             value, weight = body.get("value"), body.get("weight", 1.0)
             if weight and isinstance(value, int | float):
-                row["reward"] = (row["reward"] or 0.0) + weight * value
+                row["reward"] = (row["reward"] or 0.0) + float(weight * value)
         elif t == "end":
             body = read_body(line.body)
-            row["status"], row["ended"] = body.get("status"), body.get("at")
-            row["cause"] = (body.get("cause") or {}).get("type")
+            end = {"status": body.get("status"), "ended": body.get("at"), "cause": (body.get("cause") or {}).get("type")}
+            row.update(_stores(end))
 
     def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
         task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
         return {
-            "id": tape, "segment": segment, "n": n, "split": body.get("split"), "task_hash": body.get("task_hash"),
+            "id": tape, "segment": segment, "n": n, "split": body.get("split", ""),
+            "task_hash": body.get("task_hash", ""),
             "task": task.get("id", ""), "group_id": body.get("group"), "attempt": body.get("attempt"),
             "agent": agent.get("name"), "env": env.get("name"), "effect": env.get("effect"),
             "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
@@ -252,7 +270,7 @@ class Index:
     def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
         row["calls"] += 1
         row["sampled"] += column_length(body.get("completion"))
-        versions = [(span[0], row["id"]) for span in body.get("spans") or ()]
+        versions = [(str(span[0]), row["id"]) for span in body.get("spans") or ()]
         self._db.executemany("insert or ignore into versions values (?, ?)", versions)
 
     def _stored(self, tape: str) -> dict[str, Any] | None:
@@ -290,6 +308,10 @@ class Index:
             found.setdefault(tape, []).append(version)
         return found
 
+    def unread(self) -> list[Unread]:
+        """The records that can't be read, among those that summaries are made of."""
+        return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
+
     def rewards(self) -> dict[str, float | None]:
         """The recorded reward of every tape; None where nothing was scored."""
         return dict(self._ask("select id, reward from tapes"))
@@ -322,6 +344,14 @@ class Index:
     def _ask(self, query: str, *values: Any) -> list[Any]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
+
+
+def _stores(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, when each of them is one that a column can hold; TypeError names the first that is not."""
+    for name, value in values.items():
+        if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
+            raise TypeError(f"its {name} is {value!r:.80}")
+    return values
 
 
 def read_pins(opened: dict[str, Any]) -> str:

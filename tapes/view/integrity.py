@@ -19,7 +19,8 @@ def quick(store: Store, breaks: Mapping[str, Break]) -> dict[str, Any]:
     segments = store.index.segments()
     numbers = {int(segment.name[:6]) for segment in segments}
     missing = sorted(set(range(1, max(numbers, default=0))) - numbers)
-    corrupt = [str(found) for found in breaks.values() if found.verdict == "corrupt"]
+    corrupt = [str(found) for found in [*breaks.values(), *store.index.unread()]
+               if not isinstance(found, Break) or found.verdict == "corrupt"]  # fmt: skip
     torn = [str(found) for found in breaks.values() if found.verdict != "corrupt"]
     holes = [f"segment {number:06d} is missing: what it held is not shown" for number in missing]
     writing = [segment.name for segment in segments if segment.sealed is None]

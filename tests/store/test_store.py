@@ -348,3 +348,35 @@ def test_many_segments_need_no_more_open_files_than_a_few(tmp_path: Path) -> Non
         opened = next(stored.record for stored in store.run_records("open") if stored.segment == store.writer.segment)
         assert list(opened.pins) == [segments(run)[-2].stem]
     assert verify(run).exit_code == 0
+
+
+BROKEN = b"\xff\xfe"
+UNREADABLE = {
+    "begin, broken UTF-8": b'{"t":"begin","tape":"bad","split":"' + BROKEN + b'"}',
+    "begin, an object for a name": b'{"t":"begin","tape":"bad","split":{"a":1},"at":1.0}',
+    "begin, a number that no column holds": b'{"t":"begin","tape":"bad","attempt":' + b"9" * 30 + b"}",
+    "begin, a list for an agent": b'{"t":"begin","tape":"bad","agent":[1]}',
+    "call, broken UTF-8": b'{"t":"call","tape":"good","call":"' + BROKEN + b'"}',
+    "call, spans of nothing": b'{"t":"call","tape":"good","spans":[[]]}',
+    "reward, broken UTF-8": b'{"t":"reward","tape":"good","name":"' + BROKEN + b'"}',
+    "end, broken UTF-8": b'{"t":"end","tape":"good","status":"' + BROKEN + b'"}',
+    "end, a list for a cause": b'{"t":"end","tape":"good","cause":["x"]}',
+}
+
+
+@pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_record_that_cant_be_read_hides_nothing_but_itself(tmp_path: Path, body: bytes) -> None:
+    """Its hash is true: whoever wrote it had the format, but not the records."""
+    good = list(lab.episode("good"))
+    with Store.create(tmp_path / "run") as store:
+        write(store, *good[:-1], body, good[-1], *lab.episode("other"))
+    with Store.open(tmp_path / "run") as store:
+        (unread,) = store.index.unread()
+        assert unread.t in str(unread)
+        names = [summary.id for summary in store.summaries()]
+        assert names == (["good", "bad", "other"] if body.startswith(b'{"t":"begin"') else ["good", "other"])
+        assert store.tape("other").reward == 1.0
+        assert [s.status for s in store.summaries() if s.id == "other"] == ["finished"]
+    report = verify(tmp_path / "run")
+    assert report.exit_code == 1
+    assert any(f"record {unread.n} of segment" in line for line in report.broken)

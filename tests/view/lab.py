@@ -170,6 +170,7 @@ def hostile_run(path: Path) -> Path:
         store.writer.append(bad + b"a lone \\ud800 surrogate" + b'"},"at":1.0}')
         store.writer.append(bad + b'__proto__"},"at":1.0,"__proto__":{"polluted":1}}')
         made.end("error", Cause(type="agent", error="<b>Error</b>", message=HOSTILE, frame="</style>:1 in x"))
+        store.writer.append(b'{"t":"begin","tape":"unreadable","split":"\xff\xfe"}')
     return path
 
 
