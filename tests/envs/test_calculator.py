@@ -182,3 +182,9 @@ def test_the_demonstrator_refuses_what_it_cannot_work_out(question: str):
 
 def test_steps_are_terse_for_a_model():
     assert [str(s) for s in (Problem(text="1+2+3"), Result(text="003"))] == ["1+2+3", "003"]
+
+
+@pytest.mark.parametrize("width", [-1, 101, 10**12])
+def test_a_width_that_nobody_reads_is_refused(width: int):
+    with pytest.raises(ValueError, match=f"a width of {width}"):
+        Calculator(width=width)
