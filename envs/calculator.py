@@ -62,11 +62,15 @@ class FinalAnswer(Action, kind="calculator_answer"):
 class Calculator(Environment[Calculate | FinalAnswer]):
     """One arithmetic problem; tasks have a public `question` and a private `answer`, an integer as text."""
 
+    kinds = (Result,)
+
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
         """width: digits that results are padded to. max_turns: the episode is truncated after so many actions.
 
         scorer: a reasoning-gym dataset whose own scorer is reported beside the reward, as the metric `reasoning_gym`.
         """
+        if not 0 <= width <= 100:
+            raise ValueError(f"a width of {width}: results are padded to 0 to 100 digits")
         self.width = width
         self.max_turns = max_turns
         self.scorer = scorer
