@@ -27,7 +27,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("finetune.demo_command", "make a model, record it, train it, and see it learn: minutes on a CPU"),
     "run": ("agents.run_command", "roll an agent out over tasks, and keep every episode"),
     "train": ("finetune.train_command", "train a model on an agent's own rollouts, in the async loop"),
+    "gateway": ("agents.gateway.command", "serve any engine under OpenAI's protocol, with what it answers on tapes"),
     "serve": ("agents.serve_command", "start a local vLLM server that rollouts and training can use"),
+    "serve-env": ("envs.serve_verb", "serve an environment to agents and trainers in other processes"),
     "show": ("tapes.show", "read a tape, or list the tapes of a run"),
     "view": ("agents.view_command", "look at a run in the browser, or write that view as files"),
     "explain": ("finetune.explain_command", "show what each token of a tape was to training, and why"),
@@ -42,8 +44,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "eval": ("finetune.eval_command", "say how good recorded episodes are: pass@k with intervals, two runs compared"),
     "lab": ("finetune.lab_command", "compute past updates again under other recipes, and compare"),
     "audit": ("tapes.audit", "account for every sampled token and every episode of a run"),
+    "check-tasks": ("envs.tasks_command", "say what held-out tasks have in common with those to train on"),
     "check-env": ("envs.check_verb", "check that an environment keeps its promises"),
-    "export": ("finetune.export", "write the rows of a run's tapes as a dataset"),
+    "export": ("finetune.export", "write the rows of a run's tapes as a dataset, or its tapes in others' formats"),
+    "import": ("finetune.interchange.command", "read traces, rollouts and rows of others as tapes"),
 }
 """verb -> (module inside tapereel, what it does)."""
 

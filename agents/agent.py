@@ -7,12 +7,13 @@ files or training.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from ..tapes import Step, Tape
 from ..tapes.records import Identity
+from ..tapes.redact import hide
 from .llm import LLM
 
 _json: TypeAdapter[Any] = TypeAdapter(JsonValue)
@@ -25,6 +26,10 @@ class Agent:
     """
 
     name: str = ""
+
+    patience: ClassVar[float] = 0.0
+    """Seconds for which a replay holds an answer back for one that was recorded before it: of an agent that asks from
+    elsewhere, and several things at once."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         """One turn. Written as `async def act(...)` with `yield`, which makes it an async generator."""
@@ -93,7 +98,8 @@ def qualified(thing: Any) -> str:
 
 
 def configuration(thing: Any) -> dict[str, JsonValue]:
-    """The public attributes of an instance that are plain values; sub-agents and models by their own configuration."""
+    """The public attributes of an instance that are plain values, without secrets; sub-agents and models by their own
+    configuration."""
     config: dict[str, JsonValue] = {}
     for key, value in vars(thing).items():
         if key.startswith("_") or key == "name":
@@ -109,4 +115,4 @@ def configuration(thing: Any) -> dict[str, JsonValue]:
                 config[key] = _json.validate_python(list(value) if isinstance(value, tuple) else value)
             except ValueError:
                 config[key] = f"<{type(value).__qualname__}>"
-    return config
+    return hide(config)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..tapes import Action, Misread, Step, Tape, ToolCall, ToolCalls
+from ..tapes import Action, Misread, Step, Tape, ToolCall, ToolCalls, ToolOffer
 from .agent import Agent
 from .llm import LLM, Reply
 
@@ -29,7 +29,9 @@ class ChatAgent(Agent):
 
     - `parse`: a function from the answer's text to an Action; a ValueError it raises is the message to the model.
     - else `actions`: the Action classes are offered as tools, and a function call (parsed by the engine, or written as
-      JSON, bare or between <tool_call> tags) is read as one. `ToolCalls` among them takes any calls as they are.
+      JSON, bare or between <tool_call> tags) is read as one. `ToolCalls` among them takes any calls as they are, and
+      offers the tools that the episode began with (`ToolOffer`). `plain` is what an answer without a call becomes, as
+      `Answer`: an Action class with one field, `text`; without it such an answer is misread.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class ChatAgent(Agent):
         system: str | None = None,
         *,
         actions: Sequence[type[Action]] = (),
+        plain: type[Action] | None = None,
         parse: Callable[[str], Action] | None = None,
         tools: Sequence[dict[str, Any]] = (),
         misreads: int = 2,
@@ -46,10 +49,13 @@ class ChatAgent(Agent):
     ) -> None:
         if (parse is None) == (not actions):
             raise ValueError("ChatAgent needs `parse` or `actions`, one of them")
+        if plain is not None and (not actions or list(plain.model_fields) != ["text"]):
+            raise ValueError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
         if misreads < 0:
             raise ValueError(f"misreads must be 0 or more, not {misreads}")
         self.system = system
         self.actions = tuple(actions)
+        self.plain = plain
         self.parse = parse
         self.tools = tuple(tools)
         self.misreads = misreads
@@ -60,6 +66,8 @@ class ChatAgent(Agent):
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         offered: list[Any] = [a for a in self.actions if a is not ToolCalls]
         offered.extend(self.tools)
+        if ToolCalls in self.actions and len(tape) and isinstance(tape[0], ToolOffer):
+            offered.extend(tape[0].tools)
         for tries_left in range(self.misreads, -1, -1):
             reply = await llm(
                 tape.now(),
@@ -81,6 +89,8 @@ class ChatAgent(Agent):
 
     def _read(self, reply: Reply) -> Action:
         calls = list(reply.tool_calls) or _written(reply.text)
+        if not calls and self.plain is not None:
+            return self.plain.model_validate({"text": reply.text})
         if not calls:
             raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}.")
         parsed = [_function(call, k) for k, call in enumerate(calls)]

@@ -71,6 +71,9 @@ class Codec:
             if not token.content.isspace() and (token.special or token.content in literals)
         }
         """Text of each control token -> its id."""
+        self.special: frozenset[str] = frozenset(
+            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+        """Those that the tokenizer itself calls special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
         """Ids that plain text never gives; the unknown token is what some plain text gives."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..tapes.arrays import ints
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Usage
-from .engine import Completion, EngineError, Finish, PromptTooLong, Request
+from .engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature
 
 try:
     import numpy as np
@@ -109,7 +109,7 @@ class EmbeddedEngine:
             capacity = min(longest, DEFAULT_CAPACITY)
         self.version = version
         self.stats = Stats()
-        self.end_ids = frozenset((*renderer.end_ids, *_eos_ids(model)) if end_ids is None else end_ids)
+        self.end_ids = frozenset((*renderer.end_ids, *eos_ids(model)) if end_ids is None else end_ids)
         self._renderer = renderer
         self._decoder = SlotDecoder(copying.deepcopy(model) if copy else model, slots, capacity)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
@@ -119,6 +119,7 @@ class EmbeddedEngine:
         self._driver: asyncio.Task[None] | None = None
         self._drains: list[asyncio.Future[None]] = []
         self._versions = {version}
+        self._frozen = False
         self._closed = False
 
     @property
@@ -130,6 +131,11 @@ class EmbeddedEngine:
     def context(self) -> int:
         """Most tokens that prompt and completion may have together."""
         return self._decoder.capacity
+
+    @property
+    def changing(self) -> bool:
+        """Whether a new request would wait: new weights wait for those under way to finish, or sampling is frozen."""
+        return bool(self._drains) or self._frozen
 
     async def complete(self, request: Request) -> Completion:
         """Sample a completion. Requests are served in order of arrival as slots become free.
@@ -175,6 +181,26 @@ class EmbeddedEngine:
         self._swap(state, version, mode)
         self._wake()
 
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `WrongWeights` unless `state` can be published."""
+        self._decoder.check(state)
+
+    def freeze(self) -> None:
+        """Sample nothing until `thaw`; what is asked meanwhile waits. A publish that drains waits for that, too."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Sample again."""
+        self._frozen = False
+        self._wake()
+
+    def relabel(self, version: str) -> None:
+        """The weights stay as they are, and tokens carry `version` from here on."""
+        for flight in self._flights.values():
+            flight.close_span(self.version)
+        self._versions.add(version)
+        self.version = version
+
     async def close(self) -> None:
         """End what is in flight as `abort`, with what was sampled, and give the memory back."""
         if self._closed:
@@ -190,12 +216,13 @@ class EmbeddedEngine:
 
     def _generation(self, request: Request) -> Generation:
         """The request as the batch sees it, or an `EngineError` that says why it can't be served."""
+        one_temperature(request)
         sampling = request.sampling
         prompt = ints(request.prompt or ())
         if not prompt:
             raise EngineError("a request without prompt ids: the embedded engine samples tokens after tokens, render "
                               "the messages with its renderer first")
-        if sampling.extra:
+        if set(sampling.extra) - {"stop"}:  # the door cuts at a stop
             raise EngineError(f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
                               "temperature, max_tokens, top_p and top_k")
         if not (0.0 <= sampling.temperature < float("inf") and 0.0 < sampling.top_p <= 1.0 and sampling.top_k >= 0
@@ -280,6 +307,8 @@ class EmbeddedEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive(), name="tapereel embedded engine")
 
     def _runnable(self) -> bool:
+        if self._frozen:
+            return False
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
@@ -367,7 +396,7 @@ class EmbeddedEngine:
         self.stats.swaps += 1
 
 
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Every id that the model's configurations name as its end."""
     found: list[int] = []
     for config in (model.config, model.generation_config):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..tapes.errors import TapereelError
-from ..tapes.records import Message, Sampling, Usage
+from ..tapes.records import Attempt, Message, Sampling, Usage
+from ..tapes.redact import without_secrets
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
 
@@ -32,6 +33,8 @@ class Completion:
     finish: Finish = "stop"
     tool_calls: tuple[dict[str, Any], ...] | None = None
     usage: Usage = Usage()
+    attempts: tuple[Attempt, ...] = ()
+    """Every try, the one that answered last, of an engine that tries again by itself; empty: there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,21 @@ class EngineError(TapereelError, RuntimeError):
         super().__init__(message)
         self.retry = retry
         """True where the same request may well succeed a moment later."""
+        self.attempts: tuple[Attempt, ...] = ()
+        """Every try of an engine that tries again by itself; empty: there was one."""
 
 
 class PromptTooLong(EngineError, ValueError):
     """The prompt leaves no room for a completion; the episode ends with the limit `context`."""
+
+
+def one_temperature(request: Request) -> None:
+    """For engines: refuse what would be sampled otherwise than asked for. EngineError."""
+    if request.sampling.first_temperature is not None:
+        raise EngineError(f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
+                          "tapereel.agents.fire.complete(engine, request), as the door of an episode does")  # fmt: skip
+
+
+def told(error: Exception) -> str:
+    """Type and message of an error as a tape may hold it: without secrets that a server or library put there."""
+    return f"{type(error).__name__}: {without_secrets(str(error))}"

@@ -8,21 +8,39 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from ..envs.named import load_named
 from ..tapes.config import Config
 from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Publish
+from ..tapes.redact import has_userinfo
+from .adapter_config import AdapterConfig
 from .engine import Engine, EngineError, Request
 from .scripted import Policy, ScriptedEngine
 
 if TYPE_CHECKING:
     from .remote import RemoteEngine
     from .render import Renderer
+
+
+def _without_password(url: str) -> str:
+    if has_userinfo(url):
+        raise ValueError("an address with a user and a password would be recorded with the run; name the environment "
+                         "variable that holds the key instead: key_variable")  # fmt: skip
+    return url
+
+
+Address = Annotated[str, AfterValidator(_without_password)]
+"""Where a server is, without what opens it."""
+
+
+PublishWay = Literal["reload", "lora", "transfer"]
+"""How weights get to the servers. `reload`: all of them reload a folder. `transfer`: vLLM's weight-transfer routes,
+with the files in shared memory. `lora`: adapters alone, each version under its own name."""
 
 
 class RendererConfig(Config):
@@ -79,17 +97,17 @@ class EmbeddedConfig(Config):
     """Torch threads. One is steady when anything else runs beside."""
 
 
-class VLLMConfig(Config):
-    """vLLM servers that serve one model. `tapereel serve` starts one with the flags that they need."""
+class _Served(Config):
+    """What serves one model and takes its weights in training."""
 
-    kind: Literal["vllm"] = "vllm"
     model: str
     """A folder in Hugging Face format with the tokenizer and configuration of the model they serve."""
-    urls: tuple[str, ...] = Field(min_length=1)
-    """Their addresses, as in `http://127.0.0.1:8000`."""
     renderer: RendererConfig = RendererConfig()
-    key_variable: str | None = None
-    """The environment variable with their API key."""
+    publish: PublishWay = "reload"
+    """How new weights get there: all servers `reload` a folder, or vLLM takes them by its weight-`transfer` routes from
+    shared memory, or `lora` adapters alone are trained, each version under its own name."""
+    lora: AdapterConfig | None = None
+    """The adapters of `publish: lora`."""
     weights_folder: str | None = None
     """Where new weights are written for them in training; a folder that they can read. None: a temporary one."""
     seconds: float = Field(default=600.0, gt=0)
@@ -103,8 +121,75 @@ class VLLMConfig(Config):
     threads: int = Field(default=1, ge=1)
     """Torch threads of the trainer."""
 
+    @model_validator(mode="after")
+    def _adapters_are_published(self) -> Self:
+        if (self.publish == "lora") != (self.lora is not None):
+            raise ValueError("publish: lora and the adapters it publishes go together: set both, as in publish=lora "
+                             "lora.rank=16, or neither")  # fmt: skip
+        return self
 
-EngineConfig = Annotated[ScriptedConfig | EmbeddedConfig | VLLMConfig, Field(discriminator="kind")]
+
+class VLLMConfig(_Served):
+    """vLLM servers that serve one model. `tapereel serve` starts one with the flags that they need."""
+
+    kind: Literal["vllm"] = "vllm"
+    urls: tuple[Address, ...] = Field(min_length=1)
+    """Their addresses, as in `http://127.0.0.1:8000`."""
+    key_variable: str | None = None
+    """The environment variable with their API key."""
+
+
+class SGLangConfig(_Served):
+    """SGLang servers that serve one model. Not run against one so far."""
+
+    kind: Literal["sglang"] = "sglang"
+    urls: tuple[Address, ...] = Field(min_length=1)
+    """Their addresses, as in `http://127.0.0.1:30000`."""
+    key_variable: str | None = None
+    """The environment variable with their API key."""
+
+    @model_validator(mode="after")
+    def _reloads(self) -> Self:
+        if self.publish != "reload":
+            raise ValueError(f"publish: {self.publish} is for vLLM; SGLang servers reload a folder: publish=reload")
+        return self
+
+
+class VLLMInProcessConfig(_Served):
+    """vLLM inside this process."""
+
+    kind: Literal["vllm_inprocess"] = "vllm_inprocess"
+    options: dict[str, JsonValue] = Field(default={})
+    """Arguments of vLLM's AsyncEngineArgs, as in `{"max_model_len": 8192, "gpu_memory_utilization": 0.5}`."""
+
+
+class LiteLLMConfig(Config):
+    """A hosted model of any provider that litellm knows: texts, which can be imitated and not reinforced."""
+
+    kind: Literal["litellm"] = "litellm"
+    model: str
+    """litellm's name for it, as in `openai/gpt-4o-mini` or `anthropic/claude-sonnet-4-5`."""
+    base_url: Address | None = None
+    """Where a server of one's own is; None: the provider's address."""
+    key_variable: str | None = None
+    """The environment variable with the API key; None: the provider's own, as `OPENAI_API_KEY`."""
+    seconds: float = Field(default=120.0, gt=0)
+    """Bound of one request."""
+    retries: int = Field(default=5, ge=0)
+    """How often one question is asked again that met a rate limit, a timeout or a failing server."""
+    patience: float = Field(default=300.0, gt=0)
+    """So long, in seconds, is one question asked again."""
+    budget: float | None = Field(default=None, gt=0)
+    """US dollars that this process may spend; requests under way when it is reached are still paid. None: no bound."""
+    prices: tuple[float, float] | None = None
+    """US dollars for a million prompt and completion tokens; None: as litellm knows them."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Further arguments of litellm's `completion`, as in `{"reasoning_effort": "low"}`."""
+
+
+ServedConfig = VLLMConfig | SGLangConfig | VLLMInProcessConfig
+AnyEngineConfig = ScriptedConfig | EmbeddedConfig | ServedConfig | LiteLLMConfig
+EngineConfig = Annotated[AnyEngineConfig, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -116,26 +201,45 @@ class Made:
     """Version and digest of its weights; None for an engine without any, or whose weights nobody here has seen."""
 
 
-async def make_engine(config: ScriptedConfig | EmbeddedConfig | VLLMConfig) -> Made:
+async def make_engine(config: AnyEngineConfig) -> Made:
     """The engine that `config` describes. EngineError and NotTrainable of a server that can't be used."""
     if isinstance(config, ScriptedConfig):
         return Made(_scripted(config), None)
     if isinstance(config, EmbeddedConfig):
         return _embedded(config)
+    if isinstance(config, LiteLLMConfig):
+        return Made(_hosted(config), None)
     return Made(await connect_to(config), None)
 
 
-async def connect_to(config: VLLMConfig, *, weights: bool = False) -> RemoteEngine:
-    """An engine of the servers; with `weights`, new ones can be published to them."""
-    from .connect import connect
+async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEngine:
+    """An engine of the servers, or of vLLM in this process, which is started; with `weights`, it takes new ones."""
+    from .connect import connect, connect_channels
     from .pretrained import load_tokenizer
 
-    folder = config.weights_folder
-    return await connect(
-        config.urls, config.renderer.make(load_tokenizer(config.model)), model_folder=Path(config.model),
-        weights=weights, weights_folder=Path(folder) if folder is not None else None,
-        key_variable=config.key_variable, seconds=config.seconds, patience=config.patience,
-    )  # fmt: skip
+    folder, renderer = config.weights_folder, config.renderer.make(load_tokenizer(config.model))
+    how: dict[str, Any] = {
+        "model_folder": Path(config.model), "weights": weights, "patience": config.patience, "way": config.publish,
+        "weights_folder": Path(folder) if folder is not None else None, "adapters": config.lora,
+    }  # fmt: skip
+    if not isinstance(config, VLLMInProcessConfig):
+        return await connect(config.urls, renderer, key_variable=config.key_variable, seconds=config.seconds, **how)
+    from .inprocess import InProcess
+
+    rank = config.lora.rank if config.lora is not None else None
+    channel = await InProcess.start(Path(config.model), transfer=config.publish == "transfer", lora_rank=rank,
+                                    seconds=config.seconds, options=config.options)  # fmt: skip
+    return await connect_channels([channel], renderer, **how)
+
+
+def _hosted(config: LiteLLMConfig) -> Engine:
+    from .litellm_engine import LiteLLMEngine
+
+    settings = config.model_dump(exclude={"kind", "model"})
+    try:
+        return LiteLLMEngine(config.model, **settings)
+    except ValueError as error:
+        raise UsageError(f"engine: {error}") from error
 
 
 def _scripted(config: ScriptedConfig) -> ScriptedEngine:

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..envs.base import Environment
+from ..envs.rewards.relative import compared
 from ..tapes import Sampling, Status, Tape, Task
 from ..tapes.journal import Journal
 from .agent import Agent
@@ -158,4 +159,8 @@ async def rollout_group(
 
     until = None if deadline is None else asyncio.get_running_loop().time() + deadline
     await fill(made, one, until=until)
-    return [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
+    every = [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
+    append = None if journal is None else lambda record: journal.append(record.body())
+    beside = await compared(getattr(env, "rewards", None), made.usable, append)
+    by_id = {tape.id: tape for tape in beside}
+    return [by_id.get(tape.id, tape) for tape in every]

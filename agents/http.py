@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 from ..tapes.extras import raise_missing
+from ..tapes.redact import has_userinfo, without_secrets
 from .engine import EngineError
 
 try:
@@ -38,6 +41,32 @@ class ServerFailed(EngineError):
         return self.status in (429, 503)
 
 
+class Channel(Protocol):
+    """A way to ask one server: `Server` over HTTP, or a vLLM inside this process. Errors are `ServerFailed`."""
+
+    in_flight: int
+    """Requests under way."""
+
+    async def get(self, route: str, *, seconds: float | None = None) -> Any:
+        """The JSON answer to a GET."""
+        ...
+
+    async def post(
+        self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
+        fresh: bool = False, plain: bool = False,
+    ) -> Any:  # fmt: skip
+        """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection."""
+        ...
+
+    def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
+        """The answer to a POST as it comes, in pieces of any size."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what is held."""
+        ...
+
+
 class Server:
     """A base address and its connections. Safe for any number of requests at once, of one event loop."""
 
@@ -45,6 +74,9 @@ class Server:
         """`key_variable` names the environment variable with the API key. Every request is bounded by `seconds`."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
+        if has_userinfo(url):
+            raise ValueError(f"server address {without_secrets(url)!r} holds a user and a password, which would be "
+                             "recorded with it; give the key by its variable: key_variable=")  # fmt: skip
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
         self._key_variable = key_variable
@@ -61,11 +93,23 @@ class Server:
 
     async def post(
         self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
-        fresh: bool = False,
+        fresh: bool = False, plain: bool = False,
     ) -> Any:  # fmt: skip
-        """The JSON answer to a POST. `fresh` takes no pooled connection: servers drop those after some errors.
-        ServerFailed."""
-        return await self._ask("POST", route, body, params, seconds, fresh)
+        """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection: servers drop those
+        after some errors. ServerFailed."""
+        return await self._ask("POST", route, body, params, seconds, fresh, plain)
+
+    async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
+        """The answer to a POST as it comes, in pieces of any size. Every piece is waited for as long as a whole answer
+        would be. ServerFailed."""
+        where, size = f"POST {self.url}{route}", 0
+        async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
+            async for part in answer.content.iter_chunked(1 << 16):
+                bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
+                size += len(part)
+                if size > LARGEST:
+                    raise ServerFailed(f"{where}: the answer is longer than {LARGEST >> 20} MiB", retry=False)
+                yield part
 
     async def close(self) -> None:
         """Let the connections go."""
@@ -75,25 +119,50 @@ class Server:
 
     async def _ask(
         self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float | None,
-        fresh: bool = False,
+        fresh: bool = False, plain: bool = False,
     ) -> Any:  # fmt: skip
         seconds = self._seconds if seconds is None else seconds
         where = f"{method} {self.url}{route}"
+        async with self._answer(method, route, body, params, seconds, fresh) as (answer, _):
+            content = await _read(answer.content, where)
+        if plain:
+            return content.decode(errors="replace")
+        if not content.strip():
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            told = _short(content, self._key(where))
+            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {told}", retry=True) from error
+
+    def _key(self, where: str) -> str | None:
+        if self._key_variable is None:
+            return None
+        key = os.environ.get(self._key_variable)
+        if not key:
+            raise ServerFailed(f"{where}: the environment variable {self._key_variable} (API key) is not set",
+                               retry=False)  # fmt: skip
+        return key
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float, fresh: bool,
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:  # fmt: skip
+        """An answer of success, its body unread, and the bound on what is done with it."""
+        where = f"{method} {self.url}{route}"
         headers = {"Connection": "close"} if fresh else {}
-        if self._key_variable is not None:
-            key = os.environ.get(self._key_variable)
-            if not key:
-                raise ServerFailed(f"{where}: the environment variable {self._key_variable} (API key) is not set",
-                                   retry=False)  # fmt: skip
+        key = self._key(where)
+        if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         self.in_flight += 1
         try:
-            async with asyncio.timeout(seconds), self._open().request(
+            async with asyncio.timeout(seconds) as bound, self._open().request(
                 method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
             ) as answer:  # fmt: skip
-                content = await _read(answer.content, where)
                 if answer.status >= 300:
-                    raise _refused(where, answer.status, content, answer.headers.get("Retry-After"))
+                    content = await _read(answer.content, where)
+                    raise _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
+                yield answer, bound
         except TimeoutError as error:
             raise ServerFailed(f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
                                "is the engine's timeout", retry=False) from error  # fmt: skip
@@ -101,12 +170,6 @@ class Server:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
             self.in_flight -= 1
-        if not content.strip():
-            return None
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {_short(content)}", retry=True) from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -127,14 +190,15 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
     return b"".join(parts)
 
 
-def _refused(where: str, status: int, content: bytes, after: str | None) -> ServerFailed:
+def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
     seconds = float(after) if after is not None and after.replace(".", "", 1).isdigit() else None
     hint = {401: "; is the API key right?", 403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
             404: "; the server has no such route or model"}.get(status, "")  # fmt: skip
-    return ServerFailed(f"{where}: {status}{hint}: {_short(content)}", retry=status in (408, 429, 500, 502, 503, 504),
-                        status=status, after=seconds)  # fmt: skip
+    again = status in (408, 429, 500, 502, 503, 504)
+    return ServerFailed(f"{where}: {status}{hint}: {_short(content, key)}", retry=again, status=status, after=seconds)
 
 
-def _short(content: bytes) -> str:
-    text = content[:2000].decode(errors="replace")
+def _short(content: bytes, key: str | None) -> str:
+    """The beginning of an answer; some servers send back the key that they refuse."""
+    text = without_secrets(content[:2000].decode(errors="replace"), [key] if key else ())
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -14,6 +14,8 @@ class Limits(BaseModel):
 
     turns: int | None = Field(default=100, ge=1)
     """Actions; None for no limit."""
+    calls: int | None = Field(default=None, ge=1)
+    """Questions to the model; reaching it counts as a limit of turns."""
     tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens over all calls."""
     context: int | None = Field(default=None, ge=2)

@@ -21,11 +21,13 @@ from pydantic import BaseModel
 from ..tapes import Call, CauseType, Message, Sampling, Step, Tape
 from ..tapes.messages import said, shared_prefix
 from ..tapes.records import Attempt, Tools, Usage
-from .engine import Completion, Engine, EngineError, PromptTooLong, Request
+from . import fire
+from .engine import Completion, Engine, EngineError, PromptTooLong, Request, told
 from .given import Given, asker, derive_seed
 from .guard import outside
 from .limits import LimitReached, Limits
 from .recorder import Recorder
+from .stopping import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ class LLM(Given):
         self._spoken: list[tuple[Step, str]] = []
         self._tools: set[str] = set()
         self._keys: set[str] = set()
+        self._read: list[tuple[Step, str]] = []
+        self.asked = 0
+        """Questions put to the engine in this episode."""
         self.sampled = 0
         """Tokens sampled in this episode, as far as the engine says."""
         self.latched: LimitReached | None = None
@@ -112,22 +117,26 @@ class LLM(Given):
         temperature: float | None = None,
         max_tokens: int | None = None,
         conversation: str = "",
+        sampling: Sampling | None = None,
+        seed: int | None = None,
     ) -> Reply:
         """Ask the model, as the agent whose view `tape` is.
 
         The prompt is `system` and the tape's conversation, or `messages` as given. `tools` are step classes or
         function schemas. `conversation` names a second conversation of the same agent, with a history and seeds of its
         own; questions that one agent asks at the same time need one each, or their order is left to chance.
+        `sampling` takes the place of the episode's for this call, and `seed` is mixed into the call's own.
         Raises LimitReached (let it pass), ModelFailed, RenderFailed.
         """
         path = tape.scope
         if self._engine is None:
             raise ValueError(f"the agent {path!r} asked a model, but rollout was given no engine; pass engine=...")
-        await self._check_latch()
+        await self._check_limits()
         asked = messages if messages is not None else tape.messages(system)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
-        sampling = self._fit(temperature, max_tokens, rendered)
+        self.asked += 1
+        sampling = self._fit(sampling or self._sampling, temperature, max_tokens, rendered)
         call = self._recorder.new_call_id()
         who = asker(path, conversation)
         number = self._calls[who] = self._calls.get(who, -1) + 1
@@ -138,7 +147,7 @@ class LLM(Given):
             messages=asked,
             prompt=rendered.ids if rendered is not None else None,
             sampling=sampling,
-            seed=derive_seed(self._seed, who, number),
+            seed=derive_seed(self._seed, who, number, *(() if seed is None else (seed,))),
             tools=schemas,
             path=path,
             cache_key=key,
@@ -155,7 +164,7 @@ class LLM(Given):
             write(Completion(text=None), failure.attempts, finish="error")
             if isinstance(failure.error, PromptTooLong):
                 raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
-            raise ModelFailed(f"{type(failure.error).__name__}: {failure.error}") from failure.error
+            raise ModelFailed(told(failure.error)) from failure.error
         write(completion, attempts, finish=completion.finish)
         if self._limits.tokens is not None and self.sampled >= self._limits.tokens:
             self.latched = LimitReached(
@@ -170,11 +179,21 @@ class LLM(Given):
         if not any(seen is step for seen, _ in self._spoken):
             self._spoken.append((step, path))
 
+    def read_from(self, step: Step, call: str) -> None:
+        """This step, about to be yielded, was read from that call alone, whatever else was asked meanwhile."""
+        self._read.append((step, call))
+
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
         """(path, calls) of a step that was just yielded. A step of a turn without new calls shares the newest one."""
         path = next((p for seen, p in self._spoken if seen is step), outermost)
         self._spoken.clear()
-        pending = self._pending.pop(path, None)
+        source = next((call for seen, call in self._read if seen is step), None)
+        if source is not None:
+            self._read = [entry for entry in self._read if entry[0] is not step]
+            self._pending[path] = [call for call in self._pending.get(path, ()) if call != source]
+            pending: list[str] | None = [source]
+        else:
+            pending = self._pending.pop(path, None) or None
         if pending is None and path in self._newest:
             pending = [self._newest[path]]
         calls = []
@@ -243,7 +262,9 @@ class LLM(Given):
 
     # Inside
 
-    async def _check_latch(self) -> None:
+    async def _check_limits(self) -> None:
+        if self._limits.calls is not None and self.asked >= self._limits.calls and self.latched is None:
+            self._latch(CauseType.TURNS, f"{self.asked} questions asked, the limit is {self._limits.calls}")
         if self.latched is not None:
             await asyncio.sleep(0)  # an agent that swallows the limit and asks again must not block the event loop
             raise self.latched
@@ -261,8 +282,8 @@ class LLM(Given):
         except ValueError as error:
             raise RenderFailed(str(error)) from error
 
-    def _fit(self, temperature: float | None, max_tokens: int | None, rendered: Any) -> Sampling:
-        wanted = self._sampling.max_tokens if max_tokens is None else max_tokens
+    def _fit(self, base: Sampling, temperature: float | None, max_tokens: int | None, rendered: Any) -> Sampling:
+        wanted = base.max_tokens if max_tokens is None else max_tokens
         if self._limits.tokens is not None:
             wanted = min(wanted, self._limits.tokens - self.sampled)
         context = min(
@@ -275,13 +296,10 @@ class LLM(Given):
                     CauseType.CONTEXT, f"the prompt has {len(rendered.ids)} tokens, the context {context}"
                 )
             wanted = min(wanted, room)
-        if temperature is None and wanted == self._sampling.max_tokens:
-            return self._sampling
-        update = {
-            "max_tokens": wanted,
-            "temperature": self._sampling.temperature if temperature is None else temperature,
-        }
-        return self._sampling.model_copy(update=update)
+        if temperature is None and wanted == base.max_tokens:
+            return base
+        update = {"max_tokens": wanted, "temperature": base.temperature if temperature is None else temperature}
+        return base.model_copy(update=update)
 
     def _offered(self, schemas: tuple[dict[str, Any], ...] | None) -> Tools | None:
         if schemas is None:
@@ -298,16 +316,24 @@ class LLM(Given):
             started = time.perf_counter()
             try:
                 with outside():
-                    completion = await self._engine.complete(request)
+                    completion = await fire.complete(self._engine, request)
             except EngineError as error:
                 seconds = time.perf_counter() - started
-                attempts.append(Attempt(seconds=seconds, error=f"{type(error).__name__}: {error}"))
+                attempts += error.attempts or (Attempt(seconds=seconds, error=told(error)),)
                 if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
                     raise _Failed(error, tuple(attempts)) from error
                 await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
             else:
-                attempts.append(Attempt(seconds=time.perf_counter() - started))
-                return completion, tuple(attempts)
+                attempts += completion.attempts or (Attempt(seconds=time.perf_counter() - started),)
+                return self._stopped(completion, request.sampling), tuple(attempts)
+
+    def _stopped(self, completion: Completion, sampling: Sampling) -> Completion:
+        """An answer up to the text that should end it."""
+        stops: Any = sampling.extra.get("stop")
+        if not stops:
+            return completion
+        renderer = self._engine.renderer if self._engine is not None else None
+        return cut(completion, stops, renderer.decode if renderer is not None else None)
 
     def _write_text(self, call: str, path: str, conversation: str, messages: Sequence[Message], completion: Completion,
                     engine: str, **more: Any) -> None:  # fmt: skip

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..tapes.errors import TapereelError
-from .http import Server
+from .http import Channel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class WeightSync(Protocol):
 class VLLMReload:
     """vLLM's routes of the development mode (VLLM_SERVER_DEV_MODE=1), with weights reloaded from a folder."""
 
-    def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
+    def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
         """Every step is bounded by `seconds`."""
         self.server = server
         self._seconds = seconds
@@ -102,16 +103,21 @@ class VLLMReload:
         return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
 
 
-async def publish(syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode) -> None:
+async def publish(
+    syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode, timers: dict[str, float] | None = None
+) -> None:
     """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server; what was
-    under way is ended then, on all of them."""
+    under way is ended then, on all of them. The seconds of each step are added to `timers`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)), ("start", lambda sync: sync.start()),
         ("update", lambda sync: sync.update(folder)), ("finish", lambda sync: sync.finish(version, mode)),
         ("resume", lambda sync: sync.resume()),
     ]  # fmt: skip
     for name, step in steps:
+        began = time.perf_counter()
         failed = await _on_all(syncs, step)
+        if timers is not None:
+            timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         if failed is not None:
             sync, error = failed
             left = await _on_all(syncs, lambda sync: sync.abandon(f"unknown: publishing {version} failed"))
@@ -170,7 +176,9 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
     tensors = {}
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
-        if tensor.data_ptr() not in seen:  # a tied weight is stored once, as transformers does
+        # A tied weight is stored once, under the first of its names, which is the head's: vLLM's CPU build keeps a
+        # packed copy of the head, and packs it anew only when the file names the head.
+        if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})

@@ -16,6 +16,7 @@ from pydantic import Field, JsonValue
 
 from ..envs.base import Environment
 from ..envs.named import load_named
+from ..envs.rewards import load_rewards, rewarded
 from ..envs.taskset import BadTasks, Taskset, TaskStream
 from ..tapes.config import Config
 from ..tapes.console import UsageError
@@ -47,9 +48,15 @@ class Scene(Config):
     count: int | None = Field(default=None, ge=1)
     """How many tasks to take, from the first; None for all."""
 
+    rewards: tuple[str, ...] = ()
+    """What scores each episode when it has ended, beside the environment: `module:name` of a Rewards, a RewardSource or
+    a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP reward model."""
+
     def load(self) -> Loaded:
         """The things themselves."""
-        return Loaded(load_agent(self.agent), load_env(self.env), load_tasks(self.tasks, self.task_row, self.count))
+        env, rewards = load_env(self.env), load_rewards(self.rewards)
+        return Loaded(load_agent(self.agent), env if rewards is None else rewarded(env, rewards),
+                      load_tasks(self.tasks, self.task_row, self.count))  # fmt: skip
 
 
 def load_agent(name: str) -> Agent:

@@ -18,15 +18,19 @@ import tempfile
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .engine import Completion, EngineError, PromptTooLong, Request
-from .http import Server, ServerFailed
+from .engine import Completion, EngineError, PromptTooLong, Request, one_temperature
+from .health import Health, RemoteStats, Wellness, check_all
+from .http import Channel, ServerFailed
 from .publishing import PublishMode, WeightSync, check_weights, publish, write_weights
-from .wire import BadAnswer, Dialect, Sampled
+from .sleeping import Rests, Sleeper
+from .sse import ChatStream, Events
+from .wire import BadAnswer, Dialect, Sampled, same_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,20 +57,22 @@ class Capabilities:
     """Whether answers say which weights sampled which token."""
     takes_weights: bool
     """Whether new weights can be published to it."""
+    route: str
+    """Where it is asked: a route that takes token ids, or one of chat, which takes messages and gives ids."""
 
 
 @dataclass(slots=True)
-class RemoteStats:
-    """Sums since the engine was made."""
+class Flight:
+    """One request under way."""
 
-    requests: int = 0
-    tokens: int = 0
-    """Sampled and returned."""
-    refused: int = 0
-    """Answers 429 and 503, asked again."""
-    bad_answers: int = 0
-    busy_seconds: float = 0.0
-    """Wall time in which at least one request was under way."""
+    server: Channel
+    id: str
+    version: str
+    """That was current when it was sent."""
+    moment: int = 0
+    """Of `RemoteEngine._moment`, when it was sent."""
+    stream: ChatStream | None = None
+    """What came of its answer by now, where answers come as streams."""
 
 
 class RemoteEngine:
@@ -74,7 +80,7 @@ class RemoteEngine:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[Channel],
         dialect: Dialect,
         renderer: Renderer,
         capabilities: Capabilities,
@@ -82,12 +88,15 @@ class RemoteEngine:
         model_folder: Path,
         version: str,
         syncs: Sequence[WeightSync] = (),
+        rests: Sequence[Rests] = (),
         weights_folder: Path | None = None,
+        temporary_in: Path | None = None,
         patience: float = 300.0,
         keep: int = 2,
     ) -> None:
-        """`version` names the weights that the servers have now. `weights_folder` is where published weights are
-        written, readable by the servers (default: a temporary folder); the `keep` newest stay."""
+        """`version` names the weights that the servers have now. `syncs` and `rests`: how each takes weights, and gives
+        its memory away for a while. `weights_folder` is where published weights are written, readable by the servers
+        (default: a temporary folder in `temporary_in`); the `keep` newest stay."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
         self.stats = RemoteStats()
@@ -97,16 +106,23 @@ class RemoteEngine:
         self._renderer = renderer
         self._model_folder = model_folder
         self._syncs = tuple(syncs)
+        self.sleeper = Sleeper(rests)
         self._own_folder = weights_folder is None
-        self._folder = weights_folder or Path(tempfile.mkdtemp(prefix="tapereel-weights-"))
+        self._folder = weights_folder or Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=temporary_in))
         self._patience = patience
         self._keep = keep
-        self._homes: OrderedDict[str, Server] = OrderedDict()
+        self._homes: OrderedDict[str, Channel] = OrderedDict()
+        self._wellness = Wellness()
+        self._flights: dict[str, Flight] = {}
+        """What is under way, by request id."""
         self._versions = {version}
         self._written: list[Path] = []
         self._publishing = asyncio.Lock()
+        self._moment = 0
+        """Grows when a publish begins and when it ends: odd while one is under way."""
+        self._mixed = 0
+        """The moment at which the last publish began that let answers go on."""
         self._broken: Exception | None = None
-        self._under_way = 0
         self._since = 0.0
 
     @property
@@ -119,29 +135,40 @@ class RemoteEngine:
         """Most tokens that prompt and completion may have together."""
         return self.capabilities.context
 
+    @property
+    def changing(self) -> bool:
+        """Whether new weights are on their way to the servers."""
+        return self._publishing.locked()
+
     async def complete(self, request: Request) -> Completion:
         """Sample. Raises `PromptTooLong` or `EngineError`; a cancelled call gives what was sampled to
         `request.on_partial` if the server still tells within a few seconds."""
         self._check(request)
-        server = self._home(request.cache_key)
-        request_id = uuid.uuid4().hex
-        self._begin()
-        asking = asyncio.ensure_future(self._ask(server, request, request_id))
-        try:
-            return self._completion(await asyncio.shield(asking))
-        except asyncio.CancelledError:
-            partial = await self._abort(server, request_id, asking)
-            if partial is not None and request.on_partial is not None:
-                request.on_partial(self._completion(partial, cancelled=True))
-            raise
-        except ServerFailed as error:
-            if error.status == 400 and request.prompt is not None and _too_long(str(error)):
-                raise PromptTooLong(str(error)) from error
-            if error.status is None:
-                self._homes.pop(request.cache_key, None)  # let another server take the conversation
-            raise
-        finally:
-            self._end()
+        flight = Flight(self._home(request.cache_key), uuid.uuid4().hex, self.version)
+        with self._flying(flight):
+            asking = asyncio.ensure_future(self._ask(flight, request))
+            try:
+                found = await asyncio.shield(asking)
+                self._wellness.reached(flight.server)
+                return self._completion(found)
+            except asyncio.CancelledError:
+                self.stats.cancelled += 1
+                partial = await self._abort(flight, asking)
+                if partial is not None and request.on_partial is not None:
+                    request.on_partial(self._completion(partial, cancelled=True))
+                raise
+            except EngineError as error:
+                self.stats.failed += 1
+                if isinstance(error, ServerFailed):
+                    self._note(error, flight.server, request)
+                raise
+
+    def _note(self, error: ServerFailed, server: Channel, request: Request) -> None:
+        if error.status == 400 and _too_long(str(error)):
+            raise PromptTooLong(str(error)) from error
+        if error.status is None:  # let another server take the conversation, and new ones
+            self._homes.pop(request.cache_key, None)
+            self._wellness.lost(server)
 
     def forget(self, cache_key: str) -> None:
         """The conversation is over."""
@@ -149,25 +176,59 @@ class RemoteEngine:
 
     async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
         """Make `state` the weights of all servers; tokens from then on carry `version`. ValueError, before anything has
-        changed, when it isn't the model's; PublishFailed, after which the engine samples no more."""
-        if version in self._versions:
-            raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
+        changed, when it isn't the model's; PublishFailed, after which the engine samples no more. Servers that are
+        asleep get their weights back for it, and sample when they are woken."""
+        self._check_version(version)
         if not self._syncs:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
         check_weights(state, self._model_folder)
         async with self._publishing:
-            folder = self._folder / version.replace("/", "_").replace(":", "_")
+            folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, self._model_folder)
             self._versions.add(version)
+            steps: dict[str, float] = {}
+            self._moment += 1
+            if mode != "drain":
+                self._mixed = self._moment
             try:
-                await publish(self._syncs, folder, version, mode)
+                with self.stats.timed("publish"):
+                    await self.sleeper.weights()
+                    await publish(self._syncs, folder, version, mode, steps)
             except BaseException as error:
                 self._broken = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 raise
+            finally:
+                for name, seconds in steps.items():
+                    self.stats.add(f"publish/{name}", seconds)
             self.version = version
+            self._moment += 1
+            self.stats.publishes += 1
             self._written.append(folder)
             while len(self._written) > self._keep:
                 await asyncio.to_thread(shutil.rmtree, self._written.pop(0), True)
+
+    def _check_version(self, version: str) -> None:
+        if version in self._versions:
+            raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
+
+    def _folder_of(self, version: str) -> Path:
+        return self._folder / version.replace("/", "_").replace(":", "_")
+
+    async def sleep(self) -> None:
+        """Have the servers give their GPUs' memory away; what is under way ends as aborted. Nothing is sampled until
+        `wake`; asleep already, nothing is done."""
+        with self.stats.timed("sleep"):
+            await self.sleeper.sleep()
+
+    async def wake(self) -> None:
+        """Have the servers sample again; awake already, nothing is done."""
+        with self.stats.timed("wake"):
+            await self.sleeper.wake()
+
+    async def health(self, *, seconds: float = 10.0) -> dict[str, Health]:
+        """How each server is, by address; asked now and kept in `stats.health`."""
+        self.stats.health = found = await check_all(self._servers, seconds=seconds)
+        return found
 
     async def close(self) -> None:
         """Close the connections; requests under way fail."""
@@ -181,6 +242,10 @@ class RemoteEngine:
     def _check(self, request: Request) -> None:
         if self._broken is not None:
             raise EngineError(f"the servers' weights are unknown since a publish failed: {self._broken}")
+        if self.sleeper.state != "awake":
+            raise EngineError(f"the servers of {self.name} are {self.sleeper.state}: nothing can be sampled until they "
+                              "are woken (`await engine.wake()`)")  # fmt: skip
+        one_temperature(request)
         if not request.prompt:
             raise EngineError(f"a request without prompt ids: {self.name} samples tokens after tokens, render the "
                               "messages with its renderer first")  # fmt: skip
@@ -192,15 +257,14 @@ class RemoteEngine:
                               f"{request.sampling.temperature} would be trained with the wrong ones; start the server "
                               "with --logprobs-mode processed_logprobs, or sample at temperature 1")  # fmt: skip
 
-    async def _ask(self, server: Server, request: Request, request_id: str) -> Sampled:
-        stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
-        body = self._dialect.body(request, model=self.capabilities.model, request_id=request_id, stops=tuple(stops))
+    async def _ask(self, flight: Flight, request: Request) -> Sampled:
         deadline = time.monotonic() + self._patience
         pause = 0.05
         while True:
-            before = self.version
             try:
-                found = self._dialect.parse(await server.post(self._dialect.route, body))
+                flight.moment = self._moment
+                with self._sampling_with() as (model, flight.version):
+                    found = self._dialect.parse(await self._answer(flight, request, model))
             except BadAnswer:
                 self.stats.bad_answers += 1
                 raise
@@ -214,32 +278,47 @@ class RemoteEngine:
                 await asyncio.sleep(min(wait, 30.0))
                 continue
             self._stop_if_broken(None)
-            return self._versioned(found, before)
+            assert request.prompt is not None
+            same_prompt(request.prompt, found.prompt)
+            return self._versioned(found, flight)
+
+    @contextmanager
+    def _sampling_with(self) -> Iterator[tuple[str, str]]:
+        """(name under which the servers know what is sampled from, its version), for the time of one request."""
+        yield self.capabilities.model, self.version
+
+    async def _answer(self, flight: Flight, request: Request, model: str) -> Any:
+        stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
+        body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
+        flight.stream = ChatStream() if self._dialect.streams else None
+        return await answered(flight.server, self._dialect, body, flight.stream)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
         """What was under way when a publish failed was sampled by nobody knows which weights."""
         if self._broken is not None:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
-    def _versioned(self, found: Sampled, before: str) -> Sampled:
+    def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         if found.spans is not None or not found.ids:
             unknown = {version for version, _, _ in found.spans or ()} - self._versions
             if unknown:
                 raise EngineError(f"the server sampled with weights {sorted(unknown)}, which were not published here; "
                                   "does someone else publish to it?")  # fmt: skip
             return found
-        if before != self.version:
+        if flight.moment % 2 or self._mixed > flight.moment:
             raise EngineError("the weights changed under way and the server doesn't say which token came from which: "
-                              "it is too old (vLLM before 0.32), or publish with mode drain", retry=True)  # fmt: skip
-        return Sampled(ids=found.ids, logprobs=found.logprobs, spans=((before, 0, len(found.ids)),),
-                       finish=found.finish, usage=found.usage)  # fmt: skip
+                              "let it serve /inference/v1/generate (vLLM 0.32 and later, --enable-scale-out), or "
+                              "publish with mode drain", retry=True)  # fmt: skip
+        return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
-    async def _abort(self, server: Server, request_id: str, asking: asyncio.Future[Sampled]) -> Sampled | None:
+    async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
         """What was sampled of a cancelled request; None when the server doesn't tell any more."""
-        route, body = self._dialect.abort(request_id)
         try:
+            if flight.stream is not None:  # what came is what was sampled; hanging up ends the rest
+                return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
+            route, body = self._dialect.abort(flight.id)
             async with asyncio.timeout(10.0):
-                await server.post(route, body)
+                await flight.server.post(route, body)
                 return await asyncio.shield(asking)
         except (EngineError, TimeoutError):
             return None
@@ -253,38 +332,60 @@ class RemoteEngine:
             finish="cancelled" if cancelled else found.finish, usage=found.usage,
         )  # fmt: skip
 
-    def _home(self, key: str) -> Server:
+    def _home(self, key: str) -> Channel:
         home = self._homes.get(key)
         if home is None:
-            home = min(self._servers, key=lambda server: server.in_flight)
+            home = self._wellness.best(self._servers)
             if key:
                 self._homes[key] = home
                 if len(self._homes) > REMEMBERED:
                     self._homes.popitem(last=False)
         return home
 
-    def _begin(self) -> None:
-        self.stats.requests += 1
-        if not self._under_way:
-            self._since = time.perf_counter()
-        self._under_way += 1
+    @contextmanager
+    def _flying(self, flight: Flight) -> Iterator[None]:
+        """Counts and times one request."""
+        stats, began = self.stats, time.perf_counter()
+        stats.requests += 1
+        if not self._flights:
+            self._since = began
+        self._flights[flight.id] = flight
+        try:
+            yield
+        finally:
+            del self._flights[flight.id]
+            now = time.perf_counter()
+            stats.add("request", now - began)
+            stats.longest_seconds = max(stats.longest_seconds, now - began)
+            if not self._flights:
+                stats.busy_seconds += now - self._since
 
-    def _end(self) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self.stats.busy_seconds += time.perf_counter() - self._since
+
+async def answered(server: Channel, dialect: Dialect, body: Any, stream: ChatStream | None = None) -> Any:
+    """The answer to `body`, whole, whether it comes at once or as a stream; `stream` holds what came of it by now."""
+    if not dialect.streams:
+        return await server.post(dialect.route, body)
+    events, stream = Events(), stream or ChatStream()
+    async with aclosing(server.stream(dialect.route, body)) as pieces:
+        async for piece in pieces:
+            for event in events.feed(piece):
+                stream.feed(event)
+    return stream.answer()
 
 
 def _too_long(message: str) -> bool:
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))
 
 
-async def weight_version(server: Server) -> str | None:
-    """The version that a vLLM server names for its weights; None where it has no such route."""
-    try:
-        found: Any = await server.get("/weight_info", seconds=30.0)
-    except ServerFailed as error:
-        if error.status in (403, 404, 405):
-            return None
-        raise
-    return str(found["weight_version"])
+async def weight_version(server: Channel) -> str | None:
+    """The version that a server names for its weights; None where it has no route that says it."""
+    for route in ("/weight_info", "/model_info"):
+        try:
+            found: Any = await server.get(route, seconds=30.0)
+        except ServerFailed as error:
+            if error.status in (403, 404, 405):
+                continue
+            raise
+        if isinstance(found, dict) and found.get("weight_version") is not None:
+            return str(found["weight_version"])
+    return None

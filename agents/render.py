@@ -106,6 +106,8 @@ class Renderer:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
         self.history = history
         self.special_text = special_text
+        self.template_kwargs: Mapping[str, Any] = dict(template_kwargs or {})
+        """What the template is given beside messages and tools."""
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self._framing = self._codec.pattern(self._template.framing)
@@ -164,20 +166,22 @@ class Renderer:
         sampled."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
-        closing = self._template.closing
+        ending = self._template.ending
         if full.startswith(rendered.text):
             body = full[len(rendered.text):]
             content = said.get("content")
-            if not closing and isinstance(content, str) and body.startswith(content):
+            if not ending and isinstance(content, str) and body.startswith(content):
                 body = content
-            body = body.partition(closing)[0] if closing else body
+            body = body.partition(ending)[0] if ending else body
         elif not reply.get("tool_calls") and isinstance(said.get("content"), str):
             body = said["content"]
         else:
             raise RenderError("the chat template shows the last answer's tool calls in another place than where it "
                               f"asks for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the "
                               "answer as plain content, in the form in which the model writes tool calls")
-        ids = self._codec.encode(body + closing, after=rendered.ids[-1] if rendered.ids else None)
+        if any(body.endswith(self._codec.token(end)) for end in self.end_ids):
+            ending = ""  # a call of a tool may end otherwise
+        ids = self._codec.encode(body + ending, after=rendered.ids[-1] if rendered.ids else None)
         return ints(ids if ids[-1:] and ids[-1] in self.end_ids else [*ids, self.end_ids[0]])
 
     def authored(
@@ -193,7 +197,7 @@ class Renderer:
         while n and ids[n - 1] in self.end_ids:
             n -= 1
         text = self._codec.decode(ids[:n])
-        before_end = self._template.closing.removesuffix(self._template.end_text)
+        before_end = self._template.ending.removesuffix(self._template.end_text)
         return text.removesuffix(before_end) if n < len(ids) and before_end else text
 
     def probe(self) -> list[str]:
@@ -272,10 +276,14 @@ class Renderer:
             return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
         # Some templates show no text beside a tool call; then the answer starts where the head ends.
         rest = full[max(full.find(blank, len(head)) + 1, len(head)):]
-        found = rest.find(self._template.closing)
+        ended = self._ended(base)
+        closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
+        if stop and not closing.endswith(stop) and stop in rest:
+            closing = stop  # as behind the call of a tool
+        found = rest.find(closing)
         if found < 0:
             return None, "the end of the last answer can't be found in the template's text"
-        return rest[found if self._ended(base) is None else found + len(self._template.closing):], None
+        return rest[found if ended is None else found + len(closing):], None
 
 
 def _longest(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None,

@@ -9,6 +9,7 @@ loop of rollouts, with no model at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -57,9 +58,14 @@ class ReplayEngine:
                     self._recorded[call.by, call.seed].append((tape, call))
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
+        self.patience = 0.0
+        """Seconds that an answer waits on top, where questions come from another process."""
+        self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
         """How many of the queue have been answered without a gap."""
+        self.recorded = True
+        """A request is one, however its answer was sampled."""
         self.stats = SimpleNamespace(busy_seconds=0.0)
         """As engines that sample have it; giving what is there takes no time worth measuring."""
 
@@ -89,10 +95,17 @@ class ReplayEngine:
         _, told, conversation = request.cache_key.partition(f"/{request.path}/")
         for call in self._only.calls if self._only is not None else ():
             rest = self._recorded.get((call.by, call.seed))
-            same = call.by == request.path and (not told or call.conversation == conversation)
+            same = call.by == request.path and (not told or self._may_be(call, conversation))
             if same and rest and rest[-1][1].call == call.call:
                 return rest.pop()
         raise Diverged(_unrecorded(self._only, request))
+
+    def _may_be(self, call: Call, conversation: str) -> bool:
+        """Whether a question of this conversation may stand for the call. One that comes from elsewhere is named by its
+        first messages: under a new name, it is an old one that begins otherwise."""
+        if call.conversation == conversation or not self.patience or self._only is None:
+            return call.conversation == conversation
+        return all(other.conversation != conversation for other in self._only.calls)
 
     def check(self, tape: Tape, call: Call, request: Request) -> None:
         """Diverged where the request isn't the recorded one."""
@@ -102,11 +115,9 @@ class ReplayEngine:
 
     async def answer(self, call: Call) -> Completion:
         """What was recorded; of questions asked at once, in the order in which their answers came."""
-        for _ in range(PATIENCE):
-            if self._turn_of_answers >= self._order.get(call.call, 0):
-                break
-            await asyncio.sleep(0)
+        await self._wait_for_turn(self._order.get(call.call, 0))
         self._answered.add(call.call)
+        self._moved.set()
         while self._turn_of_answers < len(self._queue) and self._queue[self._turn_of_answers] in self._answered:
             self._turn_of_answers += 1
         if call.finish == "cancelled":
@@ -115,6 +126,18 @@ class ReplayEngine:
         if call.finish == "error":
             raise recorded_error(call)
         return recorded_answer(call)
+
+    async def _wait_for_turn(self, place: int) -> None:
+        for _ in range(PATIENCE):
+            if self._turn_of_answers >= place:
+                return
+            await asyncio.sleep(0)
+        if self.patience:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.patience):
+                    while self._turn_of_answers < place:
+                        self._moved.clear()
+                        await self._moved.wait()
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by key."""

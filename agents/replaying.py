@@ -96,8 +96,10 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
         script.notes["limits and sampling: this tape doesn't tell what the run asked for"] = None
     if renderer is None and any(call.prompt is not None for call in script.calls):
         script.notes["token ids: the recording's tokenizer isn't at hand, so messages alone are compared"] = None
+    engine = _Engine(script, renderer)
+    engine.patience = agent.patience
     episode = _Episode(
-        agent, _World(script), begin.task, engine=_Engine(script, renderer), seed=begin.seed, env_seed=begin.env_seed,
+        agent, _World(script), begin.task, engine=engine, seed=begin.seed, env_seed=begin.env_seed,
         group=begin.group, attempt=begin.attempt, split=begin.split, limits=Limits.model_validate(limits),
         sampling=begin.sampling or Sampling(), journal=None, fork=script.prefix, tape_id=tape.id, retries=0,
         recorder=lambda made, journal, parent: _Checker(made, script, parent),
@@ -105,6 +107,7 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
     given = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
     episode.llm.sampled = sum(
         len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in given)
+    episode.llm.asked = len(given)
     if script.prefix is not None:
         for who, n in script.numbers():
             episode.llm.number(who, n - 1)

@@ -21,11 +21,14 @@ from typing import Any
 from pydantic import JsonValue
 
 from ..envs.base import Environment, Outcome, RestoreMismatch
+from ..envs.rewards import RewardFailed
 from ..tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ..tapes.journal import Journal
 from ..tapes.log import new_tape_id, step_record
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, End, Identity, Parent, Reward, trains
+from ..tapes.redact import without_secrets
+from ..tapes.tape import Ending
 from .agent import Agent, configuration, qualified
 from .engine import Engine
 from .guard import Guard, acting
@@ -138,16 +141,15 @@ class Episode:
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.llm.close()
-        status, cause = await self._wind_up(status, cause)
-        self.recorder.write(
-            End(
-                tape=self.recorder.tape,
-                status=status,
-                cause=cause,
-                seconds=time.perf_counter() - self.started,
-                at=time.time(),
-            )
-        )
+        try:
+            status, cause = await self._score_all(status, cause)
+        except asyncio.CancelledError as error:
+            status, cause, cancelled = Status.CANCELLED, None, error
+        try:
+            status, cause = await self._wind_up(status, cause)
+        except asyncio.CancelledError as error:  # in the midst of closing: the tape gets its end all the same
+            status, cause, cancelled = Status.CANCELLED, None, error
+        self.recorder.write(self._end(status, cause))
         if cause is not None and status is Status.ERROR:
             self._warn(cause)
         if cancelled is not None:
@@ -280,19 +282,35 @@ class Episode:
             return self._limit(self.llm.latched)
         return None
 
-    async def _wind_up(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """Let the environment score and close. Its failure is the episode's end only where nothing worse was."""
+    def _end(self, status: Status, cause: Cause | None) -> End:
+        return End(tape=self.recorder.tape, status=status, cause=cause, seconds=time.perf_counter() - self.started,
+                   at=time.time())  # fmt: skip
+
+    async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
+        """The last word on scoring: the environment's own, then that of the sources that look at the whole tape."""
+        if not trains(status, cause.type if cause is not None else None):
+            return status, cause
         try:
-            if trains(status, cause.type if cause is not None else None):
-                outcome = await self.call("finish", status)
-                if outcome is not None:
-                    if not isinstance(outcome, Outcome):
-                        raise EnvironmentFault(f"finish must give an Outcome or None, not {type(outcome).__name__}")
-                    self._score(outcome, None)
+            outcome = await self.call("finish", status)
+            if outcome is not None:
+                if not isinstance(outcome, Outcome):
+                    raise EnvironmentFault(f"finish must give an Outcome or None, not {type(outcome).__name__}")
+                self._score(outcome, None)
+            if self.env.rewards is not None:
+                records = await self.env.rewards.score(Ending(self.log, self._end(status, cause)))
+                for record in records:
+                    self.recorder.write(record)
+                failed = next((r.evidence for r in records if r.value != r.value), None)
+                if isinstance(failed, dict):
+                    raise RewardFailed(str(failed["failed"]))
         except StoreFailed:
             raise
         except Exception as error:
-            status, cause = Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        return status, cause
+
+    async def _wind_up(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
+        """Let the environment close. Its failure is the episode's end only where nothing worse was."""
         try:
             await self.call("close")
         except Exception as error:
@@ -331,7 +349,7 @@ def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    return Cause(type=kind, error=type(error).__qualname__, message=_clean(str(error)), frame=frame)
+    return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
 
 
 def _clean(text: str) -> str:
@@ -350,7 +368,10 @@ def _first_time(*fault: str | None) -> bool:
 
 
 def _environment_identity(env: Environment[Any]) -> Identity:
-    return Identity(name=type(env).__name__, cls=qualified(type(env)), config=configuration(env), effect=env.effect)
+    config = configuration(env)
+    if env.rewards is not None:
+        config["rewards"] = list(env.rewards.names)
+    return Identity(name=type(env).__name__, cls=qualified(type(env)), config=config, effect=env.effect)
 
 
 @functools.lru_cache(maxsize=1)

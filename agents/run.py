@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..envs.rewards.relative import compared
 from ..tapes import Sampling, Tape, Task
 from ..tapes.attempts import attempts_of, counts
 from ..tapes.progress import Progress, silent
@@ -120,6 +121,7 @@ async def _run(config: RunConfig, scene: Loaded, out: Path, resume: bool, progre
             store.append_layer(made.publish)
         places = Places(config, scene, directory)
         recorded = await _fill(places, made.engine, progress)
+        await _compare(places, store)
         store.writer.sync()
         return _summary(config, len(scene.tasks), recorded, store, out, time.perf_counter() - started)
 
@@ -191,6 +193,16 @@ async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
     finally:
         await engine.close()
     return recorded
+
+
+async def _compare(places: Places, store: Store) -> None:
+    """Let the attempts at each task earn what they do beside one another, where anything rewards that."""
+    rewards = getattr(places.scene.env, "rewards", None)
+    if rewards is None or not rewards.relative:
+        return
+    for attempts in attempts_of(store, places.config.split).values():
+        tapes = [store.tape(attempt.id, refresh=False) for attempt in attempts if counts(attempt)]
+        await compared(rewards, tapes, store.append_layer)
 
 
 def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:

@@ -46,11 +46,15 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
 def scene_settings(args: argparse.Namespace, *more: str) -> list[str]:
     """What the short arguments say, as settings, and then the settings that were typed."""
     sets = [f"{name}={value}" for name in ("agent", "env", "tasks", "seed", *more) if (value := getattr(args, name))]
+    return [*sets, *engine_settings(args), *args.sets]
+
+
+def engine_settings(args: argparse.Namespace) -> list[str]:
+    """Which kind of engine `--model` or the settings that were typed mean."""
     if args.model is not None:
-        sets += ["engine.kind=embedded", f"engine.model={args.model}"]
-    elif any(text.startswith(("engine.answers", "engine.policy")) for text in args.sets):
-        sets.append("engine.kind=scripted")
-    return [*sets, *args.sets]
+        return ["engine.kind=embedded", f"engine.model={args.model}"]
+    scripted = any(text.startswith(("engine.answers", "engine.policy")) for text in args.sets)
+    return ["engine.kind=scripted"] if scripted else []
 
 
 def run_directory(args: argparse.Namespace) -> str:

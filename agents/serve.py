@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -39,6 +40,8 @@ class LocalServer:
         host: str = "127.0.0.1",
         python: str = sys.executable,
         control: bool = True,
+        transfer: bool = False,
+        lora_rank: int | None = None,
         key_variable: str | None = None,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
@@ -46,19 +49,23 @@ class LocalServer:
         patience: float = 600.0,
     ) -> None:
         """`python` is the interpreter that has vLLM. `options` are further flags of its server. `control` turns on the
-        routes that take weights. `port` 0 takes a free one. What the server prints goes to `log` (default: a temporary
-        file). It must be up within `patience` seconds."""
+        routes that take weights; `transfer` adds vLLM's weight-transfer routes with our backend, for which that
+        interpreter needs this package too, `lora_rank` room for adapters of that rank. `port` 0 takes a free one. What
+        the server prints goes to `log` (default: a temporary file). It must be up within `patience` seconds."""
         if host not in LOOPBACK and key_variable is None:
             raise ValueError(f"a server at {host} can be reached by others: give key_variable=, the environment "
                              "variable with its API key")  # fmt: skip
         if host not in LOOPBACK and control:
             raise ValueError(f"a server at {host} with control=True would take weights from whoever reaches it; serve "
                              "those routes on loopback or pass control=False")  # fmt: skip
+        if not control and (transfer or lora_rank is not None):
+            raise ValueError("transfer and lora_rank are ways to take weights, which control=False turns off")
         if key_variable is not None and not os.environ.get(key_variable):
             raise ValueError(f"the environment variable {key_variable} with the API key is not set")
         self.model, self.host, self.port = Path(model), host, port or _free_port(host)
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
+        self._transfer, self._lora_rank = transfer, lora_rank
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -73,7 +80,22 @@ class LocalServer:
         """What is started."""
         return [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
                 self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm",
-                "--logprobs-mode", "processed_logprobs", *self._options]  # fmt: skip
+                "--logprobs-mode", "processed_logprobs", *self._ways, *self._options]  # fmt: skip
+
+    @property
+    def _ways(self) -> list[str]:
+        """Flags of the ways to take weights, beside reloading, which needs none."""
+        from .inprocess import TRANSFER, lora_options
+
+        flags = []
+        if self._transfer:
+            flags = ["--worker-extension-cls", TRANSFER["worker_extension_cls"],
+                     "--weight-transfer-config", json.dumps(TRANSFER["weight_transfer_config"])]  # fmt: skip
+        if self._lora_rank is not None:
+            room = lora_options(self._lora_rank)
+            flags += ["--enable-lora", "--max-lora-rank", str(room["max_lora_rank"]),
+                      "--max-loras", str(room["max_loras"])]  # fmt: skip
+        return flags
 
     async def start(self) -> str:
         """Start it and wait until it answers; its address. ServerStart."""
@@ -87,7 +109,9 @@ class LocalServer:
 
     def _spawn(self) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-                       "VLLM_SERVER_DEV_MODE": "1" if self._control else "0", **self._environment}  # fmt: skip
+                       "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
+                       **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora_rank is not None else {}),
+                       **self._environment}  # fmt: skip
         if self._key_variable is not None:
             environment["VLLM_API_KEY"] = os.environ[self._key_variable]
         self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115

@@ -1,9 +1,12 @@
-"""`tapereel serve`: a local vLLM server with the flags that make its answers training data."""
+"""`tapereel serve`: a local vLLM server with the flags that make its answers training data, or the embedded engine over
+the same protocol."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -13,6 +16,7 @@ from ..tapes.console import Exit, UsageError, answer, say
 
 EXAMPLE = """
 tapereel serve models/qwen --port 8000
+tapereel serve models/tiny --engine embedded
 tapereel serve models/qwen --port 8000 --options '--max-model-len 8192 --gpu-memory-utilization 0.6'
 """
 
@@ -20,14 +24,21 @@ tapereel serve models/qwen --port 8000 --options '--max-model-len 8192 --gpu-mem
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("model", metavar="DIR", help="a model and tokenizer in Hugging Face format")
+    parser.add_argument("--engine", choices=("vllm", "embedded"), default="vllm",
+                        help="vLLM, or the embedded engine in this process (default: vllm)")  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen; beyond loopback, --key is needed")
     parser.add_argument("--key", metavar="VARIABLE", help="the environment variable that holds the API key")
     parser.add_argument("--no-weights", action="store_true",
                         help="without the routes that take new weights, which know no API key")  # fmt: skip
+    parser.add_argument("--transfer", action="store_true",
+                        help="take weights by vLLM's weight-transfer routes too (engine.publish=transfer)")  # fmt: skip
+    parser.add_argument("--lora", type=int, metavar="RANK",
+                        help="take LoRA adapters of that rank (engine.publish=lora)")  # fmt: skip
     parser.add_argument("--python", default=sys.executable, help="an interpreter with vLLM (default: this one)")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="what vLLM prints (default: vllm.log)")
     parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="seconds it may take to come up")
+    parser.add_argument("--slots", type=int, default=64, help="completions sampled at once, embedded (default: 64)")
     parser.add_argument("--options", default="", metavar="FLAGS", help="further flags of vLLM's server, as one word")
 
 
@@ -37,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
 
     if not Path(args.model).is_dir():
         raise UsageError(f"there is no model folder {args.model!r}")
+    if args.engine == "embedded":
+        return _embedded(args)
     try:
         server = LocalServer(args.model, port=args.port, host=args.host, key_variable=args.key, python=args.python,
-                             control=not args.no_weights, options=shlex.split(args.options), log=args.log,
-                             patience=args.patience)  # fmt: skip
+                             control=not args.no_weights, transfer=args.transfer, lora_rank=args.lora,
+                             options=shlex.split(args.options), log=args.log, patience=args.patience)  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -56,3 +69,28 @@ def run(args: argparse.Namespace) -> int:
     say(f"the server ended by itself with exit code {code}:\n{server.printed()}")
     server.stop()
     return Exit.BROKEN
+
+
+def _embedded(args: argparse.Namespace) -> int:
+    """Serve the embedded engine until interrupted."""
+    from .engine_server import EngineServer
+    from .pretrained import load_pretrained
+
+    token = os.environ.get(args.key) if args.key is not None else None
+    if args.key is not None and not token:
+        raise UsageError(f"the environment variable {args.key} with the API key is not set")
+    try:
+        server = EngineServer(load_pretrained(args.model).model, str(args.model), host=args.host, token=token,
+                              slots=args.slots)  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+    async def serve() -> None:
+        async with server.serving(args.port):
+            answer(args, {"url": server.url, "model": args.model}, f"listening at {server.url}; Ctrl-C ends it")
+            await asyncio.Event().wait()
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+    return Exit.HOLDS

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .engine import Request
-from .http import Server
+from .http import Channel
 from .publishing import PublishMode
 from .wire import BadAnswer, Sampled, field, sampled
 
@@ -24,6 +24,7 @@ class SGLangGenerate:
 
     name = "sglang"
     route = "/generate"
+    streams = False
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -52,11 +53,17 @@ class SGLangGenerate:
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
 
+    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        return body | {"top_logprobs_num": count}
+
+    def listed(self, answer: Any) -> list[float]:
+        return [field(found, 0) for found in field(answer, "meta_info", "output_top_logprobs", 0)]
+
 
 class SGLangWeights:
     """Weights reloaded from a folder, with the version set in the same call."""
 
-    def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
+    def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
         """Every step is bounded by `seconds`."""
         self.server = server
         self._seconds = seconds

@@ -59,9 +59,10 @@ class Template:
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
-        self.end_text, self.closing = self._find_closing()
-        """The control token that ends an answer ("" when the template writes none), and the text from the answer's last
-        character through it."""
+        self.end_text, self.closing, self.ending = self._find_closing()
+        """The control token that ends an answer ("" when the template writes none), the text from an earlier answer's
+        last character through what ends it, and that of the conversation's last answer. Nearly always both end with the
+        token; Harmony (gpt-oss) ends the last answer with `<|return|>` and shows the earlier ones with `<|end|>`."""
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
         """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
         # What some templates write only behind a finished conversation (Phi-3: the end of sequence).
@@ -100,15 +101,20 @@ class Template:
         except RenderError:
             return None
 
-    def _find_closing(self) -> tuple[str, str]:
+    def _find_closing(self) -> tuple[str, str, str]:
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
         last = self.render([user, answer], prompt=False).partition("Ax")[2]
         between = self.render([user, answer, next_user], prompt=False).partition("Ax")[2].partition("Rx")[0]
         for token in self._codec.controls(between)[:1]:
+            closing = between[: between.index(token) + len(token)]
             if token in last or token not in opening:
-                return token, between[: between.index(token) + len(token)]
-        return "", ""
+                return token, closing, closing
+            final = self._codec.controls(last)
+            # What closes every message is no mark of the next one's role.
+            if final and self.render([user], prompt=False).partition("Qx")[2].startswith(token):
+                return final[0], closing, last[: last.index(final[0]) + len(final[0])]
+        return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
         eos = self._tokenizer.special_tokens_map.get("eos_token")
@@ -116,12 +122,19 @@ class Template:
             if name not in self._codec.control:
                 raise RenderError(f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
                                   f"{', '.join(sorted(self._codec.control)[:40])}")
-        names = [self.end_text, str(eos) if eos is not None else "", *more]
+        names = [self.end_text, str(eos) if eos is not None else "", self._end_of_call(), *more]
         ids = tuple(dict.fromkeys(self._codec.control[name] for name in names if name in self._codec.control))
         if not ids:
             raise RenderError("nothing ends an answer: the chat template writes no control token after one and the "
                               "tokenizer has no eos_token; set tokenizer.eos_token")
         return ids
+
+    def _end_of_call(self) -> str:
+        """The control token behind an answer that calls a tool; "" where the template shows none."""
+        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
+        behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
+        found = self._codec.controls(behind[2]) if behind[0] else []
+        return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
 
     def _find_framing(self) -> frozenset[str]:
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
@@ -134,7 +147,19 @@ class Template:
             texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
         found = {token for text in texts if text for token in self._codec.controls(text)}
-        return frozenset(found | {name for name in special if name in self._codec.control})
+        found |= {self._codec.token(end) for end in self.end_ids}
+        return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
+
+    def _opens_answers(self) -> set[str]:
+        """Control tokens with which the template itself begins an answer (`<think>`): they belong into answers."""
+        asking = self.render([_say("user", "Qx")])
+        history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
+        opening: set[str] = set()
+        for text in (asking, history):
+            tokens = self._codec.controls(text)
+            last = max((i for i, token in enumerate(tokens) if token in self._codec.special), default=-1)
+            opening.update(tokens[last + 1 :])
+        return opening
 
     def _answer_findings(self) -> list[str]:
         q, r = _say("user", "Qx"), _say("user", "Rx")

@@ -52,13 +52,18 @@ class Door:
     token: str | None
     """None on loopback, where whoever can connect can read the files as well."""
 
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return _is_loopback(self.host)
+
     def lets(self, host: str) -> bool:
         """Whether a request for this `Host` header means us."""
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
         name = name.strip("[]").lower()
         if port != str(self.port):
             return False
-        if _is_loopback(self.host):
+        if self.loopback:
             return name in {"localhost", "127.0.0.1", "::1", self.host.lower()}
         if name in {self.host.lower(), "localhost", socket.gethostname().lower()}:
             return True

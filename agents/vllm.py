@@ -28,6 +28,7 @@ class Generate:
 
     name = "vllm"
     route = "/inference/v1/generate"
+    streams = False
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -51,12 +52,20 @@ class Generate:
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}
 
+    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        return body | {"sampling_params": {**body["sampling_params"], "logprobs": count}}
+
+    def listed(self, answer: Any) -> list[float]:
+        return [field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0,
+                                                           "top_logprobs")]  # fmt: skip
+
 
 class Completions:
     """`/v1/completions` with a prompt of token ids."""
 
     name = "vllm"
     route = "/v1/completions"
+    streams = False
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -71,10 +80,16 @@ class Completions:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return sampled(choice.get("token_ids"), logprobs, finish=choice.get("finish_reason"),
                        versions=choice.get("weight_versions"), prompt_tokens=_prompt_tokens(answer),
-                       cached=cached)  # fmt: skip
+                       cached=cached, prompt=choice.get("prompt_token_ids"))  # fmt: skip
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [f"cmpl-{request_id}-0"]}
+
+    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        return body | {"logprobs": count}
+
+    def listed(self, answer: Any) -> list[float]:
+        return list(field(answer, "choices", 0, "logprobs", "top_logprobs", 0).values())
 
 
 def _prompt_tokens(answer: Any) -> int | None:

@@ -41,6 +41,8 @@ class Sampled:
     """(version, start, end), contiguous over all ids; None when the server doesn't say."""
     finish: Finish
     usage: Usage
+    prompt: array[int] | None = None
+    """int32: the ids that the server says it read; None when it doesn't say."""
 
 
 class Dialect(Protocol):
@@ -50,6 +52,8 @@ class Dialect(Protocol):
     """Of the kind of server; part of the engine's name on each call."""
     route: str
     """Where requests are posted."""
+    streams: bool
+    """Whether answers come as chunks of a chat completion; else they come as one JSON value."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         """The JSON body that asks for `request`, which ends at any of `stops`."""
@@ -63,25 +67,54 @@ class Dialect(Protocol):
         """Route and body that end a request early; its answer then holds what was sampled so far."""
         ...
 
+    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        """A body that asks for the log-probs of the `count` likeliest tokens as well."""
+        ...
+
+    def listed(self, answer: Any) -> list[float]:
+        """Those of its first token. BadAnswer when there are none."""
+        ...
+
 
 def sampled(
-    ids: Any, logprobs: Any, *, finish: Any, versions: Any, prompt_tokens: int | None, cached: int | None
-) -> Sampled:
-    """The checked completion. `versions` is a list of {"version", "start", "end"}; None: the server doesn't say."""
+    ids: Any, logprobs: Any, *, finish: Any, versions: Any, prompt_tokens: int | None, cached: int | None,
+    prompt: Any = None, prompt_needed: bool = False,
+) -> Sampled:  # fmt: skip
+    """The checked completion. `versions` is a list of {"version", "start", "end"}, `prompt` the ids that were read;
+    None: the server doesn't say. `prompt_needed` refuses that."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
                         "return what was asked for, and text alone is no RL data; `tapereel serve` starts vLLM with "
                         "the flags that it needs")  # fmt: skip
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
-    for k, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-            raise BadAnswer(f"token id {k} of the answer is {token!r}, not an id")
+    if prompt_needed and not isinstance(prompt, list):
+        raise BadAnswer(f"the answer has prompt ids {_kind(prompt)}: nobody can say what the server read, and text "
+                        "alone is no RL data")  # fmt: skip
     return Sampled(
-        ids=array("i", ids), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
+        ids=_ids(ids, "answer"), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
         spans=_spans(versions, len(ids)), finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
+        prompt=None if prompt is None else _ids(prompt, "prompt in the answer"),
     )  # fmt: skip
+
+
+def same_prompt(asked: array[int], read: array[int] | None) -> None:
+    """EngineError, which asking again doesn't help, where a server says that it read another prompt."""
+    if read is None or read == asked:
+        return
+    at = next((k for k, (a, b) in enumerate(zip(asked, read, strict=False)) if a != b), min(len(asked), len(read)))
+    raise EngineError(f"the server read another prompt than it was given: {len(read)} ids for {len(asked)}, and id "
+                      f"{at} is {read[at:at + 1].tolist()} for {asked[at:at + 1].tolist()}. It renders messages by "
+                      "itself; serve the model with the same chat template, or with routes that take token ids (vLLM: "
+                      "--enable-scale-out)")  # fmt: skip
+
+
+def _ids(values: list[Any], where: str) -> array[int]:
+    for k, token in enumerate(values):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")
+    return array("i", values)
 
 
 def _logprob(value: Any, k: int) -> float:

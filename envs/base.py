@@ -16,6 +16,7 @@ from .varying import without
 
 if TYPE_CHECKING:
     from ..tapes import Tape
+    from .rewards import Rewards
 
 ActionT = TypeVar("ActionT", bound=Action)
 Effect = Literal["pure", "idempotent", "irreversible"]
@@ -62,17 +63,25 @@ class Outcome:
 class Environment(Generic[ActionT]):
     """Subclass, and give `reset` and `step`. `class GuessNumber(Environment[Guess]): ...`"""
 
-    effect: ClassVar[Effect] = "pure"
+    effect: Effect = "pure"
     """What running an action again would do to the world outside: nothing, the same as once, or harm. Where it is not
     `pure`, an action's intent is durable on disk before `step` is called."""
     blocking: ClassVar[bool] = False
     """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
     rollout then runs each call in a thread of its own."""
 
-    varies: ClassVar[Mapping[str, str | None]] = {}
+    varies: Mapping[str, str | None] = {}
     """What may differ when the same actions are taken again, as `{"reading.text": "[0-9]+ ms"}`: a field of an
     observation (`kind.field`) or `reward.name`, and a regular expression of the part that varies; None for all of it.
     """
+
+    kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
+    """Its kinds of actions and observations, as far as `Environment[...]` and the return type of `reset` don't name
+    them. Needed where it is served to other processes, which take and send only what is declared."""
+
+    rewards: Rewards[Tape] | None = None
+    """Sources that score the whole tape when the episode has ended, after `finish`; what they give is recorded on it.
+    One that fails ends the episode as an error of the environment, so it is never trained on."""
 
     rng: random.Random
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""

@@ -66,6 +66,7 @@ class GymEnvironment(Environment[Any]):
     """
 
     blocking = True
+    kinds = (GymAction, GymObservation, GymRefusal)
 
     def __init__(self, env: str | Callable[[], Any], /, *, observe: Observe | None = None, act: Act | None = None,
                  metrics: Sequence[str] = (), **make: Any) -> None:  # fmt: skip

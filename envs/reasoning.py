@@ -16,6 +16,8 @@ from ..tapes.errors import MissingExtra
 from ..tapes.records import Task
 from .taskset import BadTasks, Taskset
 
+BOARDS = ("arc_agi", "rearc")
+"""Their scorers compare boards as tuples, which a task, being JSON, holds as lists."""
 Entry = dict[str, Any]
 """An item as reasoning-gym makes it: `question`, `answer`, `metadata`."""
 
@@ -52,9 +54,26 @@ def reasoning_scorer(name: str) -> Callable[[str | None, Task], float]:
         private = task.private
         if not isinstance(private, dict) or "answer" not in private:
             raise BadTasks(f"task {task.id or task.hash[:12]} has no private `answer`, which {name}'s scorer needs")
-        return float(score(answer, {"question": "", "metadata": {}, **private}))
+        entry: Entry = {"question": "", "metadata": {}, **private}
+        if name in BOARDS:
+            entry["metadata"] = {key: _board(value) for key, value in entry["metadata"].items()}
+        return float(score(answer, entry))
 
     return scored
+
+
+def reasoning_names() -> tuple[str, ...]:
+    """Every dataset that `reasoning_tasks` makes without further settings: all but `composite`, a mixture of named
+    others. Five have no reference answer (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour): their
+    scorers check a solution."""
+    _gym()
+    from reasoning_gym.factory import DATASETS
+
+    return tuple(sorted(set(DATASETS) - {"composite"}))
+
+
+def _board(value: Any) -> Any:
+    return tuple(map(_board, value)) if isinstance(value, list) else value
 
 
 def _task(name: str, task_id: str, entry: Entry, question: str) -> Task:

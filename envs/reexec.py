@@ -92,8 +92,10 @@ def _unable(tape: Tape, env: Environment[Any]) -> str | None:
 def _recorded(tape: Tape) -> Iterator[Moment]:
     """One moment for `reset`, one for each action, one for the episode."""
     rewards: dict[int | None, list[Reward]] = defaultdict(list)
+    others = tape.begin.env.config.get("rewards")  # sources that read the tape: those are `rescore`'s to run again
     for reward in tape.rewards:
-        rewards[reward.step].append(reward)
+        if not isinstance(others, list) or reward.name.partition("/")[0] not in others:
+            rewards[reward.step].append(reward)
     entries = tape.entries
     if tape.inherited == 0 and isinstance(entries[0].step, Observation):
         yield Moment(None, 0, {"observation": _plain(entries[0].step)})

@@ -10,30 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ..tapes import Tape, TapereelError
+from ..tapes import Tape
 from ..tapes.records import Reward
 from ..tapes.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
-from .rewards import Rewards, RewardSource, Scorer
-
-
-class NoReward(TapereelError, TypeError):
-    """What was given is no reward function; says what would do."""
-
-
-def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
-    """A `Rewards`, a `RewardSource`, or a function from a tape to its score, as `Rewards`."""
-    if isinstance(found, Rewards):
-        return found
-    if isinstance(found, RewardSource):
-        return Rewards([found])
-    if callable(found) and not isinstance(found, type):
-        return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
-    raise NoReward(f"{name or 'it'} is a {type(found).__name__}; a reward is a Rewards, a RewardSource, or a function "
-                   "from a tape to a number, named numbers or None")  # fmt: skip
+from .rewards import Rewards
 
 
 async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None,

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..tapes.attempts import GROUP_LAYER
 from ..tapes.checking import add_tape_arguments, check_run, tell
 from ..tapes.console import Exit, UsageError, answer, table
-from .named import load_named
-from .rescore import NoReward, as_rewards, disagreement, opinion, rescore
+from .rescore import disagreement, opinion, rescore
+from .rewards.named import load_reward
 
 if TYPE_CHECKING:
     from ..tapes.records import Reward
@@ -47,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
                          "`tapereel reexec`")  # fmt: skip
     if args.against is not None and args.layer is not None:
         raise UsageError("--against only compares two rewards, and --layer records one: give one of them")
-    rewards = _load(args.reward)
+    if args.layer == GROUP_LAYER:
+        raise UsageError(f"layer {GROUP_LAYER!r} is what training adds to a tape's reward; give another name")
+    rewards = load_reward(args.reward)
     if args.against is not None:
-        return _set_against(args, rewards, _load(args.against))
+        return _set_against(args, rewards, load_reward(args.against))
     added, told = None, []
     if args.layer is not None:
         fresh = _add_layer(args, rewards)
@@ -60,13 +63,6 @@ def run(args: argparse.Namespace) -> int:
                         f"{failed[0].evidence}")  # fmt: skip
     verdicts = check_run(args, "rescore", RescorePlan(args.reward, args.layer, args.tolerance))
     return tell(args, verdicts, *told, data={"added": added})
-
-
-def _load(name: str) -> Rewards[Tape]:
-    try:
-        return as_rewards(load_named(name), name)
-    except NoReward as error:
-        raise UsageError(str(error)) from error
 
 
 def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
@@ -130,7 +126,7 @@ class RescorePlan:
     tolerance: float
 
     def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
-        rewards = _load(self.reward)
+        rewards = load_reward(self.reward)
 
         def check(tape: Tape) -> Verdict:
             verdict, _ = asyncio.run(rescore(tape, rewards, layer=self.layer, tolerance=self.tolerance))

@@ -82,7 +82,7 @@ class Taskset(Sequence[Task]):
             from datasets import Dataset
         except ImportError as error:
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
-        with TemporaryDirectory() as scratch, _quiet_datasets():
+        with TemporaryDirectory() as scratch, quiet_datasets():
             # The rows are read once and kept here: a copy in the user's cache would only lie about.
             rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             return cls(rows, row=row, size=size, name=name or path.stem)
@@ -296,7 +296,7 @@ def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
 
 
 @contextmanager
-def _quiet_datasets() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
     """Without the progress bar that `datasets` shows for every file."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

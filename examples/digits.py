@@ -42,6 +42,11 @@ def tasks() -> Taskset:
     return Taskset([Task(public=str(k) * n, private=str((k + 1) % 10)) for k in range(10) for n in range(1, 11)])
 
 
+def held_out() -> Taskset:
+    """Longer than any of `tasks`."""
+    return Taskset([Task(public=str(k) * 11, private=str((k + 1) % 10)) for k in range(10)])
+
+
 def counting(request: Request) -> str:
     """What a model that can count would say."""
     return str((int(request.messages[-1]["content"][-1]) + 1) % 10)

@@ -35,7 +35,7 @@ def prepare(recipe: Recipe, rows: Sequence[Row], episodes: Sequence[Episode], st
         own = episodes[first:first + size]
         first += size
         names = {episode.tape for episode in own}
-        part = Stream.of([row for row in rows if row.tape in names], own, dtype=stream.old.dtype)
+        part = Stream.of([row for row in rows if row.taught_by in names], own, dtype=stream.old.dtype)
         columns = {name: column[mine] for name in _COLUMNS if (column := getattr(stream, name)) is not None}
         parts.append((mine, objective.prepare(recipe, part.having(**columns), context)))
     advantage = torch.zeros(len(stream), dtype=torch.float64)

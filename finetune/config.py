@@ -90,6 +90,9 @@ class LoopConfig(Config):
     """Optimiser steps of an epoch: episodes are cut into so many parts."""
     agents: tuple[str, ...] | None = None
     """Paths of the agents that are trained, as `planner/searcher`; what others say is context. None: all are."""
+    by_agent: bool = False
+    """Each agent of an episode is compared with itself in the other attempts, by the rewards that are its alone
+    (components named `name@path`) and those of all; False: an episode is one whole."""
     extra_groups: int | None = Field(default=None, ge=0)
     """With a recipe that drops flat groups, how many more may be sampled in their place for one update, which then
     trains on what there is; None: three times its groups."""
@@ -132,6 +135,9 @@ class LoopConfig(Config):
         if 0 < self.demonstrations < self.minibatches:
             raise ValueError(f"{self.demonstrations} demonstrations can't be cut into {self.minibatches} mini-batches: "
                              "give at least as many")
+        if self.by_agent and (self.rollouts > 1 or self.shuffle_rewards):
+            raise ValueError("by_agent compares agents within one rollout batch by their own rewards: leave rollouts "
+                             "at 1 and shuffle_rewards out")
         if self.agents is not None and not self.agents:
             raise ValueError("agents is empty, so that nobody would be trained: name at least one path, or leave it "
                              "out to train all")

@@ -143,7 +143,7 @@ class Crew:
         own = shares[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
-        mine = [row for row in rows if row.tape in names]
+        mine = [row for row in rows if row.taught_by in names]
         self.held = self.trainer.prepare(mine, [episodes[i] for i in own], several=several,
                                          batches=_sizes(batches, own), demonstrations=self._shown(demonstrations))
         self.places = _places(rows, names)
@@ -240,7 +240,7 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
     index = {episode.tape: k for k, episode in enumerate(episodes)}
     tokens: dict[int, int] = dict.fromkeys(family, 0)
     for row in rows:
-        tokens[family[index[row.tape]]] += len(row.input_ids)
+        tokens[family[index[row.taught_by]]] += len(row.input_ids)
     load, owner = [0] * parts, dict[int, int]()
     for number in sorted(tokens, key=lambda number: (-tokens[number], number)):
         owner[number] = load.index(min(load))
@@ -276,7 +276,7 @@ def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
 
 def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
     """(t,) int64: the places of the rows' own tokens, for those of `tapes`, in the stream of all rows."""
-    mine = [torch.full((len(row.own),), row.tape in tapes, dtype=torch.bool) for row in rows]
+    mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
     return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
 
 

@@ -7,7 +7,7 @@ nothing of terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from ..envs.rewards.relative import training_reward
 from ..tapes import NotATape, Tape
 from ..tapes.ledger import FATES, ranges
 from ..tapes.records import Use
@@ -144,13 +145,13 @@ class Explainer:
         tape = self.store.tape(name)
         notes: list[str] = []
         took = [use for use in self.uses if tape.id in Plan.of({"phase": "", "tapes": (), **use.info}).read]
-        last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
+        lasts = _lasts(took)
         try:
             found = rows(tape, renderer=self.renderer)
         except NotATape as error:
             found = []
             notes.append(str(error))
-        facts = self._facts(tape, last, notes)
+        facts = self._facts(tape, lasts, notes)
         lines = tuple(self._row(tape, row, facts) for row in found)
         own = sum(line.own for line in lines)
         completions = sum(len(call.completion or ()) for call in tape.calls)
@@ -172,27 +173,31 @@ class Explainer:
             skipped=str(skipped) if skipped else None,
         )  # fmt: skip
 
-    def _facts(self, tape: Tape, use: Use | None, notes: list[str]) -> _Facts:
-        scored = tape.closed and tape.reward is not None
+    def _facts(self, tape: Tape, uses: Sequence[Use], notes: list[str]) -> _Facts:
+        scored = tape.closed and training_reward(tape) is not None
         facts = _Facts(turn_rewards=np.asarray(episode_of(tape).turn_rewards) if scored else None)
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
-        if use is None:
-            return facts
         for fate in reversed(FATES):
-            for name, call, start, end in ranges(use, fate):
+            for name, call, start, end in (entry for use in uses for entry in ranges(use, fate)):
                 if name == tape.id:
                     facts.fates.update(dict.fromkeys(((call, k) for k in range(start, end)), fate))
+        for use in uses:
+            self._add_facts(facts, tape, use, notes)
+        return facts
+
+    def _add_facts(self, facts: _Facts, tape: Tape, use: Use, notes: list[str]) -> None:
         for name, call, start, end, weight in use.items:
             if name == tape.id:
                 facts.weights.update(dict.fromkeys(((call, k) for k in range(start, end)), weight))
         taken = self._taken(use)
-        facts.advantages = {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
-        facts.group = taken.groups.get(tape.begin.group or tape.id, [])
+        facts.advantages |= {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
+        group = tape.begin.group or tape.id
+        facts.group = facts.group + [r for name, rewards in taken.groups.items() if name.partition("#")[0] == group
+                                     for r in rewards]  # fmt: skip
         if taken.problem:
             notes.append(f"advantages of update {use.update}: {taken.problem}")
-        return facts
 
     def _taken(self, use: Use) -> _Taken:
         key = (use.lineage, use.update, use.epoch)
@@ -241,12 +246,20 @@ class Explainer:
         return {
             "call": call, "offset": offset, "turn": turn, "step": facts.steps.get((call, offset)),
             "version": row.versions[row.version[i]] if sampled else None,
-            "temperature": tape.call(call).sampling.temperature if sampled else None,
+            "temperature": tape.call(call).sampling.temperature_at(offset) if sampled else None,
             "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
             "reward": float(earned[turn]) if earned is not None and turn < len(earned) else None,
             "fate": facts.fates.get((call, offset)), "advantage": facts.advantages.get((call, offset)),
             "weight": facts.weights.get((call, offset)),
         }  # fmt: skip
+
+
+def _lasts(took: list[Use]) -> list[Use]:
+    """The last update that took the tape and was applied, or else the last one, with those that other policies made of
+    the same batch."""
+    last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
+    return [use for use in took if last is not None and (use is last or (use.lineage != last.lineage and
+            (use.update, use.info.get("tapes")) == (last.update, last.info.get("tapes"))))]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""`tapereel export`: the rows of a run's tapes as a Hugging Face dataset, in JSONL, Parquet or a dataset folder.
+"""`tapereel export`: the rows of a run's tapes as a Hugging Face dataset, in JSONL, Parquet or a dataset folder; with
+`--format`, the tapes in a format of others (`interchange`).
 
 One row per token sequence, with the classic columns (`classic.to_dataset`) and, of its tape, `reward`, `status`,
 `split` and `task_hash`. Unknown numbers are null, never 0. A tape without token ids is counted, not guessed at: give
@@ -18,6 +19,7 @@ from ..tapes import NotATape, Tape
 from ..tapes.console import Exit, UsageError, answer, say
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Status
+from .interchange import FORMATS, write
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,6 +28,7 @@ EXAMPLE = """
 tapereel export runs/demo demo.parquet
 tapereel export runs/demo demo.jsonl --split train --status finished --min-reward 1
 tapereel export runs/demo demo-dataset --tokenizer path/to/tokenizer
+tapereel export runs/demo traces.jsonl --format openenv
 """
 
 
@@ -82,6 +85,9 @@ def export(tapes: Iterable[Tape], path: str | Path, *, renderer: Any | None = No
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("out", help="a .jsonl or .parquet file, or a folder for a dataset; must not exist yet")
+    parser.add_argument("--format", default="rows", choices=["rows", *FORMATS],
+                        help="rows: token sequences with labels (the default); "
+                             + "; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()))  # fmt: skip
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument("--status", choices=[status.value for status in Status], metavar="STATUS",
                         help="only tapes that ended so (`finished`, `truncated`, ...)")  # fmt: skip
@@ -92,6 +98,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tapes.store import Store
 
+    if args.format != "rows":
+        return _run_format(args)
     renderer = _renderer(args.tokenizer) if args.tokenizer is not None else None
     with Store.open(args.run) as store:
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
@@ -100,6 +108,22 @@ def run(args: argparse.Namespace) -> int:
         say(f"{done.without_tokens} tapes have text but no token ids and were left out: give --tokenizer")
     answer(args, done, f"{done.path}: {done.rows:,} rows of {done.tapes:,} tapes, {done.tokens:,} tokens, "
                        f"{done.own_tokens:,} of them the agent's own")  # fmt: skip
+    return Exit.HOLDS
+
+
+def _run_format(args: argparse.Namespace) -> int:
+    from ..tapes.store import Store
+
+    if args.tokenizer is not None:
+        raise UsageError(f"--tokenizer is for --format rows: {args.format} has the tokens that were recorded, or none")
+    with Store.open(args.run) as store:
+        tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
+        done = write(tapes, args.out, args.format)
+    for sentence in done.loses:
+        say(f"not in this format: {sentence}")
+    for why, n in done.left_out.items():
+        say(f"{n} tapes left out: {why}")
+    answer(args, done, f"{done.path}: {done.records:,} {done.format} records of {done.tapes:,} tapes")
     return Exit.HOLDS
 
 

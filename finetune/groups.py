@@ -17,7 +17,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -27,9 +27,12 @@ from ..agents import Agent, rollout
 from ..agents.group import Closing, Group, fill
 from ..agents.llm import derive_seed
 from ..envs.base import Environment
+from ..envs.rewards import Rewards
+from ..envs.rewards.relative import compared, layer_of, training_reward
 from ..tapes import Tape, Task
 from ..tapes.errors import TapereelError
 from ..tapes.store import Store
+from .by_agent import rewards_of
 from .config import LoopConfig
 from .history import History, Plan
 from .pacing import Pacer
@@ -111,6 +114,8 @@ class Rollouts:
         self.tasks = tasks
         self.seed = seed
         self.phase = phase
+        self.trained = None if config.agents is None else frozenset(config.agents)
+        """Paths of all agents that are trained, by whichever policy; None: all."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups
         batch = config.groups * config.rollouts
@@ -168,7 +173,8 @@ class Rollouts:
         group.begun = min(self._versions(group), default=group.begun)
         if not group.open:
             self._fork(group)
-        if group.open:
+        relative = self.rewards is not None and self.rewards.relative
+        if group.open or (relative and not all(layer_of(tape) for tape in group.usable)):
             self._unfinished.append(group)
         elif group.usable:
             self.pacer.start()
@@ -212,7 +218,19 @@ class Rollouts:
         closing = await sampling()
         if closing is not Closing.DEADLINE and self._fork(group):
             await sampling()
+        await self._compare(group)
         self._close(group)
+
+    async def _compare(self, group: Group) -> None:
+        """Let the attempts earn what they do beside one another, where anything rewards that."""
+        beside = await compared(self.rewards, group.usable, self.store.append_layer)
+        for tapes in group.tapes.values():
+            tapes[:] = [next((t for t in beside if t.id == tape.id), tape) for tape in tapes]
+
+    @property
+    def rewards(self) -> Rewards[Tape] | None:
+        """What scores the episodes beside the environment."""
+        return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
         """Whether an attempt sampled now can be compared with those at the group's beginning."""
@@ -255,7 +273,7 @@ class Rollouts:
 
     def _close(self, group: Group) -> None:
         usable = group.usable
-        aside = bool(usable) and self.drops_flat and flat(usable)
+        aside = bool(usable) and self.drops_flat and self._flat(usable)
         self.pacer.close(usable=bool(usable), aside=aside)
         assert group.closed is not None
         self._closings[group.closed] += 1
@@ -272,6 +290,14 @@ class Rollouts:
             self.aside.append(group)
         else:
             self.ready[group.number] = group
+
+    def _flat(self, tapes: list[Tape]) -> bool:
+        if not self.config.by_agent:
+            return flat(tapes, [training_reward(tape) for tape in tapes])
+        paths = {call.by for tape in tapes for call in tape.calls}
+        paths = paths if self.trained is None else paths & self.trained
+        each = [rewards_of(tape, paths) for tape in tapes]
+        return all(flat(tapes, [rewards[path] for rewards in each]) for path in paths)
 
     def _drop(self, group: Group) -> None:
         self.dropped += 1
@@ -308,12 +334,13 @@ class Rollouts:
         self._changed.set()
 
 
-def flat(tapes: list[Tape]) -> bool:
+def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> bool:
     """Whether all that is compared earned the same, or nothing is scored: what `flat = drop` drops. Attempts from
-    the beginning are compared with each other, and so are the continuations of one turn."""
+    the beginning are compared with each other, and so are the continuations of one turn. earned: what counts in place
+    of the tapes' rewards."""
     rewards: dict[object, set[float]] = {}
-    for tape in tapes:
-        if tape.reward is not None:
+    for tape, reward in zip(tapes, [tape.reward for tape in tapes] if earned is None else earned, strict=True):
+        if reward is not None:
             parent = tape.begin.parent
-            rewards.setdefault(parent and (parent.tape, parent.turn), set()).add(tape.reward)
+            rewards.setdefault(parent and (parent.tape, parent.turn), set()).add(reward)
     return all(len(different) < 2 for different in rewards.values())

@@ -20,14 +20,18 @@ from typing import Any, Protocol
 from ..agents import Agent
 from ..agents.llm import derive_seed
 from ..envs.base import Environment
+from ..envs.rewards.relative import training_reward
 from ..envs.watch import LoopWatch, Stall
 from ..tapes.errors import TapereelError
 from ..tapes.store import Store
+from .by_agent import reward_by_agent
 from .config import LoopConfig
 from .groups import Rollouts, Taken
 from .history import History, Plan
 from .lines import rollout_line
 from .pacing import stale_before
+from .perf import Timers, perf
+from .players import Player, check_players
 from .recipes import BadRecipe, Recipe, get_recipe
 from .sft import batch_of
 from .updates import UpdateStats
@@ -93,6 +97,7 @@ class Loop:
         tasks: Callable[[int], Any],
         recipe: Recipe | None = None,
         shown: Sequence[str] = (),
+        players: Sequence[Player] = (),
         seed: int = 0,
         phase: str = "rl",
         start: int | None = None,
@@ -100,9 +105,10 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `recipe`: that of the updates (default: the
-        configuration's). `shown`: tapes in the store that are imitated beside, as `demonstrations` says. `start`: the
-        update at which this phase began (default: the history's updates now), so that a resumed loop ends where an
-        uninterrupted one does. `stop`: asked between updates; true ends the phase before it has them all."""
+        configuration's). `shown`: tapes in the store that are imitated beside, as `demonstrations` says. `players`:
+        other policies that learn from the same episodes. `start`: the update at which this phase began (default: the
+        history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`: asked between
+        updates; true ends the phase before it has them all."""
         if not config.sampling.exact:
             raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
                              "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
@@ -115,14 +121,21 @@ class Loop:
         self.seed = seed
         self.phase = phase
         self.shown = tuple(shown) if config.demonstrations else ()
+        self.players = tuple(players)
+        check_players(self.players, config.agents, history.lineage, history.updates)
         self.start = history.updates if start is None else start
         self.on_update = on_update
         self.stop = stop
         self.rollouts = Rollouts(config, store=store, history=history, engine=engine, agent=agent, env=env, tasks=tasks,
                                  recipe=recipe, seed=seed, phase=phase)  # fmt: skip
+        if self.rollouts.trained is not None:
+            self.rollouts.trained |= {path for player in self.players for path in player.agents}
         self.train_seconds = 0.0
         self.train_engine_seconds = 0.0
         self.wall_seconds = 0.0
+        self.publish_seconds = 0.0
+        self._began = (0.0, 0.0)
+        """(time, the engine's busy seconds) when it began."""
         self._heard = False
         """Whether an agent that is trained has spoken."""
 
@@ -139,10 +152,13 @@ class Loop:
         """Go on until the phase has its updates. Raises what the trainer, the store or the pacing raised."""
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
+        self._began = (started, engine_before)
         for use in self.history.unrecorded:
             self.store.append_layer(use)
         self.history.unrecorded.clear()
         await self.store.writer.durable()
+        for player in self.players:
+            await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
         try:
             with LoopWatch(_stalled, seconds=STALL_SECONDS):
@@ -177,7 +193,8 @@ class Loop:
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:
-                await asyncio.to_thread(self.history.checkpoint, pinned=self.done)
+                for history in (self.history, *(player.history for player in self.players)):
+                    await asyncio.to_thread(history.checkpoint, pinned=self.done)
 
     def _plan(self, taken: Taken) -> Plan:
         config, update = self.config, self.history.updates
@@ -186,7 +203,7 @@ class Loop:
             phase=self.phase, tapes=tapes, aside=tuple(tape.id for group in taken.aside for tape in group.usable),
             oldest=stale_before(update, config.max_lag),
             rewards=self._shuffled(taken) if config.shuffle_rewards else None, agents=config.agents,
-            batches=self._batches(taken), epochs=config.epochs,
+            by_agent=config.by_agent, batches=self._batches(taken), epochs=config.epochs,
             minibatches=max(1, min(config.minibatches, len(tapes))),
             order=derive_seed(self.seed, "minibatches", update) % 2**31 if config.minibatches > 1 else 0,
             shown=batch_of(self.shown, update - self.start, config.demonstrations, self.seed) if self.shown else (),
@@ -196,7 +213,7 @@ class Loop:
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
         shuffled: list[float | None] = []
         for group in taken.groups:
-            own = [tape.reward for tape in group.usable]
+            own = [training_reward(tape) for tape in group.usable]
             rng.shuffle(own)
             shuffled.extend(own)
         return tuple(shuffled)
@@ -217,18 +234,30 @@ class Loop:
         started = time.perf_counter()
         stats, uses = await asyncio.to_thread(self.history.update, plan, source)
         weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
+        others = [await asyncio.to_thread(player.update, player.plan(plan, self.config.max_lag), source,
+                                          self.config.publish) for player in self.players]  # fmt: skip
         seconds = time.perf_counter() - started
         self.train_seconds += seconds
         self.train_engine_seconds += self.engine.stats.busy_seconds - before
-        self._check(stats)
-        for use in uses:
-            self.store.append_layer(use)
-        self.store.append_layer(publish)
+        for told in (stats, *(other[0] for other in others)):
+            self._check(told)
+        for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
+            self.store.append_layer(record)
         await self.store.writer.durable()
+        started = time.perf_counter()
         await self.engine.publish(weights, publish.version, self.config.publish)
+        self.publish_seconds += time.perf_counter() - started
+        for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
+            await player.engine.publish(theirs, name.version, self.config.publish)
         self.rollouts.applied(plan.every)
-        line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line()}
+        line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line(), **self._perf()}
+        for told in (stats, *(other[0] for other in others)):
+            line |= reward_by_agent(told.stream)
         return UpdateReport(self.history.updates, line["reward"], line)
+
+    def _perf(self) -> dict[str, float]:
+        wall, engine = time.perf_counter() - self._began[0], self.engine.stats.busy_seconds - self._began[1]
+        return perf(Timers(wall, engine, self.train_seconds, self.publish_seconds))
 
     def _trains_somebody(self, plan: Plan) -> None:
         if plan.agents is None or self._heard:

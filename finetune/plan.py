@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from .by_agent import apart, check_addresses
 from .rows import Row
 from .stream import Episode
 from .use import Range, drop_others, drop_stale, own_ranges
@@ -51,6 +52,8 @@ class Plan:
     """Tapes of groups that were sampled for this update and found to teach nothing; booked with it as `filtered`."""
     agents: tuple[str, ...] | None = None
     """Paths of the agents that are trained; the tokens of others are context. None: all are."""
+    by_agent: bool = False
+    """Each agent of an episode is compared with itself in the other attempts, by its own reward (`by_agent`)."""
     batches: tuple[int, ...] = ()
     """Tapes of each rollout batch, where several make one update: what a recipe compares `by = batch` it compares
     within one of them. Empty: one batch."""
@@ -94,8 +97,12 @@ class Plan:
     def batch(self, lineage: str, source: Source) -> Batch:
         """What it trains on. Ages count in versions of `lineage`."""
         batch = Batch([], [])
+        if self.by_agent:
+            found = [source(tape) for tape in self.tapes]
+            check_addresses((episode for _, episode in found), (row for rows, _ in found for row in rows))
         for k, tape in enumerate(self.tapes):
             found, episode = source(tape)
+            batch.context.extend(episode.kept_out)
             if self.agents is not None:
                 found, others = drop_others(found, self.agents)
                 batch.context.extend(others)
@@ -104,8 +111,9 @@ class Plan:
                 batch.stale.extend(stale)
             if self.rewards is not None:
                 episode = replace(episode, reward=self.rewards[k], turn_rewards=None)
+            found, episodes = apart(found, episode) if self.by_agent else (found, [episode])
             batch.rows.extend(found)
-            batch.episodes.append(episode)
+            batch.episodes.extend(episodes)
         for tape in self.aside:
             found, episode = source(tape)
             if episode.reward is not None:

@@ -150,6 +150,8 @@ def _as_recorded(tape: Tape, row: Row) -> Row:
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)
+        if call.sampling.first_temperature is not None:
+            continue
         plain = call.sampling.model_copy(update={"temperature": 1.0})
         if call.logprobs is not None and call.sampling.temperature == 0 and plain.exact:
             here = row.call == k

@@ -8,6 +8,7 @@ models, losses or groups beyond their ids.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..tapes import Call, NotATape, Tape
-from ..tapes.records import Label, Tokens
+from ..tapes.records import Label, Sampling, Tokens
 
 IGNORED = -100
 """The label of a token that is no target."""
@@ -50,9 +51,16 @@ class Row:
     agents: tuple[str, ...]
     """Path of each call, aligned to `calls`."""
     versions: tuple[str, ...]
+    episode: str = ""
+    """Of whose reward its tokens are taught, where that isn't the whole tape's; empty: the tape's."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def taught_by(self) -> str:
+        """Which `Episode` it belongs to."""
+        return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_]) -> Row:
         """The row with only those of its own tokens that `keep` (n,) holds; the others become context."""
@@ -84,35 +92,67 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | N
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
-    turn_of: dict[str, int] = {}
+    turn_of = _unread(tape)
     for entry in tape.entries:
         for call, _, _ in entry.calls:
-            turn_of.setdefault(call, entry.turn)
+            turn_of[call] = min(turn_of.get(call, entry.turn), entry.turn)
     building: list[_Building] = []
     leaves: dict[str, _Building] = {}
-    for call in tape.calls:
+    for call, base in _parents_first(tape.calls, labels):
         if call.finish in ("error", "cancelled") and not call.completion:
             continue
         prompt, completion = _tokens_of(tape, call, tokens, renderer)
-        row = leaves.get(call.base) if call.base is not None else None
+        if base != call.base:
+            prompt = tape.call_prompt(call) if prompt is None else prompt
+        row = leaves.get(base) if base is not None else None
         new = _continuation(tape, call, prompt, row)
         if row is None or new is None:
             row = _Building()
             building.append(row)
             new = prompt if prompt is not None else tape.call_prompt(call)
-        elif call.base is not None:
-            del leaves[call.base]
+        elif base is not None:
+            del leaves[base]
         row.context(new)
         row.complete(
             call,
             completion,
-            turn_of.get(call.call, tape.turns),
+            turn_of[call.call],
             labels.get(call.call),
             agents is None or call.by in agents,
         )
         leaves[call.call] = row
     group = tape.begin.group or tape.id
     return [row.done(tape.id, group) for row in building if row.own]
+
+
+def _unread(tape: Tape) -> dict[str, int]:
+    """The turn of each of the tape's own calls, by its place: nothing else tells where no step was read from one."""
+    begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
+    starts = [cut.records for cut in tape._log.cuts[begun:]]
+    return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape._log.call_order}
+
+
+def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
+    """Each call with the one that it goes on from, in the order of recording but for parents that a label names: those
+    come before. What is no agent's and what nothing goes on from is left out: it would take its parent's row."""
+    after = {name: label.after for name, label in labels.items() if label.after is not None}
+    bases = {call.call: after.get(call.call, call.base) for call in calls}
+    idle = {name for name, label in labels.items() if label.use != "agent"}
+    for call in calls if idle else ():
+        above = bases[call.call] if call.call not in idle else None
+        while above is not None and above in idle:
+            idle.discard(above)
+            above = bases.get(above)
+    ordered: dict[str, tuple[Call, str | None]] = {}
+    by_name = {call.call: call for call in calls}
+    for call in calls:
+        line = [call.call]
+        while (name := after.get(line[-1])) in by_name and name not in ordered and name not in line:
+            line.append(name)
+        for name in reversed(line):
+            if name not in idle and name not in ordered:
+                ordered[name] = (by_name[name], bases[name])
+    return list(ordered.values())
 
 
 def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Building | None) -> array[int] | None:
@@ -142,6 +182,12 @@ def _tokens_of(
     return renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
 
 
+def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
+    """(tokens, temperature) of a completion's own tokens."""
+    n = len(offsets)
+    return (1, sampling.temperature_at(int(offsets[0]))), (n - 1, sampling.temperature)
+
+
 @dataclass(slots=True)
 class _Building:
     length: int = 0
@@ -150,7 +196,7 @@ class _Building:
     offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
-    """(tokens, temperature, index of call, turn) of each completion."""
+    """(tokens, temperature, index of call, turn) of each completion, or of its first token and of the rest."""
     version: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, index of version) of each span."""
     calls: list[str] = field(default_factory=list)
@@ -184,7 +230,8 @@ class _Building:
         self.offset.append(offsets)
         self.old.append(old)
         self.version.extend(spans)
-        self.columns.append((n, call.sampling.temperature if known is not None else 1.0, len(self.calls), turn))
+        drawn_at = _temperatures(call.sampling, offsets) if known is not None else ((n, 1.0),)
+        self.columns.extend((k, temperature, len(self.calls), turn) for k, temperature in drawn_at)
         self.calls.append(call.call)
         self.agents.append(call.by)
 

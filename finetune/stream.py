@@ -36,6 +36,7 @@ class Episode:
     """What the objective must know of one tape, whatever the number of rows it became."""
 
     tape: str
+    """Its id; `id#path` where it is one agent's part of the tape."""
     group: str
     reward: float | None
     """Total of the episode; None when it is unscored, which is not zero."""
@@ -51,6 +52,12 @@ class Episode:
     """Tokens that count against the length limit; None: the number of own tokens in the batch."""
     fork: str | None = None
     """Names the turn at which this episode was forked from its parent: continuations of one turn share it."""
+    alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
+    """path -> rewards of each turn that are that agent's alone (components named `name@path`), part of `reward`."""
+    shared: Sequence[float] | NDArray[np.floating] | None = None
+    """Rewards of each turn that are no agent's alone; None where there are none, or nobody asked."""
+    kept_out: tuple[tuple[str, str, int, int], ...] = ()
+    """(tape, call, start, end) of completions that a label says are not the agent's: context, wherever they stand."""
     pin: tuple[str, ...] = ()
     """Digest of the tape, then of each layer it was read with; empty where the episode is from no tape."""
 
@@ -162,12 +169,12 @@ class Stream:
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
             raise BadBatch(f"episode {twice!r} is given twice: each tape is one episode, however many rows it has")
-        unknown = next((row.tape for row in rows if row.tape not in index), None)
+        unknown = next((row.taught_by for row in rows if row.taught_by not in index), None)
         if unknown is not None:
             raise BadBatch(f"a row belongs to tape {unknown!r}, which isn't among the {len(episodes)} episodes: "
                            "give the Episode of each row's tape")
         sizes = np.array([len(row.own) for row in rows], dtype=np.int64)
-        of_row = np.array([index[row.tape] for row in rows], dtype=np.int64)
+        of_row = np.array([index[row.taught_by] for row in rows], dtype=np.int64)
         turns, first = _turns(rows, of_row, episodes)
         calls, agents, versions = _Interned[tuple[str, str]](), _Interned[str](), _Interned[str]()
         call_columns, agent_columns, version_columns = [], [], []

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from ..agents.engines import EmbeddedConfig, VLLMConfig, connect_to
+from ..agents.adapter_config import add_adapters
+from ..agents.engines import EmbeddedConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig, connect_to
 from ..agents.passk import check_k
 from ..agents.references import Scene, load_tasks
 from ..envs.taskset import Taskset, overlap
@@ -96,16 +97,26 @@ def kind(given: Any) -> str:
     return given.get("kind", "embedded") if isinstance(given, dict) else given.kind
 
 
+def _trainable(given: Any) -> Any:
+    if (given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)) == "litellm":
+        raise ValueError("a hosted model can't be trained: its answers come without the ids that were sampled and "
+                         "their log-probs, and its weights are not ours. Record it with `tapereel run` and imitate its "
+                         "tapes with a model of yours: warm.tapes=RUN")  # fmt: skip
+    return given
+
+
 TrainedEngine = Annotated[
-    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")], Discriminator(kind)
-]
+    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")]
+    | Annotated[SGLangConfig, Tag("sglang")] | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")],
+    Discriminator(kind), BeforeValidator(_trainable),
+]  # fmt: skip
 
 
 class TrainConfig(Scene):
     """What to train, on what, and how."""
 
     engine: TrainedEngine
-    """The model, which is trained, and how it is sampled: embedded, or by vLLM servers that take its weights."""
+    """The model, which is trained, and how it is sampled: embedded, or by servers that take its weights."""
     seed: int = 0
     loop: LoopConfig = LoopConfig()
     warm: ImitationConfig | None = None
@@ -114,6 +125,14 @@ class TrainConfig(Scene):
     """Of a run that `accelerate launch` or `torchrun` started several times over; without them it says nothing."""
     trackers: tuple[TrackerName, ...] = ()
     """Draw the metrics there too; metrics.jsonl is always written."""
+
+    @model_validator(mode="after")
+    def _adapters_drain(self) -> TrainConfig:
+        adapters = not isinstance(self.engine, EmbeddedConfig) and self.engine.publish == "lora"
+        if adapters and self.loop.publish != "drain":
+            raise ValueError(f"loop.publish={self.loop.publish} can't be done with adapters: a completion keeps the "
+                             "one it began with, so set loop.publish=drain, or engine.publish=reload")  # fmt: skip
+        return self
 
 
 class TrainSummary(BaseModel):
@@ -162,19 +181,27 @@ def train_training(
 ) -> Training:  # fmt: skip
     """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
     recorded. `policy`: the model that the configuration names, where it is loaded already."""
-    policy, evaluation = policy or load_pretrained(config.engine.model), config.evaluation
+    policy, evaluation = policy or load_policy(config), config.evaluation
     sampled = evaluation.sampling or config.loop.sampling
     every = {"sampled": sampled}
     if evaluation.greedy:
-        every["greedy"] = sampled.model_copy(update={"temperature": 0.0})
+        every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
     return Training(
         directory, policy.model, policy.tokenizer, config.engine.renderer.make(policy.tokenizer), agent, env,
         train_tasks, held_out, config.loop, get_recipe(config.loop.recipe, config.loop.changes),
         config.warm or NO_WARM_START, evaluations=every if held_out else {}, concurrent=evaluation.concurrency,
         attempts=evaluation.attempts, k=evaluation.k, success=evaluation.success,
         seed=config.seed, slots=config.engine.slots, capacity=config.engine.capacity, progress=progress,
-        crew=crew, servers=partial(connect_to, config.engine, weights=True) if config.engine.kind == "vllm" else None,
+        crew=crew,
+        servers=None if isinstance(config.engine, EmbeddedConfig) else partial(connect_to, config.engine, weights=True),
     )  # fmt: skip
+
+
+def load_policy(config: TrainConfig) -> Pretrained:
+    """The model that the configuration names, with its adapters where those are what is trained."""
+    found = load_pretrained(config.engine.model)
+    lora = None if isinstance(config.engine, EmbeddedConfig) else config.engine.lora
+    return found if lora is None else Pretrained(add_adapters(found.model, lora, seed=config.seed), found.tokenizer)
 
 
 class _Run:
@@ -186,7 +213,7 @@ class _Run:
         self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
-        self.policy = load_pretrained(config.engine.model)
+        self.policy = load_policy(config)
         self.renderer = config.engine.renderer.make(self.policy.tokenizer)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.crew = Crew(ranks, self.policy.model, phases.trainer)

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from pydantic_core import to_json
 
+from ..envs.rewards.relative import counted, training_reward
 from ..tapes import Tape
 from ..tapes.errors import TapereelError
-from ..tapes.records import Record, Use
+from ..tapes.records import Label, Record, Use
+from .by_agent import earned
 from .rows import Row
 from .stream import Episode, Stream
 from .trainer import Trainer, UpdateStats
@@ -101,23 +103,33 @@ def episode_of(tape: Tape) -> Episode:
     turns = max(tape.turns, 1)
     per_turn = np.zeros(turns)
     components: dict[str, float] = {}
-    for reward in tape.rewards:
+    for reward in counted(tape):
         components[reward.name] = components.get(reward.name, 0.0) + reward.value
         turn = tape.entries[reward.step].turn if reward.step is not None else turns - 1
         per_turn[min(turn, turns - 1)] += reward.weight * reward.value
     assert tape.status is not None
-    parent = tape.begin.parent
+    parent, total = tape.begin.parent, training_reward(tape)
+    alone, shared = earned(tape)
     return Episode(
         tape=tape.id,
         group=tape.begin.group or tape.id,
-        reward=tape.reward,
-        turn_rewards=per_turn if tape.reward is not None else None,
+        reward=total,
+        turn_rewards=per_turn if total is not None else None,
         components=components,
         status=tape.status,
         cause=tape.cause.type if tape.cause is not None else None,
         fork=f"{parent.tape}/{parent.turn}" if parent is not None else None,
+        alone=alone,
+        shared=shared,
+        kept_out=_kept_out(tape),
         pin=pin_of(tape),
     )
+
+
+def _kept_out(tape: Tape) -> tuple[Range, ...]:
+    others = {layer.call for layer in tape.layers if isinstance(layer, Label) and layer.use != "agent"}
+    return tuple((tape.id, call.call, 0, len(call.completion)) for call in tape.calls
+                 if call.call in others and call.completion)  # fmt: skip
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:

@@ -29,6 +29,7 @@ from .steps import (
     Thought,
     ToolCall,
     ToolCalls,
+    ToolOffer,
     ToolResult,
     ToolResults,
 )
@@ -37,6 +38,6 @@ from .tape import Tape
 __all__ = [
     "Action", "Answer", "Call", "Cause", "CauseType", "Corrupt", "DuplicateKind", "HiddenFromAgent", "Message",
     "MissingExtra", "Misread", "NotATape", "Observation", "Reasoning", "Sampling", "Status", "Step", "StillOpen",
-    "StoreFailed", "Tape", "TapereelError", "Task", "Text", "Thought", "ToolCall", "ToolCalls", "ToolResult",
-    "ToolResults",
+    "StoreFailed", "Tape", "TapereelError", "Task", "Text", "Thought", "ToolCall", "ToolCalls", "ToolOffer",
+    "ToolResult", "ToolResults",
 ]  # fmt: skip

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from .store import Store, Summary
 
 
+GROUP_LAYER = "group"
+"""The layer of what a tape earned by comparison with its group. Training counts it with the reward on the tape."""
+
+
 def attempts_of(store: Store, split: str | None = None) -> dict[str, list[Summary]]:
     """task hash -> for each attempt at it, its last episode that ended by the agent's own doing, else its first one."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}

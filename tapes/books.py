@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from .attempts import GROUP_LAYER
 from .errors import NotATape
 from .index import column_length
 from .ledger import FATES, Fate, Lineages, ranges
@@ -80,7 +81,7 @@ class Books(BaseModel):
 
 
 class _Tape:
-    __slots__ = ("actions", "authored", "calls", "cause", "ended", "sampled", "scored", "split", "status")
+    __slots__ = ("actions", "authored", "calls", "cause", "compared", "ended", "sampled", "scored", "split", "status")
 
     def __init__(self, split: str) -> None:
         self.split = split
@@ -88,6 +89,8 @@ class _Tape:
         self.cause: CauseType | None = None
         self.ended = False
         self.scored = False
+        self.compared = True
+        """False once a comparison with its group failed: then it is unscored, whatever it earned alone."""
         self.actions = 0
         self.calls: dict[str, int] = {}
         """Sampled calls -> completion tokens."""
@@ -156,6 +159,7 @@ class BooksFold:
             tape.authored[str(record.get("call"))] = column_length(record.get("completion"))
         elif t == "reward":
             tape.scored = tape.scored or bool(record.get("weight", 1.0))
+            tape.compared &= record.get("layer") != GROUP_LAYER or record.get("value") != "NaN"
         elif t == "end":
             cause = record.get("cause")
             tape.status = Status(record.get("status"))
@@ -266,7 +270,7 @@ class BooksFold:
         """Tokens that no update named, of tapes that could be trained on."""
         total = 0
         for name, tape in self._tapes.items():
-            if tape.ended and tape.scored == scored and not tape.held_out and tape.trainable:
+            if tape.ended and (tape.scored and tape.compared) == scored and not tape.held_out and tape.trainable:
                 for call, n in tape.calls.items():
                     mark = marks.get((name, call))
                     total += n if mark is None else mark.count(0)

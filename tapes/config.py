@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .config_yaml import YamlProblem, read_value, read_yaml, write_yaml
 from .console import UsageError
+from .redact import without_secrets
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
@@ -165,7 +166,7 @@ def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"
     where = f" ({layers.where(keys)})" if keys else ""
-    return f"{name} = {error['input']!r}{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return without_secrets(f"{name} = {error['input']!r}{where}: {error['msg'][0].lower()}{error['msg'][1:]}")
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 from .records import Call, Message
-from .steps import Step, Thought, ToolCalls, ToolResults
+from .steps import Prompt, Step, Thought, ToolCalls, ToolResults
 
 ENV = "env"
 
@@ -114,6 +114,8 @@ class Conversation:
 
 def heard(step: Step) -> list[Message]:
     """A step of somebody else, as messages to the model."""
+    if isinstance(step, Prompt):
+        return [dict(message) for message in step.messages]
     if isinstance(step, ToolResults):
         return [
             {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}

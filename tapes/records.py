@@ -18,6 +18,8 @@ from .arrays import Floats, Ints
 from .steps import Role, Step, Unknown, read_step
 
 SCHEMA = "tapereel/1"
+_NO_FIRST = b',"first_temperature":null'
+_NO_CONVERSATION = b',"conversation":""'
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """d0 of every digest; dk = SHA-256(dk-1 + body bytes of record k)."""
 
@@ -150,12 +152,19 @@ class Sampling(BaseModel):
     top_k: int = 0
     """0: no limit."""
     extra: dict[str, JsonValue] = {}
-    """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL."""
+    """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL, but for `stop`, the
+    texts that end an answer, which change no token's chance."""
+    first_temperature: float | None = Field(default=None, gt=0)
+    """Of the first token (FIRE: 10 is usual), whose log-prob is then the one at this temperature. None: as the rest."""
 
     @property
     def exact(self) -> bool:
         """True when the recorded log-probs are those of the distribution that was sampled from."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not self.extra
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
+
+    def temperature_at(self, position: int) -> float:
+        """Of the token at that position of the completion."""
+        return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
 
 
 class Begin(Record):
@@ -191,6 +200,8 @@ class Begin(Record):
         untold: dict[str, Any] = {field: True for field in ("sampling", "limits") if getattr(self, field) is None}
         if self.parent is not None and self.parent.unverified is None:
             untold["parent"] = {"unverified": True}
+        if self.sampling is not None and self.sampling.first_temperature is None:
+            untold["sampling"] = {"first_temperature": True}
         return to_json(self, inf_nan_mode="strings", exclude=untold or None)
 
 
@@ -294,10 +305,21 @@ class Call(Record):
     at: float
 
     def body(self) -> bytes:
-        """As `Record.body`; the conversation is written where it has a name."""
+        """As `Record.body`; the conversation is written where it has a name, the first token's temperature where it has
+        one of its own."""
+        untold: dict[str, Any] = {}
+        if not self.conversation:
+            untold["conversation"] = True
+        if self.sampling.first_temperature is None:
+            untold["sampling"] = {"first_temperature": True}
         body = to_json(self, inf_nan_mode="strings")
-        # Inside a JSON string these quotes would be escaped; `exclude` costs a third of the whole.
-        return body if self.conversation else body.replace(b',"conversation":""', b"", 1)
+        # `exclude` costs a third of the whole, so they are cut out, unless a message has keys of the same names.
+        for name, text in (("conversation", _NO_CONVERSATION), ("sampling", _NO_FIRST)):
+            if name in untold:
+                if body.count(text) != 1:
+                    return to_json(self, inf_nan_mode="strings", exclude=untold)
+                body = body.replace(text, b"")
+        return body
 
     @property
     def reply(self) -> Message:
@@ -376,6 +398,13 @@ class Label(Record):
     ranges: tuple[tuple[int, int], ...] | None = None
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
+    after: str | None = None
+    """The call whose prompt and completion this one's prompt begins with, where the call itself doesn't say so (it may
+    have been recorded earlier). None: as the call says."""
+
+    def body(self) -> bytes:
+        """As `Record.body`, without what isn't told."""
+        return to_json(self, inf_nan_mode="strings", exclude={"after"} if self.after is None else None)
 
 
 class Tokens(Record):

@@ -105,6 +105,18 @@ class Reasoning(Thought):
     text: str
 
 
+class Exchange(Thought):
+    """A question that a program outside put to the model, and the answer; long ones in short, the call has them whole.
+    """
+
+    asked: str
+    """The messages that it added."""
+    answered: str
+
+    def __str__(self) -> str:
+        return f"{self.asked}\n→ {self.answered}"
+
+
 class Misread(Thought):
     """An answer of the model that could not be read as an action. The model is told, and may correct itself."""
 
@@ -114,6 +126,26 @@ class Misread(Thought):
 
     def __str__(self) -> str:
         return self.problem
+
+
+class ToolOffer(Observation):
+    """What an episode with tools begins with: what is asked, and what may be called. A model reads the text, and gets
+    the tools as function schemas."""
+
+    text: str
+    tools: tuple[dict[str, JsonValue], ...]
+    """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Prompt(ToolOffer, kind="chat_prompt"):
+    """What an episode begins with where one text isn't enough: chat messages, which a model reads as they are."""
+
+    messages: tuple[dict[str, JsonValue], ...]
+    """With `role` and `content`; the last one of a user is `text`."""
+    tools: tuple[dict[str, JsonValue], ...] = ()
 
 
 class ToolCall(BaseModel):

@@ -355,6 +355,19 @@ class Tape(Sequence[Step]):
         return f"<Tape {self.id}: {self._n} steps{state}>"
 
 
+class Ending(Tape):
+    """A running tape, to those who score it, as it will be: its end is decided, and written after their scores."""
+
+    __slots__ = ("_its_end",)
+
+    def __init__(self, log: TapeLog, end: End) -> None:
+        super().__init__(log)
+        self._its_end = end
+
+    def _end(self, what: str) -> End | None:
+        return self._its_end
+
+
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
     """The calls that `call` is built on, oldest first, as far back as anything is kept."""
     chain = [call]

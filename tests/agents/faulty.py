@@ -17,6 +17,24 @@ from aiohttp import web
 Fault = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 LENGTH = 5
+STEPS = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume", "/sleep", "/wake_up",
+         "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine", "/start_weight_update",
+         "/update_weights", "/finish_weight_update")  # fmt: skip
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    """Serves an application on loopback; its address."""
+    runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
 
 
 class FaultyServer:
@@ -27,28 +45,23 @@ class FaultyServer:
         self.version = "default"
         self.asked: list[dict[str, Any]] = []
         self.control: list[str] = []
+        """Routes of the control plane, as they were asked."""
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        """The same with their parameters and bodies."""
         self.broken_step = ""
         self.pending: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
     async def up(self) -> AsyncIterator[str]:
         app = web.Application()
-        for route in ("/version", "/v1/models", "/weight_info"):
+        for route in ("/version", "/v1/models", "/weight_info", "/health"):
             app.router.add_get(route, self.about)
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/inference/v1/abort_requests", self.abort)
-        for step in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
+        for step in STEPS:
             app.router.add_post(step, self.step)
-        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            await runner.cleanup()
+        async with listening(app) as url:
+            yield url
 
     def answer(self, body: dict[str, Any], length: int = LENGTH, finish: str = "length") -> dict[str, Any]:
         """What a healthy server says."""
@@ -88,10 +101,13 @@ class FaultyServer:
 
     async def step(self, request: web.Request) -> web.StreamResponse:
         self.control.append(request.path)
+        self.told.append((request.path, {**request.query, **(await request.json() if request.can_read_body else {})}))
         if request.path == self.broken_step:
             return web.Response(status=500, text="out of memory")
         if request.path == "/update_weight_version":
             self.version = (await request.json())["new_version"]
+        if request.path == "/finish_weight_update":
+            self.version = (await request.json())["weight_version"]
         return web.json_response({})
 
 

@@ -36,7 +36,7 @@ def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: A
                    sampling=Sampling(**{"max_tokens": 5, **sampling}), cache_key=text)  # fmt: skip
 
 
-def using(server: FaultyServer, test: Callable[[RemoteEngine], Awaitable[Any]], **options: Any) -> Any:
+def using(server: Any, test: Callable[[RemoteEngine], Awaitable[Any]], **options: Any) -> Any:
     """What `test` gives with an engine of that server."""
 
     async def whole() -> Any:

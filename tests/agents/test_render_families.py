@@ -16,7 +16,7 @@ from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 
 from .families import FAMILIES, tokenizer
 
-KEEPS_ANSWERS = ["chatml", "llama3", "mistral", "gemma", "llama2", "phi3"]
+KEEPS_ANSWERS = ["chatml", "qwen25", "deepseek", "llama3", "mistral", "gemma", "llama2", "phi3"]
 """Families whose template shows an earlier answer as it was, but for white space around it."""
 TURNS = [("What is 47 times 83?", "The answer is 3901."), ("Für zwölf Äpfel 🙂?", "12 €, naïve\n\nIs it?"),
          ("  spaces  and\ttabs \n", "{\"result\": \"ripe\"}"), ("東京", "yes"), ("<table>", "- one\n- two")]
@@ -67,8 +67,7 @@ def test_authored_text_decodes_to_itself_and_ends_as_the_template_ends_it(name: 
     renderer, end = Renderer(tokenizer(name)), tokenizer(name).convert_tokens_to_ids(ENDS[name][0])
     for _, text in TURNS:
         _, completion = renderer.authored([say("user", "q")], say("assistant", text))
-        shown = "<think>\n\n</think>\n\n" if name == "qwen3" else ""  # as Qwen3's template shows a last answer
-        assert renderer.decode(completion) == shown + text
+        assert renderer.decode(completion) == BEFORE.get(name, "") + text
         assert [at for at, id in enumerate(completion) if id == end] == [len(completion) - 1]
 
 
@@ -102,12 +101,16 @@ def test_a_cut_answer_is_closed_as_the_template_closes_it(name: str, text: str) 
     following = [*track.messages, say("user", "r")]
     later = renderer.prompt(following, None, [track])
     behind_end = list(renderer.prompt([*ended.messages, say("user", "r")], None, [ended]).new)
-    closing = {"plain": [], "llama2": encode(name, "</s> </s>")[1:]}.get(name, [renderer.end_ids[0]])
+    closing = {"plain": [], "llama2": encode(name, "</s> </s>")[1:], "harmony": encode(name, "<|end|>")}.get(
+        name, [renderer.end_ids[0]])
     assert list(later.new) == [*closing, *behind_end]
     assert later.split is None
 
 
+BEFORE = {"qwen3": "<think>\n\n</think>\n\n", "harmony": "<|channel|>final<|message|>"}
+"""What a template shows in front of a last answer's text."""
 ENDS = {
+    "qwen25": ["<|im_end|>"], "harmony": ["<|return|>", "<|call|>"], "deepseek": ["<｜end▁of▁sentence｜>"],
     "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "llama3": ["<|eot_id|>"], "mistral": ["</s>"],
     "gemma": ["<end_of_turn>", "<eos>"], "llama2": ["</s>"], "phi3": ["<|end|>", "<|endoftext|>"],
     "r1": ["<｜end▁of▁sentence｜>"], "plain": ["<eos>"],

@@ -12,107 +12,33 @@ import statistics
 import subprocess
 import sys
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapereel.agents import rollout
-from tapereel.agents.connect import NotTrainable, connect, probe
+from tapereel.agents.connect import NotTrainable, probe
 from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
 from tapereel.agents.http import Server
 from tapereel.agents.publishing import VLLMReload
 from tapereel.agents.remote import Capabilities, RemoteEngine
 from tapereel.agents.serve import LocalServer, ServerStart
+from tapereel.agents.transfer import VLLMTransfer
 from tapereel.agents.vllm import Completions, Generate
 from tapereel.finetune.rows import rows
 from tapereel.finetune.train import TrainConfig, train
 from tapereel.tapes.records import Sampling
 from tapereel.tapes.store import Store
 
-from ..agents.embedded_lab import worst
-from ..loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
+from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
 from ..loop.test_learning import climbed, rewards
-from .vllm_cpu import CONTEXT, DONE, ENVIRONMENT, FOLDER, OPTIONS, PYTHON
+from .lab import CLOSE, Test, ask, long_one, off, policy, seeds_of, swap
+from .vllm_cpu import CONTEXT, ENVIRONMENT, OPTIONS, PYTHON
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
-
-CLOSE = 1e-4
-"""Nats between a recorded log-prob and the model's own forward over everything."""
-TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
-"""Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
-or so slow that no answer lived through them."""
-
-
-def policy(seed: int) -> Any:
-    """A random Llama in a shape that vLLM has kernels for; seeds lie far apart."""
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=WORDS.eos_token_id, pad_token_id=WORDS.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    policy(0).save_pretrained(path)
-    WORDS.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if not DONE.exists():
-        pytest.fail(f"there is no vLLM in {FOLDER}; make it: python tests/contract/vllm_cpu.py")
-    local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS,
-                        log=tmp_path_factory.mktemp("log") / "vllm.log", patience=280.0)  # fmt: skip
-    url = asyncio.run(local.start())
-    yield url
-    local.stop()
-
-
-Test = Callable[[RemoteEngine], Awaitable[Any]]
-
-
-@pytest.fixture
-def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[[Test], Any]:
-    """Runs an async test with an engine whose servers have the weights of `policy(0)`, as version `base`."""
-    marks = iter(range(1000))
-
-    def runs(test: Test) -> Any:
-        async def whole() -> Any:
-            mark = f"{tmp_path.name}-{next(marks)}"
-            engine = await connect([server], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path)
-            try:
-                await engine.publish(policy(0).state_dict(), f"base/{mark}")
-                return await test(engine)
-            finally:
-                await engine.close()
-
-        return asyncio.run(whole())
-
-    return runs
-
-
-def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
-    messages = [{"role": "user", "content": text}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
-
-
-def off(seed: int, request: Request, completion: Completion, start: int = 0, end: int | None = None) -> float:
-    return worst(policy(seed), request, completion, start, end)
-
-
-def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
-    """Asks for an answer of `length` tokens that nothing ends."""
-    return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
@@ -187,52 +113,26 @@ def test_a_cancelled_request_leaves_what_was_sampled(with_engine: Callable[[Test
     with_engine(test)
 
 
-Answers = list[tuple[Request, Completion]]
-
-
-async def swap(engine: RemoteEngine, mode: Any, times: int, enough: Callable[[Completion, list[str]], bool],
-               ) -> tuple[list[str], Answers]:  # fmt: skip
-    """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
-    of these; gives the versions published and the answers."""
-    for k, (length, pause) in enumerate(TRIES):
-        if k:
-            await engine.publish(policy(0).state_dict(), f"{engine.version}/again")
-        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
-        requests = [long_one(seed, length=length) for seed in range(3, 11)]
-        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
-        for seed, version in enumerate(versions, start=1):
-            await asyncio.sleep(pause)
-            await engine.publish(policy(seed).state_dict(), version, mode)
-        answers = list(zip(requests, await asyncio.gather(*asked), strict=True))
-        if any(enough(completion, versions) for _, completion in answers):
-            return versions, answers
-    pytest.fail(f"no answer lived through {times} changes of weights, not even one of {TRIES[-1][0]} tokens")
-
-
-def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
-    """Its spans with policy seeds for versions."""
-    return [(versions.index(version) + 1 if version in versions else 0, start, end)
-            for version, start, end in completion.spans]  # fmt: skip
-
-
-def test_every_token_is_stamped_with_the_weights_that_gave_it(with_engine: Callable[[Test], Any]) -> None:
+@pytest.mark.parametrize("way", ["reload", "transfer"])
+def test_every_token_is_stamped_with_the_weights_that_gave_it(with_engine: Callable[..., Any], way: str) -> None:
     async def test(engine: RemoteEngine) -> None:
         versions, answers = await swap(engine, "reprefill", 3, lambda completion, _: len(completion.spans) >= 3)
         for request, completion in answers:
             for seed, start, end in seeds_of(completion, versions):
                 assert off(seed, request, completion, start, end) < CLOSE
 
-    with_engine(test)
+    with_engine(test, way)
 
 
-def test_stale_kv_gives_logprobs_of_no_model(with_engine: Callable[[Test], Any]) -> None:
+@pytest.mark.parametrize("way", ["reload", "transfer"])
+def test_stale_kv_gives_logprobs_of_no_model(with_engine: Callable[..., Any], way: str) -> None:
     async def test(engine: RemoteEngine) -> None:
         versions, answers = await swap(engine, "stale_kv", 1, lambda completion, _: len(completion.spans) >= 2)
         errors = [off(seed, request, completion, start, end) for request, completion in answers
                   for seed, start, end in seeds_of(completion, versions) if seed and start]  # fmt: skip
         assert max(errors) > 1e-2
 
-    with_engine(test)
+    with_engine(test, way)
 
 
 def test_drain_lets_completions_end_with_the_weights_they_began_with(with_engine: Callable[[Test], Any]) -> None:
@@ -270,17 +170,25 @@ class NoReset(VLLMReload):
         await super().finish(version, "stale_kv")
 
 
+class NoResetTransfer(NoReset, VLLMTransfer):
+    """So does this one."""
+
+
+@pytest.mark.parametrize("way", ["reload", "transfer"])
 @pytest.mark.parametrize("reset", [True, False])
-def test_no_prompt_is_read_with_the_cache_of_older_weights(with_engine: Callable[[Test], Any], reset: bool) -> None:
+def test_no_prompt_is_read_with_the_cache_of_older_weights(
+    with_engine: Callable[..., Any], reset: bool, way: str
+) -> None:
     async def test(engine: RemoteEngine) -> float:
         request = ask("abcdabcd" * 24, 5, max_tokens=8)  # longer than a block of the prefix cache, which is 128 here
         assert off(0, request, await engine.complete(request)) < CLOSE
         if not reset:
-            engine._syncs = tuple(NoReset(server) for server in engine._servers)
+            forgetful = NoReset if way == "reload" else NoResetTransfer
+            engine._syncs = tuple(forgetful(server) for server in engine._servers)
         await engine.publish(policy(1).state_dict(), f"{engine.version}+reset")
         return off(1, request, await engine.complete(request))
 
-    error = with_engine(test)
+    error = with_engine(test, way)
     assert (error < CLOSE) == reset, error
 
 

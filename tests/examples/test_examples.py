@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ELSEWHERE = {"gymnasium_blackjack.py": "tests/envs/test_example.py"}
+ELSEWHERE = {"gateway_openai.py": "tests/gateway/test_examples.py",
+             "gateway_scene.py": "tests/gateway/test_examples.py",
+             "gateway_pydantic_ai.py": "tests/gateway/test_examples.py",
+             "gymnasium_blackjack.py": "tests/envs/test_example.py", "two_agents.py": "tests/multi/test_learning.py"}
 
 
 def started(name: str, *words: str, cwd: Path) -> str:
@@ -30,6 +33,13 @@ def test_hello(tmp_path: Path):
         "hint: I think of a number from 1 to 9.", "guess: 5", "hint: higher", "guess: 8", "hint: lower", "guess: 7",
         "finished 0.8",
     ]  # fmt: skip
+
+
+def test_the_agent_of_an_mcp_server_looks_a_word_up(tmp_path: Path):
+    pytest.importorskip("mcp")
+    out = started("mcp_agent.py", cwd=tmp_path)
+    assert out.splitlines()[0] == "tool_offer: What is the code of birch? Look it up, and answer with the code alone."
+    assert out.splitlines()[-2:] == ["answer: 0815", "finished 1.0"]
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_every_page_is_reached_from_the_index():
 
 @pytest.mark.parametrize(("heading", "ends"), [
     ("### Run it", '.[demo]" && .venv/bin/tapereel demo'),
-    ("### Test it", '.[dev]" && .venv/bin/python -m pytest'),
+    ("### Test it", '.[dev]" && .venv/bin/python -m pytest -n 2 --dist loadfile'),
 ])  # fmt: skip
 def test_the_readme_has_two_commands_that_start_from_nothing(heading: str, ends: str):
     text = (ROOT / "README.md").read_text(encoding="utf-8")

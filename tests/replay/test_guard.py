@@ -75,6 +75,7 @@ def play(agent: Agent, *, guard: bool = False) -> Tape:
     return asyncio.run(rollout(agent, Counting, 3, engine=engine, guard=guard))
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("what", USES)
 def test_what_is_outside_the_tape_is_refused_and_its_line_is_named(what: str):
     use = USES[what]
@@ -153,6 +154,7 @@ def test_the_guard_leaves_nothing_behind():
     assert issubclass(Nondeterministic, RuntimeError)
 
 
+@pytest.mark.unguarded
 def test_two_agents_at_once_are_watched_apart():
     async def both() -> list[Tape]:
         engine = ScriptedEngine(lambda request: "x")

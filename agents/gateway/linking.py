@@ -1,0 +1,228 @@
+"""Which calls of a program go on from which, and which of them are the agent's: facts for a tape, as `Label` layers.
+
+A call goes on from another iff its prompt begins with all of the other's tokens, whichever was recorded first: a parent
+may come late (an answer that was cut off is recorded when its client has gone, which may be after the next question).
+Then, of all calls with an answer:
+
+    auxiliary  other system messages or tools than those of most calls: summaries, titles, helpers
+    discarded  the same prompt asked again after an answer came, and not gone on from; a branch that was left, since
+               the program went back to an earlier answer and asked on from there; an answer that nobody waited for
+    agent      everything else
+
+Questions that were asked at the same time are no retries of each other, and no branches that were left. It knows
+nothing of HTTP, rewards or files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...tapes import Call, Tape
+from ...tapes.records import Label
+
+Use = Literal["agent", "auxiliary", "discarded"]
+USES: tuple[Use, ...] = ("agent", "auxiliary", "discarded")
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One call that gave something."""
+
+    call: Call
+    place: int
+    """In the order of recording."""
+    identity: str
+    """Whose words these are: that of the first call that it follows from."""
+    asked: str
+    """What stands for the prompt among calls that go on from the same one."""
+    started: float
+    parent: _Node | None = None
+    children: list[_Node] = field(default_factory=list)
+    use: Use = "agent"
+
+    def __iter__(self) -> Iterator[_Node]:
+        """This call, and all that follows from it."""
+        left = [self]
+        while left:
+            node = left.pop()
+            yield node
+            left += node.children
+
+    @property
+    def ended(self) -> float:
+        """When the last call of what follows from this one was answered."""
+        return max(node.call.at for node in self)
+
+    def mark(self, use: Use) -> None:
+        """This call, and all that follows from it."""
+        for node in self:
+            node.use = use
+
+
+def label_calls(tape: Tape, told: Mapping[str, Use] | None = None) -> list[Label]:
+    """The labels of a program's calls; none for a call that is the agent's and is linked as it was recorded.
+
+    `told`: what the program itself says of a call; it holds whatever is found here.
+    """
+    nodes = {
+        call.call: _Node(call, k, "", "", call.at - sum(a.seconds for a in call.attempts))
+        for k, call in enumerate(tape.calls)
+        if call.engine != "authored" and call.finish != "error" and (call.completion or call.text)
+    }
+    late = _link(tape, nodes)
+    _merge(nodes, late)
+    _judge(nodes)
+    told = told or {}
+    labels = []
+    for name, node in nodes.items():
+        use = told.get(name, node.use)
+        if use != "agent" or name in late:
+            labels.append(Label(tape=tape.id, call=name, use=use, after=late.get(name)))
+    return labels
+
+
+def _identity(tape: Tape, call: Call) -> str:
+    """The system messages and tools."""
+    said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
+    return json.dumps([said, call.tools.hash if call.tools is not None else None])
+
+
+def extends(tape: Tape, call: Call) -> bool:
+    """Whether the call was recorded as one that goes on from its base."""
+    if call.base is None:
+        return False
+    base = tape.call(call.base)
+    if call.prompt is None:
+        return call.keep_messages == len(tape.call_messages(base)) + 1
+    return call.keep == tape._log.prompt_length(base) + len(base.completion or ())
+
+
+def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
+    """Set every parent; gives those that aren't as recorded: call -> the call that it goes on from."""
+    late: dict[str, str] = {}
+    roots: list[_Node] = []
+    for node in nodes.values():
+        call = node.call
+        if extends(tape, call) and call.base in nodes:
+            _adopt(nodes[call.base], node, _delta(call))
+        else:
+            roots.append(node)
+    if len(roots) > 1 or len(roots) < len(nodes):
+        _find_parents(tape, nodes, roots, late)
+    for node in roots:
+        if node.parent is None:
+            node.asked, identity = _whole(tape, node.call), _identity(tape, node.call)
+            for follower in node:
+                follower.identity = identity
+    return late
+
+
+def _adopt(parent: _Node, child: _Node, asked: str) -> None:
+    child.parent, child.asked = parent, asked
+    parent.children.append(child)
+
+
+def _delta(call: Call) -> str:
+    return _digest(call.prompt) if call.prompt is not None else json.dumps(call.messages)
+
+
+def _whole(tape: Tape, call: Call) -> str:
+    return _digest(tape.call_prompt(call)) if call.prompt is not None else json.dumps(tape.call_messages(call))
+
+
+def _digest(ids: array[int]) -> str:
+    return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
+    """By exact tokens: the longest call whose prompt and completion begin a root's prompt."""
+    with_ids = [node for node in nodes.values() if node.call.prompt is not None]
+    known: dict[int, dict[str, _Node]] = defaultdict(dict)
+    """Length -> digest of that many tokens -> the call that they are; of several, the last."""
+    for node in with_ids:
+        whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
+        known[len(whole)][_digest(whole)] = node
+    for root in roots:
+        if root.call.prompt is None:
+            continue
+        prompt = tape.call_prompt(root.call)
+        found = (known[n].get(_digest(prompt[:n])) for n in sorted(known, reverse=True) if n <= len(prompt))
+        parent = next((node for node in found if node is not None), None)
+        if parent is not None:
+            length = tape._log.prompt_length(parent.call) + len(parent.call.completion or ())
+            _adopt(parent, root, _digest(prompt[length:]))
+            late[root.call.call] = parent.call.call
+
+
+def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
+    """Of calls that asked and answered the same, what follows goes on from the last: who can tell which was meant?"""
+    levels = [[node for node in nodes.values() if node.parent is None]]
+    while levels:
+        siblings = levels.pop()
+        for family in _families(siblings):
+            last: dict[bytes, _Node] = {}
+            for node in sorted(family, key=lambda node: -node.place):
+                answer = node.call.completion.tobytes() if node.call.completion else (node.call.text or "").encode()
+                into = last.setdefault(answer, node)
+                if into is not node:
+                    _move(node, into, late)
+        levels += [node.children for node in siblings if node.children]
+
+
+def _move(node: _Node, into: _Node, late: dict[str, str]) -> None:
+    for child in node.children:
+        child.parent = into
+        late[child.call.call] = into.call.call
+    into.children += node.children
+    node.children = []
+
+
+def _judge(nodes: dict[str, _Node]) -> None:
+    roots = [node for node in nodes.values() if node.parent is None]
+    said = Counter(node.identity for node in nodes.values())
+    main = max(said, key=said.__getitem__, default="")
+    for family in _families(roots):
+        _retries(family)
+    for node in nodes.values():
+        for family in _families(node.children):
+            _retries(family)
+        _branches(node.children)
+        if node.call.finish == "cancelled" and not node.children:
+            node.use = "discarded"
+    for node in nodes.values():
+        if node.identity != main and node.use == "agent":
+            node.use = "auxiliary"
+
+
+def _families(nodes: list[_Node]) -> list[list[_Node]]:
+    """Those that asked the same."""
+    found: dict[str, list[_Node]] = defaultdict(list)
+    for node in nodes:
+        found[node.asked].append(node)
+    return [family for family in found.values() if len(family) > 1]
+
+
+def _retries(family: list[_Node]) -> None:
+    if any(node.children for node in family):
+        left = [node for node in family if not node.children]
+    else:
+        last = max(family, key=lambda node: node.place)
+        left = [node for node in family if node is not last and node.call.at <= last.started]
+    for node in left:
+        node.mark("discarded")
+
+
+def _branches(children: list[_Node]) -> None:
+    """What was answered to its end before the program asked on otherwise from the same answer was left."""
+    if len(children) < 2:
+        return
+    last = max(children, key=lambda node: node.started)
+    for node in children:
+        if node is not last and node.asked != last.asked and node.ended <= last.started:
+            node.mark("discarded")

@@ -1,0 +1,286 @@
+"""The gateway's server: an OpenAI-compatible address whose API keys are tapes.
+
+    GET  /v1/models             POST /v1/chat/completions      with a tape's key
+    /tapereel/tapes/...         begin, score and end tapes     with the admin token (`control.py`)
+
+A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback unless told
+otherwise. Bodies, headers and the time that either may take are bounded. What is refused is logged, without the key.
+What a request means is decided in `session.py`, what it may say in `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from ...tapes import StoreFailed
+from ...tapes.extras import raise_missing
+from .linking import USES, Use
+from .protocol import ChatAnswer, Refused, read_request
+from .session import Session, ended
+
+try:
+    from aiohttp import web
+except ModuleNotFoundError as _error:
+    raise_missing(_error, "the gateway")
+
+if TYPE_CHECKING:
+    from .control import Control
+
+log = logging.getLogger("tapereel.gateway")
+
+REMEMBERED = 10_000
+"""Keys of ended tapes that are told from keys that never were."""
+USE_HEADER = "X-Tapereel-Use"
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a client may cost the gateway."""
+
+    body: int = 8 * 1024 * 1024
+    """Bytes of a request."""
+    body_seconds: float = 30.0
+    """In which all of it must have come."""
+    header_seconds: float = 30.0
+    """In which a request's headers must have come, counted from the connection or from the answer before."""
+    write_seconds: float = 60.0
+    """In which a client must have taken what it is sent."""
+    hold_seconds: float = 60.0
+    """How long a request is held while weights change, before it is refused with 429 and Retry-After."""
+
+
+class Gateway:
+    """`async with Gateway().serving() as gateway:`; then `key = gateway.open(session)`, `gateway.url`. Single use."""
+
+    def __init__(self, host: str = "127.0.0.1", *, model: str = "policy", bounds: Bounds = Bounds(),
+                 control: Control | None = None) -> None:  # fmt: skip
+        """`model` is the name that /v1/models tells; requests may call it what they like. `control`: routes that begin
+        tapes; without it tapes are opened from inside this process only."""
+        self.host, self.port, self.model, self.bounds = host, 0, model, bounds
+        self._control = control
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._paused = 0
+        self._resumed = asyncio.Event()
+        self.answered = 0
+        """Requests that were answered with a completion."""
+        self.held = 0
+        """Requests that wait for weights to be changed."""
+        self.refused = 0
+        """Requests that were refused, for whatever reason."""
+
+    @property
+    def url(self) -> str:
+        """What `OPENAI_BASE_URL` should be."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
+        """Serves inside; `port` 0 takes a free one."""
+        runner = web.AppRunner(
+            self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
+            keepalive_timeout=self.bounds.header_seconds, lingering_time=0.5, auto_decompress=False,
+        )  # fmt: skip
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, port).start()
+            self.port = runner.addresses[0][1]
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._errors], client_max_size=self.bounds.body)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        if self._control is not None:
+            self._control.add_routes(app, self)
+        return app
+
+    # Keys
+
+    def open(self, session: Session) -> str:
+        """A new key, which opens this session until `shut`."""
+        key = f"sk-tape-{secrets.token_urlsafe(24)}"
+        self._sessions[_digest(key)] = session
+        return key
+
+    def shut(self, key: str) -> None:
+        """The key opens nothing from now on."""
+        digest = _digest(key)
+        if self._sessions.pop(digest, None) is not None:
+            self._ended[digest] = None
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def _session(self, request: web.Request) -> tuple[Session, str]:
+        key = bearer(request)
+        # By digest: how long the look-up takes says nothing of a key that is there.
+        session = self._sessions.get(_digest(key))
+        if session is not None:
+            return session, key
+        if _digest(key) in self._ended:
+            raise ended()
+        raise Refused(401, "this is no key of a tape here", kind="authentication_error", code="invalid_api_key")
+
+    # Weights
+
+    def pause(self) -> None:
+        """Weights change: requests are held, then refused with 429, until `resume` was called as often."""
+        self._paused += 1
+        self._resumed.clear()
+
+    def resume(self) -> bool:
+        """As before `pause`; whether somebody else still pauses."""
+        self._paused = max(self._paused - 1, 0)
+        if not self._paused:
+            self._resumed.set()
+        return self._paused > 0
+
+    async def _steady(self, session: Session) -> None:
+        if not self._paused and not session.changing:
+            return
+        deadline = time.monotonic() + self.bounds.hold_seconds
+        self.held += 1
+        try:
+            await self._until(deadline, session)
+        finally:
+            self.held -= 1
+
+    async def _until(self, deadline: float, session: Session) -> None:
+        while self._paused or session.changing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Refused(
+                    429, "the model's weights are being replaced; ask again in a moment", kind="rate_limit_error",
+                    code="weights_changing", headers={"Retry-After": "1"},
+                )  # fmt: skip
+            # An engine says nothing when it is done, so it is looked at now and again.
+            try:
+                await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
+            except TimeoutError:
+                continue
+
+    # Requests
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as error:
+            return self._refuse(request, error)
+        except web.HTTPException as error:
+            told = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
+            return self._refuse(request, Refused(error.status, told, code=_CODES.get(error.status)))
+        except StoreFailed as error:
+            return self._refuse(request, Refused(500, str(error), kind="server_error", code="store_failed",
+                                                 headers={"x-should-retry": "false"}))  # fmt: skip
+
+    def _refuse(self, request: web.Request, error: Refused) -> web.Response:
+        self.refused += 1
+        log.info("refused %s %r from %s: %d %s", request.method, request.path[:100], request.remote, error.status,
+                 error)  # fmt: skip
+        response = web.Response(status=error.status, body=to_json(error.body), content_type="application/json",
+                                headers=error.headers)  # fmt: skip
+        if not request.content.is_eof():
+            # What is left of the body is not worth reading.
+            response.force_close()
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tapereel"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, key = self._session(request)
+        body = await self.read(request)
+        if key.encode() in body:
+            raise Refused(400, "the request's own API key stands in its body, and would be recorded; leave it out")
+        asked = read_request(body)
+        use = _use(request)
+        await self._steady(session)
+        answer = await session.ask(asked, use=use)
+        self.answered += 1
+        return await self._send(request, _stream(answer, asked.usage) if asked.stream else _json(answer.body()))
+
+    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+        try:
+            async with asyncio.timeout(self.bounds.write_seconds):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            log.info("%s did not take its answer in %g s", request.remote, self.bounds.write_seconds)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def read(self, request: web.Request) -> bytes:
+        """The body, within the bounds. Refused."""
+        if request.content_length is not None and request.content_length > self.bounds.body:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self.bounds.body_seconds):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise Refused(408, f"the body had not come after {self.bounds.body_seconds:g} s",
+                          headers={"Connection": "close"}) from None  # fmt: skip
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"a request has at most {self.bounds.body} bytes here", code="request_too_large")
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def bearer(request: web.Request) -> str:
+    """The token of the request's Authorization header; empty where there is none."""
+    found = re.fullmatch(r"Bearer ([\x21-\x7e]{1,200})", request.headers.get("Authorization", ""))
+    return found[1] if found else ""
+
+
+def knows(request: web.Request, token: str) -> bool:
+    """Whether the request brings this token; takes as long whatever it brings."""
+    return hmac.compare_digest(bearer(request).encode(), token.encode())
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _use(request: web.Request) -> Use | None:
+    told = request.headers.get(USE_HEADER)
+    if told is None:
+        return None
+    use: Use | None = next((use for use in USES if use == told.lower()), None)
+    if use is None:
+        raise Refused(400, f"{USE_HEADER} is one of {', '.join(USES)}, not {told[:50]!r}", param=USE_HEADER)
+    return use
+
+
+def _stream(answer: ChatAnswer, usage: bool) -> web.Response:
+    events = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in answer.chunks(usage=usage))
+    return web.Response(body=events + b"data: [DONE]\n\n", content_type="text/event-stream",
+                        headers={"Cache-Control": "no-cache"})  # fmt: skip
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=to_json(value), content_type="application/json")

@@ -1,0 +1,226 @@
+"""What the gateway costs: recorded requests a second, milliseconds added to the raw upstream, memory over a long run.
+
+    python benchmarks/gateway.py                      a short look: some seconds
+    python benchmarks/gateway.py --requests 50000     memory over a long run
+
+The upstream is a stub that answers at once with 20 token ids and log-probs. `raw` serves it with aiohttp and nothing
+else; `gateway` serves it with tapes, ten questions of a growing conversation each, begun, scored and ended over HTTP,
+with token ids rendered and everything written to a run directory. Each server is a process of its own, and so is the
+client, which speaks HTTP by hand so as not to be what is measured. CPU time is the server's; on a busy machine it is
+the number to read. Afterwards the books must close. `raw` is measured on 5,000 requests at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+TURNS = 10
+TOKEN = "the-token-of-the-benchmark"
+QUESTION = "what comes after this, and what then?"
+ANSWER = "nineteen letters ok"
+
+
+def engine() -> Any:
+    """The upstream, and the renderer with which the gateway makes token ids of what it is asked."""
+    from tapereel.agents import Completion, ScriptedEngine
+    from tapereel.agents.render import Renderer
+    from tapereel.agents.tiny import char_tokenizer
+
+    tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz ,.?")
+    renderer = Renderer(tokenizer)
+    ids = array("i", [*tokenizer(ANSWER, add_special_tokens=False)["input_ids"], renderer.end_ids[0]])
+    made = Completion(text=ANSWER, ids=ids, logprobs=array("f", [-1.0] * len(ids)), spans=(("stub:0", 0, len(ids)),))
+
+    class Stub(ScriptedEngine):
+        name = "stub"
+
+        async def complete(self, request: Any) -> Completion:
+            return made
+
+    return Stub([], renderer=renderer)
+
+
+async def serve(kind: str, out: str) -> None:
+    """Serve until stdin ends; says the port first."""
+    gc.freeze()  # as the command line does
+    gc.set_threshold(50_000, 20, 20)
+    stdin = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    if kind == "raw":
+        from aiohttp import web
+
+        upstream = engine()
+
+        async def chat(request: web.Request) -> web.Response:
+            asked = json.loads(await request.read())
+            answer = await upstream.complete(asked)
+            message = {"role": "assistant", "content": answer.text}
+            choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+            return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": asked["model"],
+                                      "choices": [choice], "usage": {}})  # fmt: skip
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", chat)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        print(runner.addresses[0][1], flush=True)
+        await stdin
+        await runner.cleanup()
+        return
+    from tapereel.agents.gateway import Control, Gateway
+    from tapereel.tapes.store import Store
+
+    with Store.create(out) as store:
+        control = Control(TOKEN, engine(), journal=store.writer)
+        async with Gateway(control=control).serving() as gateway:
+            print(gateway.port, flush=True)
+            await stdin
+            await control.close()
+
+
+class Connection:
+    """HTTP/1.1 over one connection, one request after the other."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def open(self) -> Connection:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        return self
+
+    async def post(self, path: str, body: Any, key: str) -> Any:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.writer.write(head.encode() + data)
+        told = await self.reader.readuntil(b"\r\n\r\n")
+        length = int(told.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        answer = json.loads(await self.reader.readexactly(length))
+        if not told.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"{path}: {told!r} {answer}")
+        return answer
+
+
+async def episode(there: Connection, kind: str, took: list[float]) -> None:
+    """Ten questions of one conversation; appends the seconds of each."""
+    key = "none"
+    if kind == "gateway":
+        begun = await there.post("/tapereel/tapes", {"task": "t"}, TOKEN)
+        key = begun["key"]
+    messages: list[Any] = []
+    for _ in range(TURNS):
+        messages.append({"role": "user", "content": QUESTION})
+        started = time.perf_counter()
+        answer = await there.post("/v1/chat/completions", {"model": "m", "messages": messages}, key)
+        took.append(time.perf_counter() - started)
+        messages.append(answer["choices"][0]["message"])
+    if kind == "gateway":
+        await there.post(f"/tapereel/tapes/{begun['tape']}/rewards", {"rewards": {"right": 1.0}}, TOKEN)
+        await there.post(f"/tapereel/tapes/{begun['tape']}/end", {}, TOKEN)
+
+
+class Server:
+    """A server process, and what it used so far."""
+
+    async def start(self, kind: str, out: str) -> int:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--serve", kind, "--out", out, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE)  # fmt: skip
+        assert self.process.stdout is not None
+        return int(await self.process.stdout.readline())
+
+    @property
+    def cpu(self) -> float:
+        """Seconds."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def rss(self) -> float:
+        """MiB."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+    async def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self.process.wait()
+
+
+async def measure(kind: str, requests: int, clients: int, out: str) -> dict[str, float]:
+    """Latency of one client alone, then throughput of many, with memory as it goes."""
+    server = Server()
+    port = await server.start(kind, out)
+    alone: list[float] = []
+    there = await Connection(port).open()
+    for _ in range(40):
+        await episode(there, kind, alone)
+    alone = alone[len(alone) // 4 :]
+    took: list[float] = []
+    left = requests // TURNS
+    marks = {requests // TURNS * k // 5: k for k in range(1, 5)}
+    told: dict[str, float] = {"rss_0": server.rss}
+
+    async def client() -> None:
+        nonlocal left
+        there = await Connection(port).open()
+        while left > 0:
+            left -= 1
+            await episode(there, kind, took)
+            if left in marks:
+                told[f"rss_{100 - 20 * marks[left]}"] = server.rss
+
+    cpu, started = server.cpu, time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    seconds = time.perf_counter() - started
+    told.update(per_second=len(took) / seconds, cpu_ms=(server.cpu - cpu) / len(took) * 1e3, rss_100=server.rss,
+                median_ms=statistics.median(alone) * 1e3, requests=len(took))  # fmt: skip
+    await server.stop()
+    return told
+
+
+async def compare(requests: int, clients: int) -> None:
+    """Print what both cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"raw": await measure("raw", min(requests, 5000), clients, f"{folder}/raw"),
+                 "gateway": await measure("gateway", requests, clients, f"{folder}/gateway")}  # fmt: skip
+        from tapereel.tapes.store import Store
+
+        with Store.open(f"{folder}/gateway") as store:
+            books = store.books()
+        size = sum(path.stat().st_size for path in store.folder.glob("*.jsonl"))
+    print(f"{requests:,} requests, {TURNS} a tape, {clients} clients, 20 tokens an answer")
+    for kind, told in found.items():
+        print(f"{kind:8} {told['per_second']:8,.0f} requests/s  {told['cpu_ms']:6.3f} ms of CPU each "
+              f"({1e3 / told['cpu_ms']:,.0f} a core)  median alone {told['median_ms']:.2f} ms")  # fmt: skip
+    raw, gateway = found["raw"], found["gateway"]
+    print(f"added at the median: {gateway['median_ms'] - raw['median_ms']:.2f} ms; "
+          f"CPU added: {gateway['cpu_ms'] - raw['cpu_ms']:.3f} ms")  # fmt: skip
+    print("memory of the gateway, MiB, after 0, 20, 40, 60, 80, 100 % of the requests: "
+          + ", ".join(f"{gateway[f'rss_{k}']:.0f}" for k in range(0, 101, 20)))  # fmt: skip
+    print(f"{books.begun:,} tapes, {books.sampled:,} tokens sampled, {size / 1e6:.0f} MB; the books "
+          + ("close" if books.closes else f"DON'T CLOSE: {books.findings[:3]}"))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--serve", choices=["raw", "gateway"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    asyncio.run(serve(args.serve, args.out) if args.serve else compare(args.requests, args.clients))
+
+
+if __name__ == "__main__":
+    main()

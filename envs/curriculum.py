@@ -1,0 +1,121 @@
+"""Curriculum: which task comes next, by how hard it was found to be.
+
+Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; those that nobody tried
+are a pool of their own, `new`. Task k follows from the tasks, the rates, the weights, the seed and k alone, so a run
+that died goes on with the tasks that it would have had. Knows nothing of loops: a loop asks for task k.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..tapes import Tape
+from ..tapes.records import Task
+from .taskset import BadTasks, Cursor, Taskset
+
+POOLS = ("easy", "normal", "hard", "new")
+EASY, HARD = 0.75, 0.25
+"""Pass rates: easy is above the one, hard below the other."""
+
+Weights = Mapping[str, float]
+Stages = Sequence[tuple[int, Weights]]
+"""(first k, weights from there on), in order; the first is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How often one task was solved."""
+
+    passed: int
+    tried: int
+    """Scored attempts; at least 1."""
+
+    @property
+    def share(self) -> float:
+        return self.passed / self.tried
+
+
+def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
+    """Task hash -> how often it was solved: a reward of at least `success`. Unscored attempts don't count, and neither
+    do those that may not be trained on."""
+    counts: dict[str, list[int]] = {}
+    for tape in tapes:
+        if tape.trains and tape.reward is not None:
+            count = counts.setdefault(tape.begin.task_hash, [0, 0])
+            count[0] += tape.reward >= success
+            count[1] += 1
+    return {name: Rate(passed, tried) for name, (passed, tried) in counts.items()}
+
+
+def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
+    """The tasks of each pool, in the order of the set; pools may be empty. A rate of exactly `easy` or `hard` is
+    normal."""
+    if not 0 <= hard <= easy <= 1:
+        raise BadTasks(f"hard is below {hard:g} and easy above {easy:g}: give 0 <= hard <= easy <= 1")
+    members: dict[str, list[Task]] = {name: [] for name in POOLS}
+    for task in tasks:
+        rate = rates.get(task.hash)
+        name = "new" if rate is None else "easy" if rate.share > easy else "hard" if rate.share < hard else "normal"
+        members[name].append(task)
+    return {name: Taskset(found, name=f"{tasks.name}/{name}" if tasks.name else name)
+            for name, found in members.items()}  # fmt: skip
+
+
+class Curriculum:
+    """`Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`, with parts of `pools`.
+
+    Each draw takes a pool by its weight, then the next task of that pool in shuffled epochs. A pool that is empty gives
+    its share to the others. weights: those of all draws, or stages of them.
+    """
+
+    def __init__(self, parts: Mapping[str, Taskset], weights: Weights | Stages, *, seed: int = 0) -> None:
+        self.parts = {name: part for name, part in parts.items() if len(part)}
+        self.seed = seed
+        stages = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+        starts = [start for start, _ in stages]
+        if not stages or starts[0] != 0 or starts != sorted(set(starts)):
+            raise BadTasks(f"the stages of a curriculum begin at 0 and come in order, not at {starts}")
+        self._starts = starts
+        self._weights = [self._checked(given, parts) for _, given in stages]
+        self._cursors: dict[str, Cursor] = {}
+        self._drawn: list[Task] = []
+
+    def __call__(self, k: int) -> Task:
+        """Task k, counted from 0; the same at every call."""
+        if k < 0:
+            raise BadTasks(f"tasks are counted from 0, not {k}")
+        while len(self._drawn) <= k:
+            self._drawn.append(self._draw(len(self._drawn)))
+        return self._drawn[k]
+
+    def pool(self, k: int) -> str:
+        """The pool that task k comes from."""
+        weights = self._weights[bisect_right(self._starts, k) - 1]
+        point = random.Random(f"{self.seed}/pool/{k}").random() * sum(weights.values())
+        for name, weight in weights.items():
+            point -= weight
+            if point < 0:
+                return name
+        return next(name for name in reversed(weights) if weights[name])
+
+    def _draw(self, k: int) -> Task:
+        name = self.pool(k)
+        if name not in self._cursors:
+            self._cursors[name] = self.parts[name].cursor(random.Random(f"{self.seed}/{name}").getrandbits(32))
+        return next(self._cursors[name])
+
+    def _checked(self, weights: Weights, parts: Mapping[str, Any]) -> dict[str, float]:
+        unknown = sorted(set(weights) - set(parts))
+        if unknown:
+            raise BadTasks(f"a weight is for {unknown[0]!r}; the pools are {', '.join(map(repr, parts))}")
+        if any(not 0 <= weight < float("inf") for weight in weights.values()):
+            raise BadTasks(f"weights are numbers from 0 on, not {dict(weights)}")
+        known = {name: float(weight) for name, weight in weights.items() if name in self.parts}
+        if not sum(known.values()):
+            sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items())
+            raise BadTasks(f"the weights {dict(weights)} leave nothing to draw from; the pools have: {sizes}")
+        return known

@@ -1,0 +1,54 @@
+"""Environments that run elsewhere: on a server, in processes of their own, or behind OpenEnv's protocol.
+
+Names are imported when they are used: what needs aiohttp is asked for by whoever connects or serves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import RemoteEnvironment
+    from .declared import Declared, Undeclared
+    from .errors import (
+        BadAnswer,
+        Busy,
+        Hung,
+        Refused,
+        RemoteError,
+        RemoteFault,
+        SessionLost,
+        Unreachable,
+        WrongEnvironment,
+    )
+    from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
+    from .openenv_service import add_openenv
+    from .pool import Pool
+    from .service import Service
+    from .sessions import ServiceLimits
+
+_HOME = {
+    "RemoteEnvironment": "client",
+    "Declared": "declared", "Undeclared": "declared",
+    "BadAnswer": "errors", "Busy": "errors", "Hung": "errors", "Refused": "errors", "RemoteError": "errors",
+    "RemoteFault": "errors", "SessionLost": "errors", "Unreachable": "errors", "WrongEnvironment": "errors",
+    "OpenEnvAction": "openenv", "OpenEnvObservation": "openenv", "OpenEnvironment": "openenv",
+    "add_openenv": "openenv_service",
+    "Pool": "pool",
+    "Service": "service",
+    "ServiceLimits": "sessions",
+}  # fmt: skip
+
+__all__ = [
+    "BadAnswer", "Busy", "Declared", "Hung", "OpenEnvAction", "OpenEnvObservation", "OpenEnvironment", "Pool",
+    "Refused", "RemoteEnvironment", "RemoteError", "RemoteFault", "Service", "ServiceLimits", "SessionLost",
+    "Undeclared", "Unreachable", "WrongEnvironment", "add_openenv",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -1,0 +1,165 @@
+"""Host: one instance of an environment behind messages, and what it does wrong as faults.
+
+Used where an environment is served (`service.py`) and inside the processes of a pool (`worker.py`). Whatever the
+environment raises, `SystemExit` included, becomes a `Fault`; a call that outlasts its time makes the host useless.
+Knows nothing of connections, retries or other instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ...tapes.records import Begin, Identity, StepRecord
+from ...tapes.steps import Action, Observation, role_of
+from ...tapes.tape import Tape
+from ..base import Environment, Outcome, RestoreMismatch
+from ..threads import EnvironmentThread
+from .declared import Declared
+from .errors import BadAnswer
+from .protocol import (
+    Answer,
+    Call,
+    CloseCall,
+    Done,
+    Fault,
+    FinishCall,
+    Item,
+    Led,
+    ResetCall,
+    RestoreCall,
+    Shown,
+    StepCall,
+)
+
+_MESSAGE = 2000
+"""Longest message of a fault, in characters: what a tape keeps."""
+
+
+class Host:
+    """Answers the calls to one instance, which is made at the first `reset` or `restore`."""
+
+    def __init__(self, make: Callable[[], Environment[Any]], declared: Declared, seconds: float | None, *,
+                 alone: bool = False) -> None:  # fmt: skip
+        """`seconds`: the most that any call may take; None for no limit. `alone`: nothing else runs in this event
+        loop, so that an environment which blocks needs no thread."""
+        self.dead = False
+        """True once a call has hung: nobody knows what state the environment is in."""
+        self._make = make
+        self._declared = declared
+        self._seconds = seconds
+        self._alone = alone
+        self._env: Environment[Any] | None = None
+        self._thread: EnvironmentThread | None = None
+
+    async def answer(self, call: Call) -> Answer:
+        """What the call led to; never raises but when cancelled."""
+        timer = asyncio.timeout(self._seconds)
+        try:
+            async with timer:
+                return await self._do(call)
+        except TimeoutError as error:
+            if not timer.expired():
+                return _raised(call, error)
+            self.dead = True
+            return Fault(id=call.id, code="hung",
+                         message=f"{self._declared.name}.{call.t} gave no answer in {self._seconds:g} s")  # fmt: skip
+        except BadAnswer as error:
+            return Fault(id=call.id, code="refused", error="BadAnswer", message=_clean(str(error)))
+        except RestoreMismatch as error:
+            return Fault(id=call.id, code="mismatch", error="RestoreMismatch", message=_clean(str(error)))
+        except (Exception, SystemExit) as error:
+            return _raised(call, error)
+
+    async def close(self) -> None:
+        """Release the instance, if there is one."""
+        env, self._env = self._env, None
+        try:
+            if env is not None:
+                await self._run(env.close())
+        finally:
+            if self._thread is not None:
+                self._thread.stop()
+                self._thread = None
+
+    async def _do(self, call: Call) -> Answer:
+        if isinstance(call, CloseCall):
+            await self.close()
+            return Done(id=call.id)
+        if isinstance(call, ResetCall | RestoreCall):
+            return await self._begin(call)
+        if self._env is None:
+            raise BadAnswer(f"`{call.t}` before `reset`")
+        if isinstance(call, StepCall):
+            action = self._declared.action(call.action.kind, call.action.content)
+            return self._led(call, await self._run(self._env.step(action)), none=False)
+        return self._led(call, await self._run(self._env.finish(call.status)), none=True)
+
+    async def _begin(self, call: ResetCall | RestoreCall) -> Answer:
+        env = self._made()
+        if call.rng is not None:
+            try:
+                env.rng = call.rng.made()
+            except ValueError as error:
+                raise BadAnswer(f"that is no state of a generator: {error}") from error
+        if isinstance(call, RestoreCall):
+            await self._run(env.restore(call.task.given, self._tape(call)))
+            return Done(id=call.id)
+        observation = await self._run(env.reset(call.task.given))
+        if not isinstance(observation, Observation):
+            raise TypeError(f"reset must give an Observation, not {type(observation).__name__}")
+        return Shown(id=call.id, observation=self._item(observation))
+
+    def _made(self) -> Environment[Any]:
+        if self._env is None:
+            self._env = self._make()
+            if self._env.blocking and not self._alone:
+                self._thread = EnvironmentThread(self._declared.name)
+        return self._env
+
+    async def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await (self._thread.run(coroutine) if self._thread is not None else coroutine)
+
+    def _led(self, call: StepCall | FinishCall, outcome: Any, *, none: bool) -> Answer:
+        if outcome is None and none:
+            return Done(id=call.id)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{call.t} must give an Outcome, not {type(outcome).__name__}")
+        if outcome.observation is not None:
+            self._item(outcome.observation)
+        return Led.of(call.id, outcome)
+
+    def _item(self, observation: Observation) -> Item:
+        if not self._declared.holds(observation):
+            raise TypeError(f"{self._declared.name} showed a {type(observation).__qualname__}, which it doesn't "
+                            "declare; add the class to its `kinds`")  # fmt: skip
+        return Item.of(observation)
+
+    def _tape(self, call: RestoreCall) -> Tape:
+        """The tape to restore, as far as it was sent."""
+        begin = Begin(tape=call.tape, task=call.task, task_hash=call.task.hash, agent=Identity(name="agent"),
+                      env=Identity(name=self._declared.name), env_seed=call.env_seed, seed=0, at=0.0)  # fmt: skip
+        return Tape.of([begin.body(), *(self._record(call.tape, item) for item in call.steps)])
+
+    def _record(self, tape: str, item: Item) -> bytes:
+        step: Action | Observation
+        if item.kind in self._declared.actions:
+            step, by = self._declared.action(item.kind, item.content), "agent"
+        else:
+            step, by = self._declared.observation(item.kind, item.content), "env"
+        return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
+
+
+
+
+def _raised(call: Call, error: BaseException) -> Fault:
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
+    return Fault(id=call.id, code="raised", error=type(error).__qualname__, message=_clean(str(error)), frame=frame)
+
+
+def _clean(text: str) -> str:
+    """Bounded, and no lone surrogates, which JSON can't hold."""
+    return text[:_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")

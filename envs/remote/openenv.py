@@ -1,0 +1,204 @@
+"""OpenEnvironment: an environment behind OpenEnv's WebSocket protocol, without OpenEnv's package.
+
+OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments as `/ws`: `reset`, `step`, `state` and `close`
+with plain objects, answered by an observation, a reward and `done`. Messages have no numbers there, so a connection
+that breaks ends the episode; and an episode can't be told as cut off, so `done` is always `terminated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from ...tapes.records import Task
+from ...tapes.steps import Action, Observation
+from ..base import Environment, Outcome
+from .channel import Channel, Dropped, Full, address, patiently, token_header
+from .declared import brief
+from .errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
+
+ROUTE = "/ws"
+
+
+class OpenEnvObservation(Observation, kind="openenv_observation"):
+    """What an OpenEnv environment showed, as it came."""
+
+    data: dict[str, JsonValue]
+
+    def __str__(self) -> str:
+        values = list(self.data.values())
+        return values[0] if len(values) == 1 and isinstance(values[0], str) else to_json(self.data).decode()
+
+
+class OpenEnvAction(Action, kind="openenv_action"):
+    """An action of an OpenEnv environment, as it is sent."""
+
+    data: dict[str, JsonValue]
+
+
+class Seen(BaseModel):
+    """The `data` of an observation message."""
+
+    model_config = ConfigDict(frozen=True)
+    observation: dict[str, JsonValue]
+    reward: Annotated[float, Field(allow_inf_nan=False)] | bool | None = None
+    done: bool = False
+
+
+class Problem(BaseModel):
+    """The `data` of an error message."""
+
+    model_config = ConfigDict(frozen=True)
+    message: str = ""
+    code: str = ""
+
+
+class SeenMessage(BaseModel):
+    """The answer to `reset` and `step`."""
+
+    type: Literal["observation"]
+    data: Seen
+
+
+class ErrorMessage(BaseModel):
+    """The answer to anything."""
+
+    type: Literal["error"]
+    data: Problem
+
+
+_answers: TypeAdapter[SeenMessage | ErrorMessage] = TypeAdapter(
+    Annotated[SeenMessage | ErrorMessage, Field(discriminator="type")])  # fmt: skip
+
+
+class OpenEnvironment(Environment[Action]):
+    """`OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`: one episode of what is served there.
+
+    Without classes of your own, actions are `OpenEnvAction(data={...})` and observations `OpenEnvObservation`. A task
+    is None, an int (the seed) or a dict (arguments of `reset`); public and private parts of a `Task` are merged. The
+    seed is drawn from `self.rng` where the task has none. Say by `effect` what its actions do to the world.
+    """
+
+    kinds = (OpenEnvAction, OpenEnvObservation)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: type[Action] = OpenEnvAction,
+        observation: type[Observation] = OpenEnvObservation,
+        key_variable: str | None = None,
+        seconds: float = 60.0,
+        patience: float = 30.0,
+        largest: int = 4 << 20,
+    ) -> None:
+        """action, observation: your classes, with the fields that the environment has. The rest as for
+        `RemoteEnvironment`."""
+        self.url = address(url)
+        self.action, self.observation = action, observation
+        self._key_variable, self._seconds, self._patience, self._largest = key_variable, seconds, patience, largest
+        self._channel: Channel | None = None
+
+    async def reset(self, task: Any) -> Observation:
+        """Connect, and begin an episode."""
+        data = _arguments(task)
+        if "seed" not in data and getattr(self, "rng", None) is not None:
+            data["seed"] = self.rng.getrandbits(31)
+        message = to_json({"type": "reset", "data": data}).decode()
+        until = asyncio.get_running_loop().time() + self._patience
+        self._channel, seen = await patiently(lambda: self._begun(message), until, self._patience)
+        return self._shown(seen)
+
+    async def step(self, action: Action) -> Outcome:
+        """Send the action."""
+        if type(action) is not self.action:
+            raise TypeError(f"{self.url} takes {self.action.__qualname__}, not {type(action).__qualname__}")
+        if self._channel is None:
+            raise SessionLost(f"{self.url}: there is no episode; `reset` begins one")
+        data = action.data if isinstance(action, OpenEnvAction) else action.model_dump(mode="json")
+        try:
+            await self._channel.send(to_json({"type": "step", "data": data}, inf_nan_mode="strings").decode())
+            seen = await self._answer(self._channel, "step")
+        except BaseException as error:
+            await self._hang_up(goodbye=False)  # whatever comes now would be taken for the next answer
+            if isinstance(error, Dropped):
+                raise SessionLost(f"{error}; this protocol can't take an episode up again") from error
+            raise
+        reward = float(seen.reward) if seen.reward is not None else None
+        # An object without anything in it, at the end, shows nothing.
+        observation = self._shown(seen) if seen.observation or not seen.done else None
+        return Outcome(observation, reward=reward, terminated=seen.done)
+
+    async def close(self) -> None:
+        """Say so, and hang up. A server that is gone has closed."""
+        if self._channel is not None:
+            with contextlib.suppress(Dropped):
+                await self._channel.send('{"type":"close"}')
+        await self._hang_up()
+
+    async def _begun(self, message: str) -> tuple[Channel, Seen]:
+        headers = token_header(self._key_variable, self.url)
+        channel = await Channel.open(self.url + ROUTE, headers=headers, largest=self._largest)
+        try:
+            with contextlib.suppress(Dropped):  # a server that is full says so before it is asked, and hangs up
+                await channel.send(message)
+            return channel, await self._answer(channel, "reset")
+        except BaseException:
+            await channel.close(goodbye=False)
+            raise
+
+    async def _answer(self, channel: Channel, method: str) -> Seen:
+        timer = asyncio.timeout(self._seconds)
+        try:
+            async with timer:
+                text = await channel.receive()
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise Hung(f"{self.url}: no answer to `{method}` within {self._seconds:g} s") from error
+        try:
+            answer = _answers.validate_json(text)
+        except ValidationError as error:
+            raise BadAnswer(f"{self.url}: that is no answer of OpenEnv's to `{method}`: {brief(error)}") from error
+        if isinstance(answer, ErrorMessage):
+            raise self._error(answer.data)
+        return answer.data
+
+    def _error(self, problem: Problem) -> Exception:
+        told = f"{self.url}: {problem.message[:2000]} ({problem.code[:80]})"
+        if problem.code == "CAPACITY_REACHED":
+            return Full(told, None)
+        if problem.code in ("VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON"):
+            return Refused(told)
+        return RemoteFault(told)
+
+    def _shown(self, seen: Seen) -> Observation:
+        content = {"data": seen.observation} if self.observation is OpenEnvObservation else seen.observation
+        try:
+            return self.observation.model_validate(content)
+        except ValidationError as error:
+            raise BadAnswer(f"{self.url}: no {self.observation.__qualname__}: {brief(error)}") from error
+
+    async def _hang_up(self, *, goodbye: bool = True) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(goodbye=goodbye)
+
+
+def _arguments(task: Any) -> dict[str, Any]:
+    """What to give to `reset` there. TypeError where a task can't be that."""
+    parts = [task.public, task.private] if isinstance(task, Task) else [task]
+    data: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            data |= part
+        elif isinstance(part, int) and not isinstance(part, bool):
+            data["seed"] = part
+        elif part is not None:
+            raise TypeError(f"a task of OpenEnvironment is None, an int (a seed) or a dict (reset's arguments), not "
+                            f"{part!r:.80}")  # fmt: skip
+    return data

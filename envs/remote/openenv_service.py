@@ -1,0 +1,190 @@
+"""A service that OpenEnv's clients understand: our environments behind `/ws`, `/schema` and `/metadata`.
+
+An action comes as its fields, with its `kind` beside them where the environment takes several; observations go out
+alike. `reset` takes `seed` (of the environment's generator) and `task`; where it has no task, the seed draws one of
+those that the service was given. The reward is the sum of an outcome's components, and what `finish` adds goes with
+the last step. `done` is `terminated` or `truncated`: that protocol doesn't tell them apart. One connection may play
+one episode after the other; each has an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import to_json
+
+from ...tapes.records import Status, Task
+from ...tapes.steps import Step
+from .declared import Declared, brief
+from .errors import BadAnswer
+from .openenv import ROUTE
+from .protocol import Call, Fault, FinishCall, Item, Led, RandomState, ResetCall, Shown, StepCall, read_answer
+from .service import Service
+from .sessions import Session
+
+
+class _Reset(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    seed: int | None = Field(default=None, ge=0)
+    episode_id: str | None = Field(default=None, max_length=255)
+    task: JsonValue = None
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    type: str
+    data: dict[str, JsonValue] = {}
+
+
+def add_openenv(service: Service, tasks: Sequence[Any] | None = None) -> Service:
+    """The same service, which also takes OpenEnv's clients; before it serves. `tasks`: see the module."""
+    door = _Door(service, tasks)
+    service.routes += [(ROUTE, door.serve), ("/schema", door.schema), ("/metadata", door.metadata)]
+    return service
+
+
+class _Door:
+    def __init__(self, service: Service, tasks: Sequence[Any] | None) -> None:
+        self._service, self._tasks = service, tasks
+
+    async def schema(self, request: web.Request) -> web.StreamResponse:
+        """JSON Schemas, as OpenEnv's `/schema`."""
+        declared = self._service.declared
+        return web.json_response({"action": _schema(declared.actions), "observation": _schema(declared.observations),
+                                  "state": {"type": "object"}})  # fmt: skip
+
+    async def metadata(self, request: web.Request) -> web.StreamResponse:
+        """As OpenEnv's `/metadata`."""
+        name = self._service.declared.name
+        return web.json_response({"name": name, "description": f"{name}, served by Tapereel"})
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """One WebSocket."""
+        service = self._service
+        if service.place() is not None:
+            socket = await service.open(request)
+            most = service.limits.sessions
+            await socket.send_str(_problem("CAPACITY_REACHED", f"all {most} places are taken"))
+            await socket.close()
+            return socket
+        session, connection = service.sessions.begin(), object()
+        service.sessions.attach(session, connection)
+        try:
+            socket = await service.open(request)
+            episodes = _Episodes(service, session, self._tasks)
+            await service.converse(socket, session, functools.partial(episodes.reply, socket))
+            return socket
+        finally:
+            service.sessions.end(session)
+
+
+class _Episodes:
+    """What one connection plays."""
+
+    def __init__(self, service: Service, session: Session, tasks: Sequence[Any] | None) -> None:
+        self._service, self._session, self._tasks = service, session, tasks
+        self._declared: Declared = service.declared
+        self._turn = asyncio.Lock()
+        self._number = 0
+        self._steps = 0
+        self._id: str | None = None
+
+    async def reply(self, socket: web.WebSocketResponse, text: str) -> None:
+        """Answer one message; they are carried out in their order."""
+        async with self._turn:
+            try:
+                asked = _Asked.model_validate_json(text)
+                if asked.type == "close":
+                    await socket.close()
+                    return
+                answer = await self._answer(asked)
+            except ValidationError as error:
+                answer = _problem("VALIDATION_ERROR", brief(error))
+            except BadAnswer as error:
+                answer = _problem("VALIDATION_ERROR", str(error))
+            await socket.send_str(answer)
+
+    async def _answer(self, asked: _Asked) -> str:
+        if asked.type == "reset":
+            return await self._reset(_Reset.model_validate(asked.data))
+        if asked.type == "step":
+            return await self._step(asked.data)
+        if asked.type == "state":
+            return to_json({"type": "state", "data": {"episode_id": self._id, "step_count": self._steps}}).decode()
+        return _problem("UNKNOWN_TYPE", f"there is no message of the type {asked.type[:80]!r}")
+
+    async def _reset(self, asked: _Reset) -> str:
+        if self._number:
+            await self._session.again(self._service.sessions.host())
+        self._number, self._steps, self._id = 0, 0, asked.episode_id
+        rng = random.Random(asked.seed)
+        task = asked.task if asked.task is not None or not self._tasks else rng.choice(self._tasks)
+        call = ResetCall(id=self._next(), task=Task.of(task), rng=RandomState.of(rng))
+        answer = await self._carried_out(call)
+        return _seen(self._declared, answer.observation, None, False) if isinstance(answer, Shown) else _told(answer)
+
+    async def _step(self, data: dict[str, JsonValue]) -> str:
+        actions = self._declared.actions
+        fields = dict(data)
+        kind = next(iter(actions)) if len(actions) == 1 else fields.pop("kind", None)
+        if not isinstance(kind, str):
+            return _problem("VALIDATION_ERROR", f"an action has a `kind`, one of {', '.join(sorted(actions))}")
+        if kind in actions and "metadata" not in actions[kind].model_fields:
+            fields.pop("metadata", None)  # every action of OpenEnv's has it
+        answer = await self._carried_out(StepCall(id=self._next(), action=Item(kind=kind, content=fields)))
+        if not isinstance(answer, Led):
+            return _told(answer)
+        self._steps += 1
+        values = _parts(answer)
+        done = answer.terminated or answer.truncated
+        if done:
+            status = Status.FINISHED if answer.terminated else Status.TRUNCATED
+            last = await self._carried_out(FinishCall(id=self._next(), status=status))
+            if isinstance(last, Fault):
+                return _told(last)
+            values += _parts(last) if isinstance(last, Led) else []
+        return _seen(self._declared, answer.observation, sum(values) if values else None, done)
+
+    async def _carried_out(self, call: Call) -> Any:
+        answer = read_answer(await self._session.answer(call, str(call.id)))
+        if self._session.dead:
+            self._service.sessions.end(self._session)
+        return answer
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def _parts(led: Led) -> list[float]:
+    reward = led.reward
+    return [] if reward is None else list(reward.values()) if isinstance(reward, dict) else [reward]
+
+
+def _seen(declared: Declared, item: Item | None, reward: float | None, done: bool) -> str:
+    content: dict[str, Any] = dict(item.content) if item is not None else {}
+    if item is not None and len(declared.observations) > 1:
+        content["kind"] = item.kind
+    data = {"observation": content, "reward": reward, "done": done}
+    return to_json({"type": "observation", "data": data}, inf_nan_mode="strings").decode()
+
+
+def _told(fault: Any) -> str:
+    return _problem("VALIDATION_ERROR" if fault.code == "refused" else "EXECUTION_ERROR",
+                    f"{fault.error}: {fault.message}" if fault.error else fault.message)  # fmt: skip
+
+
+def _problem(code: str, message: str) -> str:
+    return json.dumps({"type": "error", "data": {"message": message, "code": code}})
+
+
+def _schema(kinds: Mapping[str, type[Step]]) -> dict[str, Any]:
+    schemas = [cls.model_json_schema() for cls in kinds.values()]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

@@ -1,0 +1,334 @@
+"""Pool: environments in processes of their own, for those that block, compute, hang or crash.
+
+`with Pool(Simulator, processes=4) as pool:` gives a factory; each episode has one process to itself. A call that takes
+too long costs that process, which is killed with all it started, and that episode; another process takes its place,
+and no other episode notices. Messages are those of `protocol.py`, as lines over pipes; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..base import Environment
+from ..named import load_named
+from .declared import Declared
+from .errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
+from .protocol import Answer, Call, CloseCall, Fault, read_welcome
+from .proxy import Proxy
+
+_STARTING = 120.0
+"""Seconds that a process may take until it serves: it imports what its environment needs."""
+_ENDING = 5.0
+
+
+class Pool:
+    """A factory of environments that run in at most `processes` processes."""
+
+    def __init__(self, make: str | Callable[[], Environment[Any]], *, processes: int, seconds: float = 60.0,
+                 patience: float = 60.0, largest: int = 4 << 20) -> None:  # fmt: skip
+        """`make`: an Environment class or a function with a return type, at the top of a module, or its name as
+        `package.module:name` or `file.py:name`.
+
+        seconds: the most that a call may take; then the process is killed. patience: the most that an episode waits
+        for a process. largest: bytes of the longest message.
+        """
+        if processes < 1:
+            raise ValueError(f"processes is {processes}; a pool has at least one")
+        self.declared = Declared.of(load_named(make) if isinstance(make, str) else make)
+        self.places = processes
+        """Episodes at once."""
+        self.started = 0
+        """Processes started so far."""
+        self.killed = 0
+        """Of them: killed since a call hung, broke off or was cut off."""
+        self.seconds, self.patience, self.largest = seconds, patience, largest
+        self._name = make if isinstance(make, str) else _name_of(make)
+        self._free = Places(processes)
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(processes, "tapereel-pool")
+        self._closed = False
+
+    def __call__(self) -> PooledEnvironment:
+        """An environment for one episode; it takes a process when it is first asked something."""
+        return PooledEnvironment(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes: those that are idle by themselves, the others by force."""
+        with self._lock:
+            self._closed = True
+            idle, workers = list(self._idle), list(self._all)
+            self._idle.clear()
+        for worker in workers:
+            if worker in idle:
+                worker.leave()
+            else:
+                worker.kill()
+        for worker in workers:
+            worker.reap()
+        self._threads.shutdown(wait=True)
+
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Something that blocks, in one of the pool's threads."""
+        if self._closed:
+            raise self._gone()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def take(self) -> Worker:
+        """A process that nobody else has. Busy where there is none in time."""
+        try:
+            async with asyncio.timeout(self.patience):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise Busy(f"all {self.places} processes of the pool of {self.declared.name} were taken for "
+                       f"{self.patience:g} s; give it more processes, or run fewer episodes at once") from error
+        try:
+            return await self._worker()
+        except BaseException:
+            self._free.release()
+            raise
+
+    def give_back(self, worker: Worker) -> None:
+        """The episode is over; the process is as good as new."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(worker)
+        self._free.release()
+
+    def lose(self, worker: Worker) -> None:
+        """The process is of no use any more: end it by force. The next episode starts another."""
+        with self._lock:
+            self.killed += 1
+            self._discard(worker)
+        self._free.release()
+
+    def _gone(self) -> SessionLost:
+        return SessionLost(f"the pool of {self.declared.name} is closed")
+
+    def _discard(self, worker: Worker) -> None:
+        worker.kill()
+        self._all.discard(worker)
+        if not self._closed:  # else whoever closes the pool does it
+            self._threads.submit(worker.reap)
+
+    async def _worker(self) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise self._gone()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.ended() is None:
+                    return worker
+                self._discard(worker)
+            worker = Worker(self._name, self.largest)
+            self._all.add(worker)
+            self.started += 1
+        try:
+            async with asyncio.timeout(_STARTING):
+                line = await self.run(worker.read)
+            if not line:
+                raise Unreachable(f"a process for {self._name} ended before it served (exit code "
+                                  f"{await self.run(worker.code)}); why, it said on stderr")
+            welcome = read_welcome(line)
+            self.declared.agree(welcome.name, welcome.kinds, welcome.effect)
+        except BaseException as error:
+            with self._lock:
+                self._discard(worker)
+            if isinstance(error, TimeoutError):
+                raise Unreachable(f"a process for {self._name} didn't serve within {_STARTING:g} s") from error
+            raise
+        return worker
+
+
+class PooledEnvironment(Proxy):
+    """One episode in a process of a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool.declared)
+        self._pool = pool
+        self._worker: Worker | None = None
+        self._over = False
+
+    async def close(self) -> None:
+        """Close the environment there, and give the process back."""
+        if self._worker is None:
+            return
+        answer = await self._ask(CloseCall(id=self._next()))
+        worker, self._worker, self._over = self._worker, None, True
+        if worker is not None:
+            self._pool.give_back(worker)
+        if isinstance(answer, Fault):
+            raise self._error(answer)
+
+    async def _ask(self, call: Call) -> Answer:
+        if self._over:
+            raise SessionLost(f"the process of this {self.environment} is gone")
+        if self._worker is None:
+            self._worker = await self._pool.take()
+        worker, seconds = self._worker, self._pool.seconds
+        line = call.encoded().encode() + b"\n"
+        if len(line) > self._pool.largest:
+            raise BadAnswer(f"this `{call.t}` has {len(line)} bytes, and the pool takes {self._pool.largest}; give it "
+                            "a higher `largest`")  # fmt: skip
+        timer = asyncio.timeout(seconds)
+        try:
+            async with timer:
+                answer = await self._pool.run(worker.ask, line)
+                if not answer:
+                    raise SessionLost(f"the process of this {self.environment} ended (exit code "
+                                      f"{await self._pool.run(worker.code)}); why, it may have said on stderr")
+                return self._read(call, answer)
+        except BaseException as error:
+            self._worker, self._over = None, True
+            self._pool.lose(worker)
+            if isinstance(error, TimeoutError) and timer.expired():
+                raise Hung(f"{self.environment}.{call.t} gave no answer in {seconds:g} s; its process was "
+                           "killed") from error  # fmt: skip
+            raise
+
+
+class Worker:
+    """One process and its two pipes. `ask` and `read` block; the rest may be called meanwhile."""
+
+    def __init__(self, name: str, largest: int) -> None:
+        self._largest = largest
+        command = [sys.executable, "-m", "tapereel.envs.remote.worker", name, str(largest)]
+        # What this process can import, it can.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                                         start_new_session=True)  # fmt: skip
+
+    def ask(self, line: bytes) -> bytes:
+        """The answer to one line; empty when the process has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return b""
+        return self.read()
+
+    def read(self) -> bytes:
+        """The next line; empty when the process has ended, in the middle of a line too. BadAnswer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline(self._largest + 1)
+        if len(line) > self._largest:
+            raise BadAnswer(f"an answer of more than {self._largest} bytes")
+        return line if line.endswith(b"\n") else b""
+
+    def ended(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs. It keeps its number, so that `kill` hits no other.
+        """
+        if self._process.returncode is not None or not hasattr(os, "waitid"):
+            return self._process.poll()
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def code(self) -> int | None:
+        """Its exit code, once it has one; None where it doesn't end."""
+        for _ in range(int(_ENDING / 0.05)):
+            if self.ended() is not None:
+                break
+            time.sleep(0.05)
+        return self.ended()
+
+    def leave(self) -> None:
+        """Ask it to end."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it by force, and all that it started."""
+        if self._process.returncode is not None:
+            return  # its number may be another process's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait until it has ended, by force if it takes too long, and let the pipes go."""
+        try:
+            self._process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait(_ENDING)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class Places:
+    """A semaphore for the tasks of any number of event loops, first come, first served."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    async def acquire(self) -> None:
+        """Wait for a place."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._count > 0:
+                self._count -= 1
+                return
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiting.append((loop, future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.release()  # it was given in the very moment in which the waiter left
+            raise
+
+    def release(self) -> None:
+        """Give a place to whoever waits longest."""
+        with self._lock:
+            while self._waiting:
+                loop, future = self._waiting.popleft()
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+                    loop.call_soon_threadsafe(self._settle, future)
+                    return
+            self._count += 1
+
+    def _settle(self, future: asyncio.Future[None]) -> None:
+        if future.done():
+            self.release()
+        else:
+            future.set_result(None)
+
+
+def _name_of(make: Any) -> str:
+    """As `load_named` finds it again in another process. ValueError where it couldn't."""
+    path = getattr(make, "__qualname__", "<")
+    if "<" in path:
+        raise ValueError(f"{make!r:.80} can't be found by another process: give a class or a function at the top of a "
+                         "module")  # fmt: skip
+    module = sys.modules[make.__module__]
+    file = getattr(module, "__file__", None)
+    if getattr(module, "__package__", None) or file is None:
+        return f"{make.__module__}:{path}"
+    return f"{Path(file).resolve()}:{path}"

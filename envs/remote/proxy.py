@@ -1,0 +1,131 @@
+"""Proxy: an Environment whose instance lives elsewhere. Its methods become calls, and their answers come back typed.
+
+How a call gets there is for the subclasses: over a WebSocket (`client.py`), or a pipe (`pool.py`). What an environment
+raised there is raised here under the same name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...tapes.records import Status, Task
+from ...tapes.steps import Action, Observation
+from ..base import Environment, Outcome, RestoreMismatch
+from .declared import Declared
+from .errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
+from .protocol import (
+    Answer,
+    Call,
+    Done,
+    Fault,
+    FinishCall,
+    Item,
+    Led,
+    RandomState,
+    ResetCall,
+    RestoreCall,
+    Shown,
+    StepCall,
+    read_answer,
+)
+
+if TYPE_CHECKING:
+    from ...tapes import Tape
+
+
+class Proxy(Environment[Action]):
+    """Base of environments that run elsewhere. `_ask` brings a call there and its answer back."""
+
+    def __init__(self, declared: Declared) -> None:
+        self.environment = declared.name
+        """Class of the environment that answers."""
+        self.effect = declared.effect
+        self.varies = dict(declared.varies)
+        if declared.rewards is not None:
+            self.rewards = declared.rewards
+        self._declared = declared
+        self._number = 0
+
+    async def reset(self, task: Any) -> Observation:
+        """Begin the episode there, with the state of this side's `rng`."""
+        call = ResetCall(id=self._next(), task=Task.of(task), rng=self._rng_state())
+        answer = await self._asked(call)
+        if not isinstance(answer, Shown):
+            raise _beside(call, answer)
+        return self._declared.observation(answer.observation.kind, answer.observation.content)
+
+    async def step(self, action: Action) -> Outcome:
+        """Carry the action out there."""
+        if self._declared.actions.get(action.kind) is not type(action):
+            raise TypeError(f"{self.environment} takes {', '.join(sorted(self._declared.actions))}, not "
+                            f"{action.kind!r} ({type(action).__qualname__})")  # fmt: skip
+        call = StepCall(id=self._next(), action=Item.of(action))
+        answer = await self._asked(call)
+        if not isinstance(answer, Led):
+            raise _beside(call, answer)
+        return answer.outcome(self._declared)
+
+    async def finish(self, status: Status) -> Outcome | None:
+        """The environment's last word on scoring."""
+        call = FinishCall(id=self._next(), status=status)
+        answer = await self._asked(call)
+        if isinstance(answer, Led):
+            return answer.outcome(self._declared)
+        if not isinstance(answer, Done):
+            raise _beside(call, answer)
+        return None
+
+    async def restore(self, task: Any, tape: Tape) -> None:
+        """The environment's own way to come back to where the tape ends; its actions and observations are sent."""
+        steps = [step for step in tape if isinstance(step, Action | Observation)]
+        foreign = next((step for step in steps if not self._declared.holds(step)), None)
+        if foreign is not None:
+            raise TypeError(f"tape {tape.id} has a step of the kind {foreign.kind!r}, which {self.environment} doesn't "
+                            "declare")  # fmt: skip
+        call = RestoreCall(id=self._next(), task=Task.of(task), rng=self._rng_state(), tape=tape.id,
+                           env_seed=tape.begin.env_seed, steps=tuple(map(Item.of, steps)))  # fmt: skip
+        answer = await self._asked(call)
+        if not isinstance(answer, Done):
+            raise _beside(call, answer)
+
+    async def _asked(self, call: Call) -> Answer:
+        answer = await self._ask(call)
+        if isinstance(answer, Fault):
+            raise self._error(answer)
+        return answer
+
+    async def _ask(self, call: Call) -> Answer:
+        """The answer to one call, as `_read` takes it."""
+        raise NotImplementedError
+
+    def _read(self, call: Call, text: str | bytes) -> Answer:
+        """The answer in `text`. BadAnswer where it is none to this call."""
+        answer = read_answer(text)
+        if answer.id != call.id:
+            raise BadAnswer(f"{self._there()}: an answer to call {answer.id}, though {call.id} was asked")
+        return answer
+
+    def _there(self) -> str:
+        """Where the environment runs, for messages."""
+        return self.environment
+
+    def _error(self, fault: Fault) -> Exception:
+        if fault.code == "mismatch":
+            return RestoreMismatch(fault.message)
+        if fault.code == "raised":
+            where = f" ({fault.frame} at {self._there()})" if fault.frame else ""
+            return RemoteFault.named(fault.error, f"{fault.message}{where}")
+        kind = {"hung": Hung, "lost": SessionLost, "refused": Refused}[fault.code]
+        return kind(f"{self._there()}: {fault.message}")
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _rng_state(self) -> RandomState | None:
+        rng = getattr(self, "rng", None)
+        return RandomState.of(rng) if rng is not None else None
+
+
+def _beside(call: Call, answer: Answer) -> BadAnswer:
+    return BadAnswer(f"`{answer.t}` is no answer to `{call.t}`")

@@ -1,0 +1,113 @@
+"""A local reward model: a transformers model for sequence classification, in this process.
+
+It is loaded at the first score, brought to its device for the scores that wait, and put away again after them, so that
+it doesn't hold the memory that sampling and training need. Torch is imported with the first score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...tapes import Tape, TapereelError
+from ...tapes.errors import MissingExtra
+from .samples import Sample, WrongAnswer, model_source, sample_of
+from .sources import RewardSource
+
+
+class NotAModel(TapereelError, ValueError):
+    """The folder holds no model and tokenizer that can be loaded."""
+
+
+class LocalReward:
+    """Scores by a model that gives one logit for each text: as `logits`, as `score`, or as a bare tensor."""
+
+    def __init__(self, folder: str | Path, *, device: str = "cpu", put_away: str | None = "cpu", batch: int = 8,
+                 length: int | None = None, dtype: str | None = None) -> None:  # fmt: skip
+        """
+        folder: model and tokenizer in Hugging Face format. Where the tokenizer has a chat template a text is the
+            messages through it, else the query.
+        device: where it computes; put_away: where it waits; None: it stays.
+        batch: texts of one forward. length: tokens of a text, cut on the left; None: what the model allows.
+        dtype: of its weights, as `bfloat16`; None: as they are stored.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, not {batch}")
+        self.folder = str(folder)
+        self.device, self.put_away, self.batch = device, put_away, batch
+        self.length, self.dtype = length, dtype
+        self.model: Any = None
+        """None until the first score."""
+        self.tokenizer: Any = None
+        self._lock = threading.Lock()
+
+    async def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """In a thread: a forward of it must not hold up the episodes."""
+        return list(await asyncio.to_thread(self._score, samples))
+
+    def _score(self, samples: Sequence[Sample]) -> list[float]:
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "torch", "train", "a local reward model") from error
+        with self._lock:
+            self._load()
+            texts = [self._text(sample) for sample in samples]
+            self.model.to(self.device)
+            try:
+                with torch.inference_mode():
+                    parts = [self._forward(texts[k:k + self.batch]) for k in range(0, len(texts), self.batch)]
+            finally:
+                if self.put_away is not None:
+                    self.model.to(self.put_away)
+        return [value for part in parts for value in part]
+
+    def _load(self) -> None:
+        if self.model is not None:
+            return
+        try:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "transformers", "train", "a local reward model") from error
+        options: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, padding_side="right", truncation_side="left")
+            model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, **options).eval()
+        except (OSError, ValueError) as error:
+            raise NotAModel(f"{self.folder} holds no reward model in Hugging Face format: {error}") from error
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        self.tokenizer, self.model = tokenizer, model
+
+    def _text(self, sample: Sample) -> str:
+        if getattr(self.tokenizer, "chat_template", None):
+            return self.tokenizer.apply_chat_template(list(sample.messages), tokenize=False)
+        return sample.query
+
+    def _forward(self, texts: list[str]) -> list[float]:
+        longest = self.length or getattr(self.model.config, "max_position_embeddings", None)
+        templated = bool(getattr(self.tokenizer, "chat_template", None))
+        ready = self.tokenizer(texts, return_tensors="pt", padding=True, truncation=longest is not None,
+                               max_length=longest, add_special_tokens=not templated)  # fmt: skip
+        answer: Any = self.model(input_ids=ready["input_ids"].to(self.device),
+                            attention_mask=ready["attention_mask"].to(self.device))  # fmt: skip
+        scores = answer if hasattr(answer, "numel") else answer["score"] if "score" in answer else answer["logits"]
+        if scores.numel() != len(texts):
+            raise WrongAnswer(f"the model in {self.folder} gives {tuple(scores.shape)} for {len(texts)} texts: a "
+                              "reward model has one output (num_labels=1)")  # fmt: skip
+        return scores.float().reshape(-1).cpu().tolist()
+
+
+def local_reward(
+    folder: str | Path, *, name: str = "reward_model", weight: float = 1.0, size: int = 256,
+    sample: Callable[[Tape], Sample] = sample_of, **options: Any,
+) -> RewardSource[Tape]:  # fmt: skip
+    """A source of `LocalReward(folder, **options)`, which is loaded once and asked about up to `size` tapes at a time.
+
+    It needs runtime: its numbers depend on device and batch in their last bits."""
+    return model_source(LocalReward(folder, **options), name=name, weight=weight, size=size, sample=sample)

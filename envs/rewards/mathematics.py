@@ -1,0 +1,128 @@
+"""Mathematics: does an answer say the same as the right one? By the library math-verify (the extra `math`).
+
+It parses LaTeX and expressions with sympy, which some answers keep busy for ever; so it runs in a process of its own,
+which is killed when an answer's time is up, and replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ...tapes import Tape, TapereelError
+from ...tapes.errors import MissingExtra
+from .samples import reference_of
+from .sources import RewardSource
+
+START_SECONDS = 120.0
+"""That the process may take to import sympy."""
+
+
+class NotVerified(TapereelError, RuntimeError):
+    """The right answer can't be read, or an answer couldn't be checked in time; says which."""
+
+
+class MathVerifier:
+    """math-verify in a process, one answer at a time. Safe to share between threads and event loops."""
+
+    def __init__(self, *, timeout: float = 10.0) -> None:
+        """timeout: seconds of one answer, beyond the start of the process."""
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0, not {timeout}")
+        self.timeout = timeout
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def equal(self, answer: str, reference: str) -> bool:
+        """Whether the answer, anywhere in its text, gives what the reference gives. NotVerified where the reference is
+        no mathematics or the time is up."""
+        with self._lock:
+            process = self._process if self._process is not None and self._process.poll() is None else self._start()
+            try:
+                said = self._ask(process, {"answer": answer, "reference": reference}, self.timeout)
+            except BaseException:
+                _kill(process)
+                self._process = None
+                raise
+        if "failed" in said:
+            raise NotVerified(f"the answer {answer[-200:]!r} can't be compared with {reference!r}: {said['failed']}")
+        return bool(said["equal"])
+
+    def close(self) -> None:
+        """End the process; the next answer starts another."""
+        with self._lock:
+            if self._process is not None:
+                _kill(self._process)
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.math_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        weakref.finalize(self, _kill, process)
+        if "missing" in (said := self._ask(process, {}, START_SECONDS)):
+            self._process = None
+            _kill(process)
+            raise MissingExtra(said["missing"], "math", "verifying mathematics")
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], question: dict[str, str], seconds: float) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise NotVerified(f"the process that verifies mathematics died: {error}") from error
+        line, until = bytearray(), time.monotonic() + seconds
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not ready.select(max(0.0, until - time.monotonic())):
+                    raise NotVerified(f"{question.get('answer', 'the start')[-200:]!r} took longer than {seconds:g} s")
+                chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
+                if not chunk:
+                    raise NotVerified(f"the process that verifies mathematics died of {question}")
+                line += chunk
+        return json.loads(line)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was written and never read
+                pipe.close()
+
+
+def last_text(tape: Tape) -> str:
+    """The text of the tape's last action: what a model reads of it."""
+    return str(tape.actions[-1]) if tape.actions else ""
+
+
+def math_reward(
+    *, name: str = "math", weight: float = 1.0, timeout: float = 10.0, answer: Callable[[Tape], str] = last_text,
+    reference: Callable[[Tape], Any] = reference_of, verifier: MathVerifier | None = None,
+) -> RewardSource[Tape]:  # fmt: skip
+    """A source that gives 1.0 where the answer is equal to the reference and 0.0 where it isn't, or says nothing that
+    can be read as mathematics. An answer that can't be checked in time, or a reference that is no mathematics, leaves
+    the tape unscored. A task without a reference has no score."""
+    verify = verifier or MathVerifier(timeout=timeout)
+
+    async def score(tape: Tape) -> float | None:
+        right = reference(tape)
+        if right is None:
+            return None
+        return float(await asyncio.to_thread(verify.equal, answer(tape), str(right)))
+
+    return RewardSource(score=score, name=name, weight=weight, timeout=None)

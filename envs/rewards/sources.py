@@ -1,0 +1,273 @@
+"""Rewards: named, weighted functions that say what an episode, or each of its actions, is worth.
+
+A source gives a number, named numbers, or None where it has nothing to say, which is not zero. A source that fails
+leaves the whole tape unscored, with the cause on record: a sum with a part missing would be a wrong number that looks
+like a right one. This module knows nothing of environments beyond `Outcome`, and nothing of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic import JsonValue
+
+from ...tapes import Action, Tape, TapereelError
+from ...tapes.attempts import GROUP_LAYER
+from ...tapes.records import Reward
+from ..base import Environment, Outcome
+
+SubjectT = TypeVar("SubjectT")
+SECONDS = 600.0
+"""That a source may take unless told otherwise."""
+
+
+class NoReward(TapereelError, TypeError):
+    """What was given is no reward function; says what would do."""
+
+
+class RewardFailed(TapereelError, RuntimeError):
+    """A reward source raised, took too long or gave what is no score; names the source and the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score with more to say than its numbers."""
+
+    score: float | Mapping[str, float] | None
+    evidence: JsonValue = None
+    """What it rests on (a judge's question and answer); kept on the first record of the score."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of named numbers: what each counts, times the source's weight; 1 for those not named."""
+
+
+Score = float | Mapping[str, float] | Scored | None
+"""A number (component: the source's name), named ones (`source/name`), these with evidence, or None: nothing to say."""
+Scorer = Callable[[SubjectT], Score | Sequence[Score] | Awaitable[Score | Sequence[Score]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSource(Generic[SubjectT]):
+    """One function and how its scores count."""
+
+    score: Scorer[SubjectT]
+    """Sync or async. Given a `Tape`, or whatever an environment hands to `Rewards.outcome`; with `per="group"` a list
+    of tapes."""
+    name: str = ""
+    """Of its component; the function's name unless given."""
+    weight: float = 1.0
+    """In the sum that is the reward; 0 makes a metric of it, which is only reported."""
+    per: Literal["episode", "step", "group"] = "episode"
+    """`step`: the function gives a sequence with one score for each action of the tape, in order. `group`: it is given
+    the attempts at one task, all closed, and gives one score for each, which is a layer on its tape."""
+    pure: bool = True
+    """The tape alone decides the score, so that it can be verified later. False for what needs the world as it is now
+    (a judge model, a sandbox): if it is sync it then runs in a thread, since it may block."""
+    timeout: float | None = SECONDS
+    """Seconds until the source counts as failed; None to wait. A sync pure source can't be interrupted."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.score, "__name__", type(self.score).__name__))
+        if not float("-inf") < self.weight < float("inf"):
+            raise ValueError(f"reward source {self.name!r} has the weight {self.weight}; it must be a finite number")
+
+
+class Rewards(Generic[SubjectT]):
+    """Several sources as one, whose reward is their weighted sum.
+
+    `Rewards([exact, RewardSource(score=brief, weight=0.1)])`; a bare function has weight 1.
+    """
+
+    def __init__(self, sources: Iterable[RewardSource[Any] | Scorer[SubjectT]]) -> None:
+        every = tuple(s if isinstance(s, RewardSource) else RewardSource(score=s) for s in sources)
+        names = [source.name for source in every]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two reward sources are called {twice[0]!r}; give one of them another `name`")
+        self.sources: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per != "group")
+        """Those that look at one tape."""
+        self.relative: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per == "group")
+        """Those that compare the tapes of a group."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all sources."""
+        return [source.name for source in (*self.sources, *self.relative)]
+
+    @property
+    def pure(self) -> Rewards[SubjectT]:
+        """Only those sources whose scores can be recomputed from a tape alone."""
+        return Rewards(source for source in self.sources if source.pure)
+
+    async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
+        """The reward records of `tape`, for a later scoring called `layer` or (None) as part of the tape.
+
+        When a source fails every record has weight 0, so the tape stays unscored, and the failed source's own record
+        has the value NaN and the cause as its evidence. Actions that a fork inherited are the parent's to score.
+        """
+        at = [k for k, step in enumerate(tape) if isinstance(step, Action)]
+        results = await asyncio.gather(*(_ask(source, tape, len(at)) for source in self.sources))
+        failed = any(isinstance(result, RewardFailed) for result in results)
+        records: list[Reward] = []
+        for source, result in zip(self.sources, results, strict=True):
+            if isinstance(result, RewardFailed):
+                records.append(_failure_record(tape, source, result, layer))
+                continue
+            for part in result:
+                step = None if part.place is None else at[part.place]
+                if step is None or step >= tape.inherited:
+                    records.append(_record(tape, source, part, step, layer, failed))
+        return records
+
+    async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
+        """tape -> what it earned beside the others, of the sources `per="group"`: records of layer GROUP_LAYER.
+
+        When one of them fails, every record of every tape has weight 0.
+        """
+        results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
+        failed = any(isinstance(result, RewardFailed) for result in results)
+        records: dict[str, list[Reward]] = {tape.id: [] for tape in tapes}
+        for source, result in zip(self.relative, results, strict=True):
+            if isinstance(result, RewardFailed):
+                for tape in tapes:
+                    records[tape.id].append(_failure_record(tape, source, result, GROUP_LAYER))
+                continue
+            for part in result:
+                assert part.place is not None
+                tape = tapes[part.place]
+                records[tape.id].append(_record(tape, source, part, None, GROUP_LAYER, failed))
+        return records
+
+    async def outcome(self, subject: SubjectT) -> Outcome:
+        """For `Environment.finish`: the components of `subject`, already weighted, and the weight-0 ones as metrics.
+
+        Raises RewardFailed when a source fails, so that the episode ends as an error of the environment, unscored.
+        """
+        for source in (*self.sources, *self.relative):
+            if source.per != "episode":
+                what = "single steps; an environment gives those from `step`" if source.per == "step" else \
+                    "groups, which an environment doesn't see"  # fmt: skip
+                raise ValueError(f"reward source {source.name!r} scores {what}, or the finished tape is scored with "
+                                 "Rewards.score")  # fmt: skip
+        reward: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for source, result in zip(
+            self.sources, await asyncio.gather(*(_ask(source, subject, 0) for source in self.sources)), strict=True
+        ):
+            if isinstance(result, RewardFailed):
+                raise result
+            for part in result:
+                weight = source.weight * part.weight
+                if weight == 0:
+                    metrics[part.name] = part.value
+                else:
+                    reward[part.name] = weight * part.value
+        return Outcome(reward=reward or None, metrics=metrics)
+
+
+class rewarded:
+    """An environment's factory, whose instances have these rewards beside any of their own."""
+
+    def __init__(self, make: Callable[[], Environment[Any]], rewards: Rewards[Tape]) -> None:
+        self.make = make
+        own = getattr(make, "rewards", None)
+        self.rewards: Rewards[Tape] = Rewards([*_every(own), *_every(rewards)])
+
+    def __call__(self) -> Environment[Any]:
+        env = self.make()
+        env.rewards = self.rewards
+        return env
+
+
+def _every(rewards: Rewards[Any] | None) -> tuple[RewardSource[Any], ...]:
+    return () if rewards is None else (*rewards.sources, *rewards.relative)
+
+
+class _Part(NamedTuple):
+    """One number that a source gave."""
+
+    place: int | None
+    """Ordinal of the action, or of the tape in its group; None for the episode."""
+    name: str
+    value: float
+    weight: float = 1.0
+    evidence: JsonValue = None
+
+
+def _record(tape: Tape, source: RewardSource[Any], part: _Part, step: int | None, layer: str | None,
+            failed: bool) -> Reward:  # fmt: skip
+    return Reward(tape=tape.id, step=step, name=part.name, value=part.value, layer=layer, evidence=part.evidence,
+                  weight=0.0 if failed else source.weight * part.weight)  # fmt: skip
+
+
+def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed, layer: str | None) -> Reward:
+    cause: dict[str, JsonValue] = {"failed": str(failure), "frame": _frame(failure)}
+    evidence = getattr(failure.__cause__, "evidence", None)
+    if evidence is not None:
+        cause["evidence"] = evidence
+    return Reward(tape=tape.id, name=source.name, value=float("nan"), weight=0.0, layer=layer, evidence=cause)
+
+
+async def asked(source: RewardSource[Any], subject: Any) -> Any:
+    """What the source's function gives, as it is: in a thread where it may block."""
+    is_async = inspect.iscoroutinefunction(source.score) or inspect.iscoroutinefunction(type(source.score).__call__)
+    if source.pure or is_async:
+        given = source.score(subject)
+    else:
+        given = await asyncio.to_thread(source.score, subject)
+    return await given if inspect.isawaitable(given) else given
+
+
+async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Part] | RewardFailed:
+    timer = asyncio.timeout(source.timeout)
+    try:
+        async with timer:
+            given = await asked(source, subject)
+        if source.per == "episode":
+            return _parts(source.name, given, None)
+        of = "action" if source.per == "step" else "tape"
+        if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+            raise TypeError(f"a source per {source.per} gives a sequence with one score for each {of}, not "
+                            f"{given!r:.80}")  # fmt: skip
+        if len(given) != places:
+            raise ValueError(f"it gave {len(given)} scores for {places} {of}s")
+        return [part for k, one in enumerate(given) for part in _parts(source.name, one, k)]
+    except TimeoutError as error:
+        late = timer.expired()
+        return _failure(source, f"gave no score in {source.timeout} s" if late else f"TimeoutError: {error}", error)
+    except Exception as error:  # the boundary: the fault becomes a record, or is raised by `outcome`
+        return _failure(source, f"{type(error).__qualname__}: {error}", error)
+
+
+def _failure(source: RewardSource[Any], what: str, error: BaseException) -> RewardFailed:
+    what = what[:2000].encode("utf-8", "backslashreplace").decode()  # JSON can't hold lone surrogates
+    failure = RewardFailed(f"reward source {source.name!r} failed, so the episode has no reward: {what}")
+    failure.__cause__ = error
+    return failure
+
+
+def _frame(failure: RewardFailed) -> str | None:
+    frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
+
+
+def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
+    told = score if isinstance(score, Scored) else Scored(score)
+    if told.score is None:
+        return []
+    if isinstance(told.score, Mapping):
+        found = [(f"{name}/{key}", value, told.weights.get(key, 1.0)) for key, value in told.score.items()]
+    else:
+        found = [(name, told.score, 1.0)]
+    for part, value, _ in found:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{part} is {value!r:.80}; a score is a float, a dict of floats, or None")
+        if not float("-inf") < value < float("inf"):
+            raise ValueError(f"{part} is {value}; where there is no score, give None")
+    return [_Part(place, part, float(value), weight, told.evidence if k == 0 else None)
+            for k, (part, value, weight) in enumerate(found)]  # fmt: skip

@@ -1,0 +1,138 @@
+"""The formats by name, and the two ways through them: tapes to a file, a file to tapes.
+
+A file is read whole, and every record checked, before the first tape is written: a bad one leaves the run as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...tapes import Tape
+from ...tapes.console import UsageError
+from ...tapes.store import Store
+from . import openenv, sets, verifiers
+from .files import BadImport, Bounds, records, write_records
+from .story import Story, story_of, write_story
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One format."""
+
+    name: str
+    what: str
+    """In a few words."""
+    endings: tuple[str, ...]
+    """Of files that are written; empty: a folder."""
+    loses: tuple[str, ...]
+    """What of a tape it can't hold, as sentences."""
+    write: Callable[[Iterable[Story]], Iterator[Mapping[str, Any] | str]]
+    """The records of stories; a string in place of one says why a story has none."""
+    read: Callable[[Mapping[str, Any], str], list[Story]]
+    """The stories of one record. A ValueError says what is wrong with it."""
+
+
+FORMATS = {made.name: made for made in (
+    Format(name="openenv", what="OpenEnv's TrainingTrace, version 1", endings=(".jsonl",), loses=openenv.LOSES,
+           write=openenv.write, read=openenv.read),
+    Format(name="verifiers", what="rollouts of verifiers, with their trajectories", endings=(".jsonl", ""),
+           loses=verifiers.LOSES, write=verifiers.write, read=verifiers.read),
+    Format(name="trl", what="rows with prompt, completion, token ids and reward", endings=(".jsonl", ".parquet"),
+           loses=sets.TRL_LOSES, write=sets.write_trl, read=sets.read_trl),
+    Format(name="sft", what="conversations to imitate", endings=(".jsonl", ".parquet"), loses=sets.SFT_LOSES,
+           write=sets.write_sft, read=sets.read_sft),
+    Format(name="preference", what="the best and the worst attempt of each group", endings=(".jsonl", ".parquet"),
+           loses=sets.PREFERENCE_LOSES, write=sets.write_preference, read=sets.read_preference),
+)}  # fmt: skip
+
+
+class Exchange(BaseModel):
+    """What was written, or read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    """The file, or the run."""
+    format: str
+    records: int
+    tapes: int
+    """That went in, or came out."""
+    left_out: dict[str, int] = {}
+    """Why tapes have no record -> how many."""
+    loses: tuple[str, ...] = ()
+    """What of a tape the format can't hold."""
+
+
+def format_of(name: str) -> Format:
+    """The format of that name; UsageError where there is none."""
+    if name not in FORMATS:
+        raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
+    """Write closed `tapes`. UsageError where `path` is there already, or has an ending that the format doesn't."""
+    chosen, path = format_of(format), Path(path)
+    if path.exists():
+        raise UsageError(f"{path} exists already; name another file, or remove it first")
+    if path.suffix not in chosen.endings:
+        named = " or ".join(ending or "a folder" for ending in chosen.endings)
+        raise UsageError(f"{path}: the format {format} is written to {named}")
+    left_out: dict[str, int] = {}
+    told = 0
+
+    def stories() -> Iterator[Story]:
+        nonlocal told
+        for tape in tapes:
+            told += 1
+            yield story_of(tape)
+
+    def kept() -> Iterator[Mapping[str, Any]]:
+        for record in chosen.write(stories()):
+            if isinstance(record, str):
+                left_out[record] = left_out.get(record, 0) + 1
+            else:
+                yield record
+
+    n = write_records(kept(), path if path.suffix else path / "results.jsonl")
+    return Exchange(path=str(path), format=format, records=n, tapes=told - sum(left_out.values()), left_out=left_out,
+                    loses=chosen.loses)  # fmt: skip
+
+
+def read(path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None,
+         split: str | None = None) -> Exchange:  # fmt: skip
+    """Read a file into the run directory `run`, which may be there. BadImport, and nothing is written, where a record
+    isn't of the format. split: of the tapes, in place of what the file says."""
+    chosen, path, bounds = format_of(format), Path(path), bounds or Bounds()
+    checked = sum(len(stories) for stories in _stories(chosen, path, bounds))
+    if not checked:
+        raise BadImport(f"{path} holds no record")
+    run = Path(run)
+    count = tapes = 0
+    with Store.open(run, write=True) if (run / "tapes").is_dir() else Store.create(run) as store:
+        for stories in _stories(chosen, path, bounds):
+            count += 1
+            for story in stories:
+                write_story(story if split is None else replace(story, split=split), store.writer, format)
+                tapes += 1
+        store.writer.sync()
+    return Exchange(path=str(run), format=format, records=count, tapes=tapes)
+
+
+def _stories(chosen: Format, path: Path, bounds: Bounds) -> Iterator[list[Story]]:
+    for place, record in records(path, bounds):
+        try:
+            stories = chosen.read(record, path.stem)
+            for story in stories:
+                write_story(story, None, chosen.name)  # to nowhere: a tape that can't be made is found before any is
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "record"
+            raise BadImport(f"{place} is no {chosen.name} record: {where}: {first['msg']}") from None
+        except (ValueError, OverflowError) as error:
+            raise BadImport(f"{place} is no {chosen.name} record: {error}") from None
+        yield stories

@@ -1,0 +1,256 @@
+"""Rows as TRL's trainers take them: completions with tokens and rewards, conversations to imitate, and preferences.
+
+Each row is flat, so that JSONL and Parquet hold the same. Calls of tools and the tools themselves are JSON strings, for
+a column of Parquet has one type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...tapes import Message, Status, Task
+from .facts import conversation
+from .openenv import Bit, Id
+from .story import Score, Story, Turn
+
+_COMMON = (
+    "steps and their types: what is kept are messages",
+    "who the agent and the environment were, seeds, times, versions of the policy, sampling, tools of single calls",
+    "the private part of the task, reward components and layers: what is kept is the reward",
+)
+TRL_LOSES = (*_COMMON, "that several rows are one episode: each row comes back as a tape of its own")
+SFT_LOSES = (*_COMMON, "token ids and log-probs")
+PREFERENCE_LOSES = (*SFT_LOSES, "attempts that are neither the best nor the worst of their group")
+
+
+class _Row(BaseModel):
+    """What all have beside their messages; all of it may be missing."""
+
+    model_config = ConfigDict(extra="ignore")
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    tape: str = Field(default="", max_length=200)
+    group: str | None = Field(default=None, max_length=500)
+    split: str = Field(default="train", max_length=200)
+    status: Status = Status.FINISHED
+    tools: str | None = None
+
+    def story(self, turns: Sequence[Turn], prompt: list[Message]) -> list[Story]:
+        scores = () if self.reward is None else (Score(name="reward", value=self.reward),)
+        return [Story(id=self.tape, turns=tuple(turns), task=_task(prompt), group=self.group, split=self.split,
+                      status=self.status, scores=scores)]
+
+
+def _facts(story: Story) -> dict[str, Any]:
+    return {"reward": story.reward, "tape": story.id, "group": story.group, "split": story.split,
+            "status": story.status.value}  # fmt: skip
+
+
+# Completions with tokens
+
+
+class TRLRow(_Row):
+    """One token sequence: a prompt, and a completion of which `completion_mask` says what the model said."""
+
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]
+    prompt_ids: list[Id] = Field(min_length=1)
+    completion_ids: list[Id]
+    completion_mask: list[Bit]
+    logprobs: list[Annotated[float, Field(allow_inf_nan=False)] | None] | None = None
+
+
+def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+    """A row for each chain of calls that go on from each other."""
+    for story in stories:
+        if any(turn.prompt is None for turn in story.turns):
+            yield "text without token ids"
+            continue
+        if not story.turns:
+            yield "no model call"
+        for chain in _chains(story.turns):
+            first, last = chain[0], chain[-1]
+            start, ids = len(first.prompt or ()), [*(last.prompt or ()), *(last.completion or ())]
+            mask, logprobs = np.zeros(len(ids), dtype=int), np.full(len(ids), np.nan)
+            for turn in chain:
+                at = len(turn.prompt or ())
+                span = slice(at, at + len(turn.completion or ()))
+                mask[span] = turn.targets if turn.targets is not None else 1
+                logprobs[span] = turn.logprobs if turn.logprobs is not None else np.nan
+            logprobs[mask == 0] = np.nan
+            whole = [*last.messages, last.reply]
+            yield {
+                "prompt": _flat(first.messages), "completion": _flat(whole[len(first.messages):]),
+                "tools": json.dumps(list(first.tools)) if first.tools else None, "prompt_ids": ids[:start],
+                "completion_ids": ids[start:], "completion_mask": mask[start:].tolist(),
+                "logprobs": [None if math.isnan(p) else p for p in logprobs[start:].tolist()], **_facts(story),
+            }  # fmt: skip
+
+
+def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Calls in order, each after the one whose tokens it goes on from."""
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        prompt = np.asarray(turn.prompt, np.int64)
+        for chain in chains:
+            before = np.asarray([*(chain[-1].prompt or ()), *(chain[-1].completion or ())], np.int64)
+            known = len(chain[-1].messages) + 1
+            goes_on = list(turn.messages[:known]) == [*chain[-1].messages, chain[-1].reply]
+            if goes_on and len(before) <= len(prompt) and np.array_equal(prompt[: len(before)], before):
+                chain.append(turn)
+                break
+        else:
+            chains.append([turn])
+    return chains
+
+
+def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
+    """One story: a call for each stretch of the mask."""
+    row = TRLRow.model_validate(dict(record))
+    n = len(row.completion_ids)
+    logprobs = row.logprobs if row.logprobs is not None else [None] * n
+    if not len(row.completion_mask) == len(logprobs) == n:
+        raise ValueError(f"{n} completion ids, {len(row.completion_mask)} in the mask, {len(logprobs)} log-probs")
+    prompt, said = _back(row.prompt), _back(row.completion)
+    replies = [k for k, message in enumerate(said) if message["role"] == "assistant"]
+    edges = np.flatnonzero(np.diff([0, *row.completion_mask, 0])).tolist()
+    spans = list(zip(edges[::2], edges[1::2], strict=True))
+    if len(spans) != len(replies):
+        raise ValueError(f"the mask has {len(spans)} stretches of the model's tokens, the completion {len(replies)} "
+                         "messages of an assistant")
+    turns = [Turn(
+        name=str(k), messages=(*prompt, *said[:at]), reply=said[at], tools=_tools(row.tools),
+        prompt=[*row.prompt_ids, *row.completion_ids[:a]], completion=row.completion_ids[a:b],
+        logprobs=[math.nan if p is None else p for p in logprobs[a:b]],
+    ) for k, (at, (a, b)) in enumerate(zip(replies, spans, strict=True))]  # fmt: skip
+    return row.story(turns, prompt)
+
+
+# Conversations to imitate
+
+
+class SFTRow(_Row):
+    """One conversation. Every message of the assistant is a call."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+
+
+def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+    """A row for each conversation that no other call goes on from."""
+    for story in stories:
+        if not story.turns:
+            yield "no model call"
+        for turn in _leaves(story.turns):
+            yield {"messages": _flat([*turn.messages, turn.reply]),
+                   "tools": json.dumps(list(turn.tools)) if turn.tools else None, **_facts(story)}  # fmt: skip
+
+
+def _leaves(turns: Sequence[Turn]) -> list[Turn]:
+    return [turn for k, turn in enumerate(turns)
+            if not any(list(later.messages[: len(turn.messages) + 1]) == [*turn.messages, turn.reply]
+                       for later in turns[k + 1:])]  # fmt: skip
+
+
+def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
+    """One story without tokens; a trainer tokenizes it."""
+    row = SFTRow.model_validate(dict(record))
+    said = _back(row.messages)
+    turns, prompt = _spoken([], said, row.tools)
+    return row.story(turns, prompt)
+
+
+def _spoken(prompt: list[Message], said: list[Message], tools: str | None) -> tuple[list[Turn], list[Message]]:
+    """(a call for each message of an assistant, what stood before the first)."""
+    whole = [*prompt, *said]
+    at = [k for k in range(len(prompt), len(whole)) if whole[k]["role"] == "assistant"]
+    if not at:
+        raise ValueError("no message of an assistant, so there is nothing to learn from it")
+    turns = [Turn(name=str(k), messages=tuple(whole[:k]), reply=whole[k], tools=_tools(tools)) for k in at]
+    return turns, whole[: at[0]]
+
+
+# Preferences
+
+
+class PreferenceRow(BaseModel):
+    """Two answers to one prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+    prompt: list[dict[str, Any]]
+    chosen: list[dict[str, Any]] = Field(min_length=1)
+    rejected: list[dict[str, Any]] = Field(min_length=1)
+    score_chosen: float | None = Field(default=None, allow_inf_nan=False)
+    score_rejected: float | None = Field(default=None, allow_inf_nan=False)
+    group: str | None = Field(default=None, max_length=500)
+    tools: str | None = None
+
+
+def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+    """A pair for each group: the highest reward over the lowest. Groups are kept until the end."""
+    groups: dict[str, list[Story]] = {}
+    for story in stories:
+        if story.group is None:
+            yield "in no group"
+        elif story.reward is None or not story.turns:
+            yield "unscored"
+        else:
+            groups.setdefault(story.group, []).append(story)
+    for name, members in groups.items():
+        pair = _pair(members)
+        why = "neither the best nor the worst of its group" if pair else "its group has one reward, or several prompts"
+        yield from [why] * (len(members) - (2 if pair else 0))
+        if pair is not None:
+            yield {"group": name, **pair}
+
+
+def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
+    ranked = sorted(members, key=lambda story: story.reward or 0.0)
+    best, worst = ranked[-1], ranked[0]
+    prompt = best.turns[0].messages
+    if best.reward == worst.reward or worst.turns[0].messages != prompt:
+        return None
+    chosen, rejected = ([*s.turns[-1].messages, s.turns[-1].reply][len(prompt):] for s in (best, worst))
+    return {"prompt": _flat(prompt), "chosen": _flat(chosen), "rejected": _flat(rejected),
+            "score_chosen": best.reward, "score_rejected": worst.reward,
+            "tools": json.dumps(list(best.turns[0].tools)) if best.turns[0].tools else None}  # fmt: skip
+
+
+def read_preference(record: Mapping[str, Any], stem: str) -> list[Story]:
+    """Two stories in one group. Without scores, `preferred` is 1 for the chosen and 0 for the other."""
+    row = PreferenceRow.model_validate(dict(record))
+    prompt = _back(row.prompt)
+    made = []
+    for k, (said, score) in enumerate(((row.chosen, row.score_chosen), (row.rejected, row.score_rejected))):
+        turns, _ = _spoken(prompt, _back(said), row.tools)
+        told = Score(name="preferred", value=1.0 - k) if score is None else Score(name="reward", value=score)
+        group = row.group or f"{stem}/{json.dumps(prompt)}"[:500]
+        made.append(Story(id="", turns=tuple(turns), task=_task(prompt), group=group, attempt=k, scores=(told,)))
+    return made
+
+
+# Messages in a column
+
+
+def _flat(messages: Iterable[Message]) -> list[Message]:
+    return [{**m, "tool_calls": json.dumps(m["tool_calls"])} if m.get("tool_calls") else dict(m) for m in messages]
+
+
+def _back(messages: Iterable[dict[str, Any]]) -> list[Message]:
+    return conversation([{**m, "tool_calls": json.loads(m["tool_calls"])} if isinstance(m.get("tool_calls"), str) else m
+                         for m in messages])  # fmt: skip
+
+
+def _task(prompt: list[Message]) -> Task:
+    return Task.model_validate({"public": {"prompt": prompt}})
+
+
+def _tools(given: str | None) -> tuple[dict[str, Any], ...]:
+    found = json.loads(given) if given else []
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise ValueError("`tools` is no list of function schemas")
+    return tuple(found)

@@ -1,0 +1,284 @@
+"""A story: what the trace formats of others can tell of an episode, between a tape and a record of theirs.
+
+It is a list of model calls, each with its whole request, its reply and its tokens, and a few facts of the episode. A
+tape becomes a story by leaving out what no other format has; a story becomes a tape by linking calls whose tokens, or
+messages, go on from each other, and by making steps of what was said. Knows nothing of files and formats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from ...agents.engine import Finish
+from ...agents.recorder import Recorder
+from ...tapes import Answer, Cause, CauseType, Message, Sampling, Status, Tape, Task, ToolCall, ToolCalls
+from ...tapes.arrays import floats, ints
+from ...tapes.journal import Journal
+from ...tapes.log import new_tape_id, step_record
+from ...tapes.messages import ENV, heard
+from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
+from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
+
+MODEL = "policy"
+"""Who speaks where a format has no names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One model call."""
+
+    name: str
+    by: str = MODEL
+    messages: tuple[Message, ...]
+    """The whole request."""
+    reply: Message
+    tools: tuple[dict[str, JsonValue], ...] = ()
+    prompt: Sequence[int] | None = None
+    """Every prompt id; None where no tokens are told."""
+    completion: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+    """One for each completion id, NaN where unknown; None where none is told."""
+    targets: Sequence[int] | None = None
+    """1 for each completion id that may be trained on, else 0; None: all may."""
+    finish: str = "stop"
+    sampling: Sampling = Sampling()
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One reward component of the whole episode."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One episode."""
+
+    id: str
+    """Of the tape, or what the format names it by; empty where it doesn't."""
+    turns: tuple[Turn, ...]
+    task: Task = field(default_factory=Task)
+    group: str | None = None
+    attempt: int = 0
+    split: str = "train"
+    status: Status = Status.FINISHED
+    cause: Cause | None = None
+    scores: tuple[Score, ...] = ()
+
+    @property
+    def reward(self) -> float | None:
+        """Weighted sum; None where nothing was scored."""
+        weighed = [score.weight * score.value for score in self.scores if score.weight]
+        return sum(weighed) if weighed else None
+
+    def facts(self) -> dict[str, Any]:
+        """What goes along under the name `tapereel` where a format has a free place: all but the turns."""
+        return {
+            "tape": self.id, "task": self.task.model_dump(mode="json"), "group": self.group, "attempt": self.attempt,
+            "split": self.split, "status": self.status.value,
+            "cause": self.cause.model_dump(mode="json") if self.cause is not None else None,
+            "scores": [[score.name, score.value, score.weight] for score in self.scores],
+        }  # fmt: skip
+
+
+# From a tape
+
+
+def story_of(tape: Tape) -> Story:
+    """What can be told of a closed tape."""
+    labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
+    assert tape.status is not None
+    totals: dict[tuple[str, float], float] = {}
+    for reward in tape.rewards:
+        key = (reward.name, reward.weight)
+        totals[key] = totals.get(key, 0.0) + reward.value
+    begin = tape.begin
+    return Story(
+        id=tape.id, task=begin.task, group=begin.group, attempt=begin.attempt, split=begin.split, status=tape.status,
+        cause=tape.cause, scores=tuple(Score(name=n, value=v, weight=w) for (n, w), v in totals.items()),
+        turns=tuple(_turn_of(tape, call, labels.get(call.call)) for call in tape.calls
+                    if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)),
+    )  # fmt: skip
+
+
+def _turn_of(tape: Tape, call: Call, label: Label | None) -> Turn:
+    whole = call.prompt is not None and call.completion is not None
+    return Turn(
+        name=call.call, by=call.by, messages=tuple(tape.call_messages(call)), reply=call.reply,
+        tools=tape.call_tools(call) or (), prompt=tape.call_prompt(call) if whole else None,
+        completion=call.completion if whole else None,
+        logprobs=call.logprobs if whole and call.sampling.exact else None,
+        targets=_targets(label, len(call.completion or ())), finish=call.finish, sampling=call.sampling,
+        spans=call.spans,
+    )  # fmt: skip
+
+
+def _targets(label: Label | None, n: int) -> list[int] | None:
+    if label is None:
+        return None
+    if label.use != "agent" or label.ranges == ():
+        return [0] * n
+    if label.ranges is None:
+        return None
+    targets = [0] * n
+    for start, end in label.ranges:
+        targets[start:end] = [1] * (end - start)
+    return targets
+
+
+# To a tape
+
+
+def write_story(story: Story, journal: Journal | None, source: str) -> str:
+    """Write it as a closed tape; gives the tape's id. journal: None to see whether it can be one. source: the format
+    that it came in."""
+    begin = Begin(
+        tape=new_tape_id(), task=story.task, task_hash=story.task.hash,
+        agent=Identity(name=MODEL, config={"imported": source, "origin": story.id}),
+        env=Identity(name="imported", effect="irreversible"), env_seed=0, seed=0, group=story.group,
+        attempt=story.attempt, split=story.split, at=time.time(),
+    )  # fmt: skip
+    recorder = Recorder(begin, journal)
+    written: list[_Written] = []
+    layers: list[Label] = []
+    for turn in story.turns:
+        written.append(_write_turn(recorder, turn, written, source))
+        label = _label(recorder.tape, written[-1].call, turn.targets)
+        layers.extend([label] if label is not None else [])
+    for score in story.scores:
+        recorder.write(Reward(tape=recorder.tape, name=score.name, value=score.value, weight=score.weight))
+    recorder.write(End(tape=recorder.tape, status=story.status, cause=story.cause, at=time.time()))
+    if journal is not None:
+        for layer in layers:
+            journal.append(layer.body())
+    return recorder.tape
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A call that is on the tape."""
+
+    turn: Turn
+    call: str
+    ids: np.ndarray
+    """Prompt and completion."""
+    conversation: list[Message]
+
+
+def _write_turn(recorder: Recorder, turn: Turn, before: list[_Written], source: str) -> _Written:
+    base = _base(turn, before)
+    kept = len(base.conversation) if base is not None and _begins(turn.messages, base.conversation) else 0
+    for step in _seen(turn, turn.messages[kept:] if base is not None else turn.messages):
+        recorder.write(step_record(recorder.tape, step, by=ENV))
+    prompt, keep = turn.prompt, 0
+    if prompt is not None and base is not None:
+        keep = len(base.ids)
+        prompt = list(prompt)[keep:]
+    call = Call(
+        tape=recorder.tape, call=recorder.new_call_id(), by=turn.by, base=base.call if base is not None else None,
+        keep=keep, keep_messages=kept, messages=turn.messages[kept:], prompt=None if prompt is None else ints(prompt),
+        completion=None if turn.completion is None else ints(turn.completion),
+        logprobs=None if turn.logprobs is None else floats(turn.logprobs), text=str(turn.reply.get("content") or ""),
+        tool_calls=tuple(turn.reply["tool_calls"]) if turn.reply.get("tool_calls") else None, spans=turn.spans,
+        finish=_finish(turn.finish), sampling=turn.sampling, tools=_tools(turn, before), engine=source, at=time.time(),
+    )  # fmt: skip
+    recorder.write(call)
+    whole = ((call.call, 0, len(turn.completion or ())),)
+    recorder.write(step_record(recorder.tape, _action(turn.reply), by=turn.by, calls=whole))
+    ids = array("i", [*(turn.prompt or ()), *(turn.completion or ())])
+    return _Written(turn, call.call, np.frombuffer(ids, np.int32), [*turn.messages, call.reply])
+
+
+def _base(turn: Turn, before: list[_Written]) -> _Written | None:
+    """The newest call that this one goes on from: by tokens where there are some, else by messages."""
+    for one in reversed(before):
+        if one.turn.by != turn.by:
+            continue
+        if turn.prompt is None:
+            if len(one.ids) == 0 and _begins(turn.messages, one.conversation):
+                return one
+        elif len(one.ids) and len(one.ids) <= len(turn.prompt) and \
+                np.array_equal(np.asarray(turn.prompt[: len(one.ids)], np.int32), one.ids):
+            return one
+    return None
+
+
+def _begins(messages: Sequence[Message], conversation: list[Message]) -> bool:
+    return list(messages[: len(conversation)]) == conversation
+
+
+def _tools(turn: Turn, before: list[_Written]) -> Tools | None:
+    if not turn.tools:
+        return None
+    told = any(one.turn.tools == turn.tools for one in before)
+    digest = hashlib.sha256(json.dumps(turn.tools, sort_keys=True).encode()).hexdigest()[:16]
+    return Tools(hash=digest, schemas=None if told else turn.tools)
+
+
+def _finish(name: str) -> Any:
+    return name if name in get_args(Finish) else "stop"
+
+
+def _seen(turn: Turn, messages: Sequence[Message]) -> Iterable[Step]:
+    """What the environment, or whoever asked, said ahead of this call."""
+    if not messages:
+        return
+    if all(message["role"] == "tool" for message in messages):
+        results = ToolResults(results=tuple(
+            ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=_text(m))
+            for m in messages))  # fmt: skip
+        if heard(results) == [dict(m) for m in messages]:
+            yield results
+            return
+    last = next((_text(m) for m in reversed(messages) if m["role"] == "user"), _text(messages[-1]))
+    yield Prompt(text=last, messages=tuple(dict(m) for m in messages), tools=turn.tools)
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _action(reply: Message) -> Answer | ToolCalls:
+    calls = reply.get("tool_calls")
+    if not calls:
+        return Answer(text=_text(reply))
+    return ToolCalls(calls=tuple(
+        ToolCall(id=str(call.get("id") or ""), name=str(call["function"]["name"]),
+                 arguments=_arguments(call["function"].get("arguments"))) for call in calls))  # fmt: skip
+
+
+def _arguments(given: Any) -> dict[str, JsonValue]:
+    """Of a call as it was parsed; what is no JSON object is kept as the text that it is."""
+    try:
+        found = from_json(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": given}
+
+
+def _label(tape: str, call: str, targets: Sequence[int] | None) -> Label | None:
+    if targets is None or all(targets):
+        return None
+    edges = np.flatnonzero(np.diff([0, *targets, 0])).tolist()
+    ranges = tuple((int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True))
+    return Label(tape=tape, call=call, ranges=ranges)
+
+
+def cause_of(message: str) -> Cause:
+    """Of an episode that another framework ended with an error: not the agent's as far as is known."""
+    return Cause(type=CauseType.ENVIRONMENT, message=message[:2000])

@@ -1,0 +1,78 @@
+"""Secrets stay out of what is recorded, logged and said: where text comes from outside, it passes here first.
+
+A server may echo the key it was sent, an exception may quote an address with a password, a settings object may hold a
+token. Known are the values of environment variables whose name says what they are, values under such a name, addresses
+with user and password, bearer tokens and keys that show their maker. What else is secret nobody can tell from its text;
+so this is the second line, and the first is that keys are given by the name of their variable only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+HIDDEN = "[secret]"
+"""What stands in a secret's place."""
+SHORTEST = 8
+"""Characters of the shortest environment value that is taken for a secret; shorter ones stand in ordinary words."""
+
+_NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
+_SHAPES = (
+    (("://",), re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)"), HIDDEN),
+    (("earer", "asic"), re.compile(r"\b([Bb](?:earer|asic))\s+(?=\S*[\d=])[\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
+    (("key=", "oken=", "ecret=", "word="),
+     re.compile(r"([?&](?:api_?key|key|(?:access_)?token|secret|password)=)(?!\[secret\])[^&\s'\"]+"), rf"\1{HIDDEN}"),
+    (("sk-", "hf_", "gh", "xox", "AKIA", "AIza"),
+     re.compile(r"\b(?:sk-|hf_|gh[pousr]_|xox[a-z]-|AKIA|AIza)[\w-]{12,}"), HIDDEN),
+)  # fmt: skip
+"""(text that must be there at all, what is searched then, what takes its place)."""
+_KEYLIKE = re.compile(r"(?<!\S)(?=\S*\d)(?=\S*[A-Za-z])\S{12,}")
+
+ValueT = TypeVar("ValueT")
+
+
+def names_secret(name: str) -> bool:
+    """Whether a setting or variable of this name holds a secret: `OPENAI_API_KEY`, `token`, but not `max_tokens`."""
+    return _NAMES.search(name) is not None
+
+
+def has_userinfo(url: str) -> bool:
+    """Whether an address carries a user and a password."""
+    return _SHAPES[0][1].search(url) is not None
+
+
+def environment_secrets() -> list[str]:
+    """Values of the environment's variables that are secrets by their name, longest first."""
+    found = {value for name, value in os.environ.items() if len(value) >= SHORTEST and names_secret(name)}
+    return sorted(found, key=len, reverse=True)
+
+
+def without_secrets(text: str, known: Iterable[str] = ()) -> str:
+    """`text` with every secret in it hidden; `known` are further ones. Applying it again changes nothing."""
+    return _hidden(text, [*known, *environment_secrets()])
+
+
+def hide(value: ValueT) -> ValueT:
+    """A JSON value with the secrets in its strings hidden, and all of what stands under a secret's name. The
+    environment is asked only where a string looks like a key: this is done for every episode."""
+    hidden: object = value
+    if isinstance(value, str):
+        hidden = _hidden(value, environment_secrets() if _KEYLIKE.search(value) else ())
+    elif isinstance(value, dict):
+        hidden = {key: HIDDEN if isinstance(one, str) and one and names_secret(str(key)) else hide(one)
+                  for key, one in value.items()}  # fmt: skip
+    elif isinstance(value, list):
+        hidden = [hide(one) for one in value]
+    return hidden  # type: ignore[return-value]
+
+
+def _hidden(text: str, known: Iterable[str]) -> str:
+    for secret in known:
+        if secret:
+            text = text.replace(secret, HIDDEN)
+    for signs, pattern, instead in _SHAPES:
+        if any(sign in text for sign in signs):
+            text = pattern.sub(instead, text)
+    return text

@@ -1,0 +1,185 @@
+"""What holds of any server that speaks vLLM's protocol: the engine of servers samples from it and gives it weights.
+
+`class TestSome(Served)` with a fixture `runs` says which server is meant: `runs(test)` runs an async test with an
+engine whose server has the weights of `policy(0)` under a version of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tapereel.agents import rollout
+from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.publishing import PublishFailed
+from tapereel.agents.remote import RemoteEngine
+from tapereel.finetune.rows import rows
+from tapereel.tapes.records import Sampling
+
+from ..loop.lab import RENDERER, Letters, Speaker
+from ..loop.lab import model as micro
+from .embedded_lab import worst
+
+CLOSE = 1e-4
+"""Nats between a recorded log-prob and the model's own forward over everything."""
+CONTEXT = 640
+
+Test = Callable[[RemoteEngine], Awaitable[Any]]
+Runs = Callable[[Test], Any]
+Answers = list[tuple[Request, Completion]]
+
+
+def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
+    messages = [{"role": "user", "content": text}]
+    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
+                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
+
+
+def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
+    """Asks for an answer of `length` tokens that nothing ends."""
+    return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
+
+
+class Served:
+    """The tests."""
+
+    @staticmethod
+    def policy(seed: int) -> Any:
+        """A random model; seeds lie far apart."""
+        return micro(seed, CONTEXT)
+
+    def off(self, seed: int, request: Request, completion: Completion, start: int = 0, end: int | None = None) -> float:
+        """The largest error of the log-probs in [start, end)."""
+        return worst(self.policy(seed), request, completion, start, end)
+
+    @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+    def test_log_probs_are_those_of_the_model(self, runs: Runs, temperature: float) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            asked = [ask("abcd"[k % 4] * (k + 1), k, temperature=temperature, max_tokens=64) for k in range(8)]
+            for request, completion in zip(asked, await asyncio.gather(*map(engine.complete, asked)), strict=True):
+                assert completion.ids
+                assert self.off(0, request, completion) < CLOSE
+                assert completion.spans == ((engine.version, 0, len(completion.ids)),)
+                assert completion.finish == ("stop" if completion.ids[-1] in RENDERER.end_ids else "length")
+                assert completion.usage.completion_tokens == len(completion.ids)
+
+        runs(test)
+
+    def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            first, again, other = [await engine.complete(long_one(seed, length=40)) for seed in (3, 3, 4)]
+            assert first.ids == again.ids
+            assert first.ids != other.ids
+
+        runs(test)
+
+    def test_a_cancelled_request_leaves_what_was_sampled(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            whole = await engine.complete(long_one(3, length=500))
+            assert whole.ids is not None
+            for pause in (0.02, 0.1, 0.4, 1.6):  # until a machine as fast as this one is cut short, in the midst
+                partial: list[Completion] = []
+                asked = asyncio.create_task(engine.complete(long_one(3, partial.append, length=500)))
+                await asyncio.sleep(pause)
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+                (left,) = partial
+                assert left.finish == "cancelled"
+                assert left.ids is not None
+                assert left.ids == whole.ids[: len(left.ids)]
+                if 0 < len(left.ids) < len(whole.ids):
+                    assert self.off(0, long_one(3), left) < CLOSE
+                    return
+            pytest.fail("no request was cut short in the midst")
+
+        runs(test)
+
+    async def swap(self, engine: RemoteEngine, mode: Any, times: int) -> tuple[list[str], Answers]:
+        """Publishes the weights of seeds 1, 2, ... while answers are under way; gives the versions and the answers."""
+        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
+        requests = [long_one(seed, length=300) for seed in range(3, 7)]
+        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        for seed, version in enumerate(versions, start=1):
+            await asyncio.sleep(0.05)
+            await engine.publish(self.policy(seed).state_dict(), version, mode)
+        return versions, list(zip(requests, await asyncio.gather(*asked), strict=True))
+
+    @pytest.mark.parametrize("mode", ["reprefill", "drain", "abort"])
+    def test_every_token_is_stamped_with_the_weights_that_gave_it(self, runs: Runs, mode: str) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            versions, answers = await self.swap(engine, mode, 3)
+            for request, completion in answers:
+                for version, start, end in completion.spans:
+                    seed = versions.index(version) + 1 if version in versions else 0
+                    assert self.off(seed, request, completion, start, end) < CLOSE
+            after = ask(seed=9)
+            found = await engine.complete(after)
+            assert {version for version, _, _ in found.spans} == {versions[-1]}
+            assert self.off(3, after, found) < CLOSE
+
+        runs(test)
+
+    def test_no_prompt_is_read_with_the_cache_of_older_weights(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            request = ask("abcdabcd" * 24, 5, max_tokens=8)
+            assert self.off(0, request, await engine.complete(request)) < CLOSE
+            await engine.publish(self.policy(1).state_dict(), f"{engine.version}+other")
+            assert self.off(1, request, await engine.complete(request)) < CLOSE
+
+        runs(test)
+
+    def test_a_publish_that_fails_is_told_and_nothing_is_sampled_after_it(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            class Lost(type(engine._syncs[0])):  # its folder is gone when it is to be read
+                async def update(self, folder: Any) -> None:
+                    await super().update(folder / "nowhere")
+
+            (sync,) = engine._syncs
+            engine._syncs = (Lost(sync.server),)  # type: ignore[attr-defined]
+            with pytest.raises(PublishFailed, match="update"):
+                await engine.publish(self.policy(1).state_dict(), f"{engine.version}+lost")
+            with pytest.raises(EngineError, match="publish failed"):
+                await engine.complete(ask())
+
+        runs(test)
+
+    def test_a_conversation_of_several_turns_is_exact_on_the_tape(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            tape = await rollout(Speaker(), Letters(), task="abca", engine=engine, sampling=Sampling(max_tokens=8))
+            assert tape.status == "finished", tape.cause
+            (row,) = rows(tape)
+            ids = torch.from_numpy(row.input_ids).long()[None]
+            with torch.no_grad():
+                exact = self.policy(0)(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            own = torch.from_numpy(row.own).long()
+            torch.testing.assert_close(exact[own - 1], torch.from_numpy(row.old), rtol=0, atol=CLOSE)
+
+        runs(test)
+
+    def test_what_cannot_be_served_is_refused_with_the_reason(self, runs: Runs) -> None:
+        async def test(engine: RemoteEngine) -> None:
+            assert engine.context is not None
+            full = array("i", [9] * engine.context)
+            with pytest.raises(PromptTooLong, match=str(engine.context)):
+                await engine.complete(Request(messages=[], prompt=full, sampling=Sampling(), seed=0))
+            with pytest.raises(EngineError, match="without prompt ids"):
+                await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
+            with pytest.raises(EngineError, match="400"):
+                await engine.complete(ask(top_p=7.0))
+            outside = Request(messages=[], prompt=array("i", [70_000]), sampling=Sampling(), seed=0)
+            with pytest.raises(EngineError, match="400"):
+                await engine.complete(outside)
+            weights = self.policy(1).state_dict()
+            for wrong in ({"nonsense.weight": torch.zeros(2, 2)}, weights | {"model.norm.weight": torch.zeros(3)}):
+                with pytest.raises(ValueError, match=r"the weights lack|has shape"):
+                    await engine.publish(wrong, f"{engine.version}+wrong")
+            request = ask()
+            assert self.off(0, request, await engine.complete(request)) < CLOSE
+
+        runs(test)

@@ -1,0 +1,271 @@
+"""Engines of servers beyond one request: ways to take weights, versions that nobody names, health and timers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from tapereel.agents.adapter_config import AdapterConfig, add_adapters
+from tapereel.agents.adapters import AdapterEngine, adapters_in, write_adapter
+from tapereel.agents.connect import connect
+from tapereel.agents.engine import EngineError
+from tapereel.agents.engines import VLLMConfig, VLLMInProcessConfig
+from tapereel.agents.inprocess import lora_options
+from tapereel.agents.publishing import PublishFailed
+from tapereel.agents.remote import RemoteEngine
+from tapereel.agents.serve import LocalServer
+from tapereel.agents.tiny import tiny_model
+from tapereel.agents.transfer import update_info, worker_info
+
+from ..loop.lab import RENDERER, WORDS
+from .faulty import FaultyServer, dropped, status
+from .test_remote import ask
+
+pytestmark = pytest.mark.timeout(60)
+
+WEIGHTS = {"w": torch.zeros(2)}
+STEPS = ("pause", "start", "update", "finish", "resume")
+ADAPTERS = AdapterConfig(rank=2, alpha=4)
+
+
+def using(servers: list[FaultyServer], test: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
+    """What `test` gives with an engine of those servers."""
+
+    async def whole() -> Any:
+        async with asyncio.timeout(50):
+            ups = [server.up() for server in servers]
+            urls = [await up.__aenter__() for up in ups]
+            try:
+                engine = await connect(urls, RENDERER, model_folder=Path("."), weights=True, **options)
+                try:
+                    return await test(engine)
+                finally:
+                    await engine.close()
+            finally:
+                for up in ups:
+                    await up.__aexit__(None, None, None)
+
+    return asyncio.run(whole())
+
+
+def adapted(seed: int = 0) -> Any:
+    return add_adapters(tiny_model(WORDS, "micro", context=64), ADAPTERS, seed=seed)
+
+
+# -- transfer -----------------------------------------------------------------------------------------------------
+
+
+def test_transfer_starts_updates_and_finishes_with_the_version(tmp_path: Path) -> None:
+    server = FaultyServer()
+
+    async def test(engine: RemoteEngine) -> Any:
+        await engine.publish(WEIGHTS, "run:1")
+        return await engine.complete(ask())
+
+    assert using([server], test, way="transfer", weights_folder=tmp_path).spans == (("run:1", 0, 5),)
+    assert server.told == [
+        ("/init_weight_transfer_engine", {"init_info": {}}), ("/pause", {"mode": "keep", "clear_cache": "true"}),
+        ("/start_weight_update", {}), ("/update_weights", {"update_info": {"folder": str(tmp_path / "run_1")}}),
+        ("/reset_prefix_cache", {}), ("/finish_weight_update", {"weight_version": "run:1"}), ("/resume", {}),
+    ]  # fmt: skip
+
+
+def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
+    server = FaultyServer()
+    server.broken_step = "/update_weights"
+
+    async def test(engine: RemoteEngine) -> None:
+        with pytest.raises(PublishFailed, match=r"`update`.*out of memory"):
+            await engine.publish(WEIGHTS, "run:1")
+        with pytest.raises(EngineError, match="publish failed"):
+            await engine.complete(ask())
+
+    using([server], test, way="transfer", weights_folder=tmp_path)
+    assert server.control[-3:] == ["/pause", "/update_weight_version", "/resume"]
+
+
+def test_what_is_said_over_nccl() -> None:
+    assert worker_info(address="10.0.0.1", port=29500, workers=4) == {
+        "master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 5, "packed": True,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="0 workers"):
+        worker_info(address="10.0.0.1", port=1, workers=0)
+    state = [("a", torch.zeros(2, 3, dtype=torch.bfloat16)), ("b", torch.zeros(4))]
+    assert update_info(state) == {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_the_same_for_a_seed_change_nothing_at_first_and_alone_are_trained() -> None:
+    plain, model = tiny_model(WORDS, "micro", context=64), adapted(1)
+    ids = torch.tensor([[8, 9, 10]])
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    assert all(("lora_" in name) == parameter.requires_grad for name, parameter in model.named_parameters())
+    again, other = adapted(1).state_dict(), adapted(2).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in again.items())
+
+
+def test_an_adapter_on_disk_is_one_that_peft_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = adapted(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    write_adapter(model.state_dict(), tmp_path / "a", ADAPTERS, Path("base"))
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["adapter_config.json",
+                                                                                    "adapter_model.safetensors"]
+    found: Any = PeftModel.from_pretrained(tiny_model(WORDS, "micro", context=64), str(tmp_path / "a"))
+    ids = torch.tensor([[8, 9, 10]])
+    torch.testing.assert_close(found(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="none of the 1 weights is an adapter"):
+        adapters_in(WEIGHTS)
+
+
+def test_each_version_is_an_adapter_and_those_that_nobody_uses_are_unloaded(tmp_path: Path) -> None:
+    server = FaultyServer()
+
+    async def test(engine: AdapterEngine) -> None:
+        for version in ("run:1", "run:2"):
+            await engine.publish(adapted().state_dict(), version)
+        assert server.control == ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+        server.faults = [server.hang]
+        asked = asyncio.create_task(engine.complete(ask()))
+        while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
+            await asyncio.sleep(0.001)
+        await engine.publish(adapted().state_dict(), "run:3")
+        assert server.control[3:] == ["/v1/load_lora_adapter"], "run:2 is in use"
+        server.pending.popitem()[1].set()
+        assert (await asked).spans == (("run:2", 0, 2),)
+        assert (await engine.complete(ask())).spans == (("run:3", 0, 5),)
+        assert [body["model"] for body in server.asked] == ["run:2", "run:3"]
+        await engine.publish(adapted().state_dict(), "run:4")
+        unloaded = [body["lora_name"] for route, body in server.told if "unload" in route]
+        assert unloaded == ["run:1", "run:2", "run:3"]
+        server.version = "somebody's"
+        with pytest.raises(EngineError, match="base weights under the adapters"):
+            await engine.complete(ask())
+
+    using([server], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
+
+
+def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_path: Path) -> None:
+    well, ill = FaultyServer(), FaultyServer()
+
+    async def test(engine: AdapterEngine) -> None:
+        await engine.publish(adapted().state_dict(), "run:1")
+        ill.broken_step = "/v1/load_lora_adapter"
+        with pytest.raises(PublishFailed, match=r"'run:1' goes on.*serve --lora 2"):
+            await engine.publish(adapted().state_dict(), "run:2")
+        assert well.told[-1] == ("/v1/unload_lora_adapter", {"lora_name": "run:2"})
+        assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
+
+    using([well, ill], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    urls = ("http://127.0.0.1:1",)
+    for wrong in ({"publish": "lora"}, {"lora": {"rank": 4}}, {"publish": "transfer", "lora": {"rank": 4}}):
+        with pytest.raises(ValueError, match="go together"):
+            VLLMConfig.model_validate({"model": "m", "urls": urls, **wrong})
+    config = VLLMInProcessConfig.model_validate({"model": "m", "publish": "lora", "lora": {"rank": 4}})
+    assert config.lora is not None
+    assert lora_options(config.lora.rank)["max_lora_rank"] == 8
+    with pytest.raises(ValueError, match="up to 512"):
+        lora_options(1000)
+    command = LocalServer("m", transfer=True, lora_rank=9).command
+    assert command[command.index("--max-lora-rank") + 1] == "16"
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "tapereel"}
+    with pytest.raises(ValueError, match="ways to take weights"):
+        LocalServer("m", transfer=True, control=False)
+
+
+# -- versions that nobody names -----------------------------------------------------------------------------------
+
+
+class Silent(FaultyServer):
+    """Doesn't say which weights sampled what, and answers to a request when told to."""
+
+    def answer(self, body: dict[str, Any], length: int = 5, finish: str = "length") -> dict[str, Any]:
+        answer = super().answer(body, length, finish)
+        del answer["choices"][0]["weight_versions"]
+        return answer
+
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/resume" and self.pending:
+            self.pending.popitem()[1].set()
+            await asyncio.sleep(0.05)  # the answer overtakes the end of the publish
+        return await super().step(request)
+
+
+@pytest.mark.parametrize(("mode", "known"), [("reprefill", False), ("drain", True)])
+def test_answers_of_a_silent_server_in_the_middle_of_a_publish(mode: Any, known: bool, tmp_path: Path) -> None:
+    server = Silent()
+
+    async def test(engine: RemoteEngine) -> None:
+        server.faults = [server.hang]
+        asked = asyncio.create_task(engine.complete(ask()))
+        while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
+            await asyncio.sleep(0.001)
+        await engine.publish(WEIGHTS, "run:1", mode)
+        if known:
+            assert (await asked).spans == (("default", 0, 2),)
+        else:
+            with pytest.raises(EngineError, match="weights changed under way"):
+                await asked
+        assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
+
+    using([server], test, weights_folder=tmp_path)
+
+
+# -- health and timers --------------------------------------------------------------------------------------------
+
+
+def test_timers_and_sums_only_grow(tmp_path: Path) -> None:
+    server = FaultyServer([status(503, **{"Retry-After": "0"}), status(500)])
+
+    async def test(engine: RemoteEngine) -> None:
+        before: dict[str, float] = {}
+        for k in range(3):
+            if k == 0:
+                with pytest.raises(EngineError):
+                    await engine.complete(ask())
+            else:
+                await engine.complete(ask())
+            await engine.publish(WEIGHTS, f"run:{k}")
+            now = {**engine.stats.timers, "busy": engine.stats.busy_seconds, "longest": engine.stats.longest_seconds}
+            assert {"request", "publish", *(f"publish/{step}" for step in STEPS)} <= set(now)
+            assert all(now[name] >= seconds for name, seconds in before.items())
+            assert now["publish"] > before.get("publish", 0.0)
+            before = now
+        stats = engine.stats
+        assert (stats.requests, stats.tokens, stats.failed, stats.refused, stats.publishes) == (3, 10, 1, 1, 3)
+        assert stats.longest_seconds <= stats.timers["request"]
+
+    using([server], test, weights_folder=tmp_path)
+
+
+def test_health_is_asked_and_new_conversations_avoid_a_server_that_was_lost() -> None:
+    first, second = FaultyServer([dropped]), FaultyServer()
+
+    async def test(engine: RemoteEngine) -> None:
+        found = await engine.health()
+        assert [health.well for health in found.values()] == [True, True]
+        assert engine.stats.health == found
+        with pytest.raises(EngineError, match="Disconnected"):
+            await engine.complete(ask("a"))
+        for letter in "abcd":
+            await engine.complete(ask(letter))
+        assert (len(first.asked), len(second.asked)) == (1, 4)
+
+    using([first, second], test)

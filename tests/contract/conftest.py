@@ -1,0 +1,63 @@
+"""One server with the real vLLM for all contract tests, which takes weights in every way there is."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.agents.connect import connect
+from tapereel.agents.serve import LocalServer
+
+from ..loop.lab import RENDERER
+from .lab import ADAPTERS, Test, policy, save, vllm_is_there
+from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    vllm_is_there()
+    local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, transfer=True,
+                        lora_rank=ADAPTERS.rank, log=tmp_path_factory.mktemp("log") / "vllm.log", patience=540.0)
+    url = asyncio.run(local.start())
+    yield url
+    local.stop()
+
+
+@pytest.fixture
+def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Runs an async test with an engine whose servers have the weights of `policy(0)`, as version `base`. With `way`
+    lora, those are the base under the adapters."""
+    marks = itertools.count()
+
+    def runs(test: Test, way: Any = "reload") -> Any:
+        async def engine_of(way: Any) -> Any:
+            return await connect([server], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path,
+                                 way=way, adapters=ADAPTERS)  # fmt: skip
+
+        async def whole() -> Any:
+            version = f"base/{tmp_path.name}-{next(marks)}"
+            base = engine = await engine_of("reload" if way == "lora" else way)
+            try:
+                await base.publish(policy(0).state_dict(), version)
+                if way == "lora":
+                    engine = await engine_of("lora")
+                return await test(engine)
+            finally:
+                for one in {base, engine}:
+                    await one.close()
+
+        return asyncio.run(whole())
+
+    return runs

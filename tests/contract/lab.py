@@ -1,0 +1,140 @@
+"""What the contract tests share: a random tiny Llama, requests to it, and the environment with the real vLLM.
+
+The server itself is one for all of them (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tapereel.agents.adapter_config import AdapterConfig, add_adapters
+from tapereel.agents.engine import Completion, Request
+from tapereel.agents.remote import RemoteEngine
+from tapereel.tapes.records import Sampling
+
+from ..agents.embedded_lab import worst
+from ..loop.lab import RENDERER, WORDS
+from .vllm_cpu import CONTEXT, DONE, ENVIRONMENT, FOLDER, PYTHON
+
+CLOSE = 1e-4
+"""Nats between a recorded log-prob and the model's own forward over everything."""
+TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
+"""Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
+or so slow that no answer lived through them."""
+
+
+def policy(seed: int) -> Any:
+    """A random Llama in a shape that vLLM has kernels for; seeds lie far apart."""
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=WORDS.eos_token_id, pad_token_id=WORDS.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+ADAPTERS = AdapterConfig(rank=4, alpha=8)
+
+
+def adapted(seed: int) -> Any:
+    """The base, `policy(0)`, with adapters that change a lot."""
+    model = add_adapters(policy(0), ADAPTERS, seed=seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def merged(seed: int) -> Any:
+    """One plain model that is `adapted(seed)`."""
+    return copy.deepcopy(adapted(seed)).merge_and_unload()
+
+
+def save(folder: Path) -> None:
+    """`policy(0)` and its tokenizer, as a model folder."""
+    policy(0).save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+
+
+def vllm_is_there() -> None:
+    """Fails the test where nobody made the environment."""
+    if not DONE.exists():
+        pytest.fail(f"there is no vLLM in {FOLDER}; make it: python tests/contract/vllm_cpu.py")
+
+
+def run_in_vllm(script: Path, *arguments: str, seconds: float = 540.0) -> str:
+    """What a script prints that runs in the environment with vLLM; it must end well."""
+    vllm_is_there()
+    process = subprocess.Popen(
+        [PYTHON, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+    )  # fmt: skip
+    try:
+        printed, errors = process.communicate(timeout=seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of its own
+        process.wait(30)
+    assert process.returncode == 0, printed[-3000:] + errors[-6000:]
+    return printed
+
+
+Test = Callable[[RemoteEngine], Awaitable[Any]]
+
+
+def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
+    messages = [{"role": "user", "content": text}]
+    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
+                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
+
+
+def off(seed: int, request: Request, completion: Completion, start: int = 0, end: int | None = None) -> float:
+    return worst(policy(seed), request, completion, start, end)
+
+
+def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
+    """Asks for an answer of `length` tokens that nothing ends."""
+    return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
+
+
+Answers = list[tuple[Request, Completion]]
+
+
+async def swap(engine: RemoteEngine, mode: Any, times: int, enough: Callable[[Completion, list[str]], bool],
+               ) -> tuple[list[str], Answers]:  # fmt: skip
+    """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
+    of these; gives the versions published and the answers."""
+    for k, (length, pause) in enumerate(TRIES):
+        if k:
+            await engine.publish(policy(0).state_dict(), f"{engine.version}/again")
+        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
+        requests = [long_one(seed, length=length) for seed in range(3, 11)]
+        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        for seed, version in enumerate(versions, start=1):
+            await asyncio.sleep(pause)
+            await engine.publish(policy(seed).state_dict(), version, mode)
+        answers = list(zip(requests, await asyncio.gather(*asked), strict=True))
+        if any(enough(completion, versions) for _, completion in answers):
+            return versions, answers
+    pytest.fail(f"no answer lived through {times} changes of weights, not even one of {TRIES[-1][0]} tokens")
+
+
+def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
+    """Its spans with policy seeds for versions."""
+    return [(versions.index(version) + 1 if version in versions else 0, start, end)
+            for version, start, end in completion.spans]  # fmt: skip

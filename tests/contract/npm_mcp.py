@@ -1,0 +1,46 @@
+"""Install what the contract tests of MCP need: a server from npm that somebody else wrote, and version 1 of the SDK.
+
+    python tests/contract/npm_mcp.py            (into .contract/npm and .contract/mcp1; does nothing where they are)
+
+About 100 MB. Needs node and npm; where there is no npm it says so, and the tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(os.environ.get("TAPEREEL_NPM_ENVIRONMENT", ROOT / ".contract" / "npm"))
+PACKAGE = "@modelcontextprotocol/server-everything@2026.8.31"
+SERVER = FOLDER / "node_modules" / "@modelcontextprotocol" / "server-everything" / "dist" / "index.js"
+OLDER = Path(os.environ.get("TAPEREEL_MCP1_ENVIRONMENT", ROOT / ".contract" / "mcp1"))
+OLDER_PYTHON = OLDER / "bin" / "python"
+OLDER_DONE = OLDER / "complete"
+
+
+def main() -> None:
+    if OLDER_DONE.exists():
+        print(f"{OLDER} is there already")
+    else:
+        venv.create(OLDER, with_pip=True, clear=True)
+        install = [OLDER_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*install, "mcp<2", "pydantic>=2.11", "pyyaml>=6", "rich>=13"], check=True, timeout=600)
+        OLDER_DONE.touch()
+    if SERVER.exists():
+        print(f"{FOLDER} is there already")
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        print("there is no npm on this machine: the tests against a server from npm will be skipped")
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    subprocess.run([npm, "install", "--no-audit", "--no-fund", "--prefix", FOLDER, PACKAGE], check=True, timeout=600)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Adapters of the real vLLM, its chat route and its sleep: what came with one server more, beside `test_vllm.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tapereel.agents.adapters import AdapterEngine
+from tapereel.agents.engine import Completion, EngineError, Request
+from tapereel.agents.http import Server
+from tapereel.agents.publishing import PublishFailed
+from tapereel.agents.remote import RemoteEngine
+from tapereel.agents.render import Renderer
+from tapereel.agents.vllm import Completions
+from tapereel.agents.vllm_chat import Chat
+from tapereel.finetune.train import TrainConfig, train
+
+from ..agents.embedded_lab import worst
+from ..loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, settings_of
+from .lab import ADAPTERS, CLOSE, Test, adapted, ask, long_one, merged, off, policy
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+
+async def under_way(engine: RemoteEngine, count: int) -> None:
+    """Until so many requests are on their way."""
+    while len(engine._flights) < count:  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0)
+
+
+async def names(engine: RemoteEngine) -> set[str]:
+    """What the server serves beside its base."""
+    models = await engine._servers[0].get("/v1/models")
+    return {model["id"] for model in models["data"][1:]}
+
+
+def test_adapters_sample_as_the_merged_model_and_answers_keep_the_one_they_began_with(
+    with_engine: Callable[..., Any],
+) -> None:
+    async def test(engine: AdapterEngine) -> None:
+        base = engine.version
+        versions = [f"{base}+{seed}" for seed in (1, 2)]
+        await engine.publish(adapted(1).state_dict(), versions[0])
+        early = [asyncio.create_task(engine.complete(long_one(seed, length=1000))) for seed in range(3, 5)]
+        await under_way(engine, len(early))
+        await engine.publish(adapted(2).state_dict(), versions[1])
+        assert await names(engine) == set(versions), "an adapter in use stays"
+        late = await asyncio.gather(*(engine.complete(long_one(seed)) for seed in range(3, 5)))
+        for seed, completions in ((1, await asyncio.gather(*early)), (2, late)):
+            for k, completion in enumerate(completions):
+                assert completion.ids is not None
+                assert completion.spans == ((versions[seed - 1], 0, len(completion.ids)),)
+                assert worst(merged(seed), long_one(k + 3), completion) < CLOSE
+                assert worst(merged(3 - seed), long_one(k + 3), completion) > 0.1
+        await engine.publish(adapted(1).state_dict(), f"{base}+3")
+        assert await names(engine) == {f"{base}+3"}, "adapters that nobody uses go"
+
+    with_engine(test, "lora")
+
+
+def test_adapters_published_with_abort_end_what_older_ones_sample(with_engine: Callable[..., Any]) -> None:
+    async def test(engine: AdapterEngine) -> None:
+        first = f"{engine.version}+1"
+        await engine.publish(adapted(1).state_dict(), first)
+        asked = asyncio.create_task(engine.complete(long_one(3, length=3600)))
+        await under_way(engine, 1)
+        await asyncio.sleep(0.2)
+        await engine.publish(adapted(2).state_dict(), f"{first}+2", "abort")
+        completion = await asked
+        assert completion.finish == "abort"
+        assert completion.ids is not None
+        assert len(completion.ids) < 3600
+        assert {version for version, _, _ in completion.spans} <= {first}
+
+    with_engine(test, "lora")
+
+
+def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[..., Any]) -> None:
+    async def test(engine: AdapterEngine) -> None:
+        first = f"{engine.version}+1"
+        await engine.publish(adapted(1).state_dict(), first)
+        with pytest.raises(ValueError, match="none of the"):
+            await engine.publish(policy(1).state_dict(), f"{first}+none")
+        with pytest.raises(ValueError, match="keeps the adapter"):
+            await engine.publish(adapted(2).state_dict(), f"{first}+mode", "reprefill")
+        wide = {name: torch.cat([tensor] * 99, 0 if "lora_A" in name else 1)
+                for name, tensor in adapted(2).state_dict().items() if "lora_" in name}  # fmt: skip
+        with pytest.raises(PublishFailed, match="max_lora_rank"):
+            await engine.publish(wide, f"{first}+wide")
+        assert await names(engine) == {first}
+        request = ask(max_tokens=32)
+        assert worst(merged(1), request, await engine.complete(request)) < CLOSE
+
+    with_engine(test, "lora")
+
+
+def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tmp_path: Path) -> None:
+    scene: dict[str, Any] = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
+                             "tasks": ("a", "b", "c", "d", "ab", "cd"), "evaluation": {"fraction": 0.34}}  # fmt: skip
+    engine = {"kind": "vllm", "model": str(folder), "urls": [server], "weights_folder": str(tmp_path / "weights"),
+              "publish": "lora", "lora": ADAPTERS.model_dump()}  # fmt: skip
+    loop = settings_of(updates=4, max_lag=0, publish="drain")
+    with pytest.raises(ValueError, match=r"loop\.publish=drain"):
+        TrainConfig(**scene, engine=engine, loop=settings_of())
+    config = TrainConfig(**scene, engine=engine, loop=loop)
+    summary = train(config, tmp_path / "run")
+    assert (summary.books_close, summary.updates) == (True, 4)
+    assert summary.held_out["after"] is not None
+    assert_books_close(tmp_path / "run")
+    left = {path.name for path in (tmp_path / "weights").rglob("*") if path.is_file()}
+    assert left <= {"adapter_model.safetensors", "adapter_config.json"}
+    assert (Path(summary.model) / "adapter_model.safetensors").exists()
+
+
+# -- chat ---------------------------------------------------------------------------------------------------------
+
+
+def by_chat(engine: RemoteEngine, url: str, dialect: Any = None) -> RemoteEngine:
+    """An engine of the same server that asks by messages."""
+    return RemoteEngine([Server(url)], dialect or Chat(), RENDERER, engine.capabilities, model_folder=Path("."),
+                        version=engine.version)  # fmt: skip
+
+
+def test_chat_samples_what_token_ids_do_and_says_what_it_read(with_engine: Callable[[Test], Any], server: str) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        talking = by_chat(engine, server)
+        asked = [ask("abcd"[k % 4] * (k + 1), k, temperature=0.7, max_tokens=40) for k in range(8)]
+        asked.append(spoken("ab", "cd"))
+        for request in asked:
+            one, other = await engine.complete(request), await talking.complete(request)
+            assert (one.ids, one.finish, one.spans) == (other.ids, other.finish, other.spans)
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+            assert off(0, request, other) < CLOSE
+            assert other.usage.prompt_tokens == len(request.prompt or ())
+        await talking.close()
+
+    with_engine(test)
+
+
+def spoken(*turns: str) -> Request:
+    """A conversation of several turns."""
+    messages = [{"role": "user" if k % 2 == 0 else "assistant", "content": turn}
+                for k, turn in enumerate((*turns, "a"))]  # fmt: skip
+    request = ask(max_tokens=16)
+    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=1, sampling=request.sampling)
+
+
+def test_chat_after_another_prompt_is_refused(with_engine: Callable[[Test], Any], server: str) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        talking = by_chat(engine, server)
+        request = ask()
+        other = Request(messages=[{"role": "user", "content": "dcba"}], prompt=request.prompt, seed=1,
+                        sampling=request.sampling)  # fmt: skip
+        with pytest.raises(EngineError, match="read another prompt") as caught:
+            await talking.complete(other)
+        assert not caught.value.retry
+        await talking.close()
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_a_cancelled_request_of_other_routes_leaves_what_was_sampled(
+    with_engine: Callable[[Test], Any], server: str, route: str
+) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        talking = by_chat(engine, server, Chat() if route == "chat" else Completions())
+        partial: list[Completion] = []
+        request = long_one(3, partial.append, length=3600)
+        asked = asyncio.create_task(talking.complete(request))
+        await asyncio.sleep(0.5)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        (left,) = partial
+        assert left.ids is not None
+        assert 0 < len(left.ids) < 3600
+        assert off(0, request, left) < CLOSE
+        await talking.close()
+
+    with_engine(test)
+
+
+def test_a_server_with_another_template_is_found_out(with_engine: Callable[[Test], Any], server: str) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        other = copy.deepcopy(WORDS)
+        other.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}+"
+        renderer = Renderer(other, end_tokens=(WORDS.eos_token,))
+        messages = [{"role": "user", "content": "ab"}]
+        request = Request(messages=messages, prompt=renderer.prompt(messages).ids, seed=1, sampling=ask().sampling)
+        talking = by_chat(engine, server)
+        with pytest.raises(EngineError, match="same chat template"):
+            await talking.complete(request)
+        await talking.close()
+
+    with_engine(test)
+
+
+def test_sleep_and_wake_are_taken_by_the_server(with_engine: Callable[[Test], Any]) -> None:
+    """Its CPU build keeps its memory, and pauses."""
+
+    async def test(engine: RemoteEngine) -> None:
+        asked = asyncio.create_task(engine.complete(long_one(3, length=3600)))
+        await under_way(engine, 1)
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            await engine.sleep()
+        assert (await asked).finish == "abort"
+        with pytest.raises(EngineError, match="asleep"):
+            await engine.complete(ask())
+        await engine.publish(policy(1).state_dict(), f"{engine.version}+asleep")
+        for _ in range(2):
+            await engine.wake()
+        request = ask(max_tokens=32)
+        assert off(1, request, await engine.complete(request)) < CLOSE
+        (health,) = (await engine.health()).values()
+        assert health.well
+        assert engine.stats.timers["publish/update"] > 0
+
+    with_engine(test)

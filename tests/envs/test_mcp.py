@@ -1,0 +1,273 @@
+"""MCP: a real server of the official SDK over stdio and HTTP, what it hints, what it says, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tapereel.agents import ChatAgent, ScriptedEngine, rollout
+from tapereel.envs import Outcome
+from tapereel.envs.mcp import McpServer
+from tapereel.envs.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost
+from tapereel.tapes import Answer, CauseType, MissingExtra, Status, Tape, Task, ToolCalls, ToolResults
+
+pytest.importorskip("mcp")
+SERVER = Path(__file__).with_name("mcp_server.py")
+AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
+TASK = Task(public="What is the code of amber?", private="4711")
+
+
+class Asked(ToolEnvironment):
+    """Wants the code of a word."""
+
+    async def answered(self, text: str) -> Outcome:
+        return Outcome(reward=float(text == self.task.private), terminated=True)
+
+
+def over_stdio(**options: Any) -> McpServer:
+    return McpServer.stdio(sys.executable, str(SERVER), "stdio", **options)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        for _ in range(1200):
+            assert process.poll() is None, "the server ended at once"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def called(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
+
+
+def play(server: McpServer, *answers: str) -> Tape:
+    return asyncio.run(rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(list(answers))))
+
+
+def results(tape: Tape) -> list[tuple[str, bool]]:
+    return [(r.content, r.error) for step in tape if isinstance(step, ToolResults) for r in step.results]
+
+
+def assert_serves(server: McpServer) -> None:
+    tape = play(server, called(("lookup", {"word": "amber"}), ("lookup", {"word": "zinc"}), ("picture", {})),
+                called(("huge", {"size": 5000}), ("note", {"text": "é"}), ("lookup", {})), "4711")  # fmt: skip
+    assert (tape.status, tape.reward, tape.cause) == (Status.FINISHED, 1.0, None)
+    told = results(tape)
+    assert told[0] == ("4711", False)
+    assert "Error executing tool lookup" in told[1][0]
+    assert told[1][1]
+    assert told[2] == ("a dot:\n[image image/png: 4 characters of base64, not shown]", False)
+    assert told[3] == ("x" * 1000 + "\n[cut here: 4,000 of 5,000 characters left out]", False)
+    assert told[4] == ("1 notes", False)
+    assert told[5][1]
+    assert "word" in told[5][0]
+    (offer,) = (t for t in tape[0].tools if t["function"]["name"] == "lookup")
+    assert offer["function"]["description"] == "The code of a word."
+    assert offer["function"]["parameters"]["required"] == ["word"]
+
+
+def test_a_server_over_stdio():
+    assert_serves(over_stdio(limit=1000))
+
+
+def test_a_server_over_http(address: str):
+    assert_serves(McpServer.http(address, limit=1000))
+
+
+async def tools_of(server: McpServer) -> dict[str, Tool]:
+    try:
+        return {tool.name: tool for tool in await server.open()}
+    finally:
+        await server.close()
+
+
+def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(address: str):
+    hinted = McpServer.http(address)
+    assert hinted.effect == "irreversible"
+    found = asyncio.run(tools_of(hinted))
+    assert {name: tool.effect for name, tool in found.items()} == {
+        "lookup": "pure", "code_of": "pure", "note": "idempotent", "huge": "irreversible", "picture": "irreversible",
+        "sleep": "irreversible", "die": "irreversible",
+    }  # fmt: skip
+    declared = McpServer.http(address, effect="pure", effects={"note": "irreversible"}, only=["note", "huge"])
+    assert declared.effect == "irreversible"
+    assert {name: tool.effect for name, tool in asyncio.run(tools_of(declared)).items()} == {
+        "note": "irreversible", "huge": "pure"}  # fmt: skip
+    reads = McpServer.http(address, only=["lookup"])
+    asyncio.run(tools_of(reads))
+    assert reads.effect == "pure"
+    with pytest.raises(BadTool, match="has no tool 'fly'; it has lookup"):
+        asyncio.run(tools_of(McpServer.http(address, only=["fly"])))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_that_dies_is_the_environments_fault_and_the_next_episode_has_another(shared: bool):
+    server = over_stdio(shared=shared)
+
+    async def two() -> tuple[Tape, Tape]:
+        script = [called(("lookup", {"word": "amber"}), ("die", {})), "4711"]
+        first = await rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(script))
+        script = [called(("lookup", {"word": "amber"})), "4711"]
+        return first, await rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(script))
+
+    dead, well = asyncio.run(two())
+    assert (dead.status, dead.cause.type, dead.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "ToolsLost")  # type: ignore[union-attr]
+    assert "is gone: calling" in str(dead.cause.message)  # type: ignore[union-attr]
+    assert not dead.trains
+    assert (well.status, well.reward) == (Status.FINISHED, 1.0)
+
+
+def test_a_call_that_takes_too_long_is_told_and_the_server_goes_on(address: str):
+    tape = play(McpServer.http(address, timeout=0.01), called(("sleep", {"seconds": 0.3})), "4711")
+    assert results(tape) == [("sleep gave no answer in 0.01 s.", True)]
+    assert tape.reward == 1.0
+
+
+def test_a_shared_session_serves_all_episodes_of_a_loop_and_ends_with_it(address: str):
+    server = McpServer.http(address, shared=True)
+    opened: list[Any] = []
+    connect = server._connect
+
+    @contextlib.asynccontextmanager
+    async def counted() -> AsyncIterator[Any]:
+        async with connect() as session:
+            opened.append(session)
+            yield session
+        opened.append("closed")
+
+    server._connect = counted
+
+    async def many() -> list[Tape]:
+        script = [called(("lookup", {"word": "amber"})), "4711"]
+        return await asyncio.gather(*(
+            rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(script)) for _ in range(8)
+        ))  # fmt: skip
+
+    assert [tape.reward for tape in asyncio.run(many())] == [1.0] * 8
+    assert len(opened) == 1, "one session"
+    assert [tape.reward for tape in asyncio.run(many())] == [1.0] * 8
+    assert len(opened) == 2, "another loop has another one"
+
+
+@pytest.mark.parametrize(("server", "says"), [
+    (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "it said: no luck today"),
+    (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "can't be used"),
+    (McpServer.stdio("no-such-program"), "MCP server no-such-program can't be used: FileNotFoundError"),
+    (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r"MCP server http://127\.0\.0\.1:9/mcp can't be used"),
+    (McpServer.http("http://127.0.0.1:9/", key_variable="NOT_SET_ANYWHERE"), "variable NOT_SET_ANYWHERE, which holds"),
+    (McpServer.stdio(sys.executable, "-c", "import sys; sys.stdin.read()", start_timeout=0.2), "not ready in 0.2 s"),
+])  # fmt: skip
+def test_a_server_that_cant_be_used_says_why(server: McpServer, says: str):
+    with pytest.raises(ToolsLost, match=says):
+        asyncio.run(tools_of(server))
+    tape = play(server, "4711")
+    assert tape.cause is not None
+    assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "ToolsLost")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(MissingExtra, match=r"tapereel\[mcp\]"):
+        asyncio.run(tools_of(over_stdio()))
+
+
+class First:
+    """A session as version 1 of the SDK has it: other names of fields, a cursor as an argument."""
+
+    def __init__(self) -> None:
+        hints = SimpleNamespace(readOnlyHint=True, idempotentHint=None)
+        self.pages: dict[str | None, Any] = {
+            None: SimpleNamespace(tools=[self.tool("a", hints)], nextCursor="2"),
+            "2": SimpleNamespace(tools=[self.tool("b", None)], nextCursor=None),
+        }
+
+    def tool(self, name: str, hints: Any) -> Any:
+        return SimpleNamespace(name=name, description=None, annotations=hints, inputSchema={"type": "object"})
+
+    async def list_tools(self, cursor: str | None = None) -> Any:
+        return self.pages[cursor]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        link = SimpleNamespace(type="resource_link", name="page", uri="file:///page")
+        inside = SimpleNamespace(type="resource", resource=SimpleNamespace(uri="u", text="within"))
+        whole = SimpleNamespace(type="resource", resource=SimpleNamespace(uri="u", blob="AAAA"))
+        if name == "a":
+            return SimpleNamespace(content=[link, inside, whole], structuredContent=None, isError=False)
+        return SimpleNamespace(content=[], structuredContent={"x": 1}, isError=True)
+
+
+def test_sessions_of_either_version_of_the_sdk_will_do():
+    @contextlib.asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        yield First()
+
+    async def use() -> None:
+        server = McpServer(connect, name="first")
+        a, b = await server.open()
+        assert (a.name, a.effect, b.name, b.effect) == ("a", "pure", "b", "irreversible")
+        assert await a.call({}) == "[page: file:///page]\nwithin\n[u: 4 characters of base64, not shown]"
+        with pytest.raises(ToolFailed, match=r'\{"x":1\}'):
+            await b.call({})
+        await server.close()
+        with pytest.raises(ToolsLost, match="first is gone"):
+            await a.call({})
+
+    asyncio.run(use())
+
+
+def test_a_list_without_end_is_refused():
+    lying = First()
+    lying.pages["2"].nextCursor = "2"
+
+    @contextlib.asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        yield lying
+
+    with pytest.raises(ToolsLost, match="lists its tools in a circle"):
+        asyncio.run(tools_of(McpServer(connect, name="lying")))
+
+
+def servers() -> list[int]:
+    """Process ids of the servers over stdio that this process started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            line = (path / "cmdline").read_bytes()
+            if parent == os.getpid() and SERVER.name.encode() in line and b"stdio" in line:
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are listed in /proc")
+def test_the_process_of_a_server_ends_with_its_episode():
+    async def use(server: McpServer) -> list[int]:
+        await server.open()
+        running = servers()
+        await server.close()
+        return running
+
+    assert len(asyncio.run(use(over_stdio()))) == 1
+    assert servers() == []

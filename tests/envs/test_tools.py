@@ -1,0 +1,318 @@
+"""Tools: a function's schema, calls that run at once, and errors that the agent reads instead of an end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from tapereel.agents import ChatAgent, Limits, ReplayEngine, Request, ScriptedEngine, rollout
+from tapereel.envs import Outcome, check_env
+from tapereel.envs.reexec import reexec
+from tapereel.envs.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost, cut, tool, worst
+from tapereel.tapes import Answer, CauseType, Status, Tape, Task, ToolCall, ToolCalls, ToolOffer, ToolResults
+
+
+class Place(BaseModel):
+    city: str
+    floor: int = 0
+
+
+def add(a: int, b: Annotated[int, Field(description="to add")] = 1) -> int:
+    """Add two numbers.
+
+    They may be negative.
+
+    Args:
+        a: the first number,
+            whatever it is
+        b: not this one
+
+    Returns:
+        a + b
+    """
+    return a + b
+
+
+async def where(place: Place, unit: Literal["m", "ft"] = "m") -> dict[str, Any]:
+    return {"city": place.city, "unit": unit}
+
+
+class Sums(ToolEnvironment):
+    """Asks for a sum, and wants it as text."""
+
+    def __init__(self, *tools: Any) -> None:
+        super().__init__([add, *tools])
+
+    async def answered(self, text: str) -> Outcome:
+        return Outcome(reward=float(text == self.task.private), terminated=True)
+
+
+TASK = Task(public="2+3, please", private="5")
+AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
+
+
+def called(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+                   for name, arguments in calls)  # fmt: skip
+
+
+def play(env: ToolEnvironment, *answers: str, **options: Any) -> Tape:
+    return asyncio.run(rollout(AGENT, env, TASK, engine=ScriptedEngine(list(answers)), **options))
+
+
+def results(tape: Tape) -> list[tuple[str, str, bool]]:
+    return [(r.name, r.content, r.error) for step in tape if isinstance(step, ToolResults) for r in step.results]
+
+
+def test_a_functions_hints_and_docstring_are_its_schema():
+    made = tool(add)
+    assert (made.name, made.description) == ("add", "Add two numbers.\n\nThey may be negative.")
+    assert made.parameters["required"] == ["a"]
+    assert made.parameters["additionalProperties"] is False
+    assert made.parameters["properties"] == {
+        "a": {"type": "integer", "description": "the first number, whatever it is"},
+        "b": {"type": "integer", "description": "to add", "default": 1},
+    }
+    assert tool(where, name="locate", description="").schema["function"]["name"] == "locate"  # type: ignore[index]
+
+
+def test_bound_methods_and_models_are_tools_too():
+    class Shelf:
+        def __init__(self) -> None:
+            self.books = ["a"]
+
+        def put(self, book: str) -> list[str]:
+            """Add a book."""
+            self.books.append(book)
+            return self.books
+
+    assert list(tool(Shelf().put).parameters["properties"]) == ["book"]  # type: ignore[arg-type]
+    env = Sums(Shelf().put, where)
+    tape = play(env, called(("put", {"book": "b"}), ("where", {"place": {"city": "Rome"}})), "5")
+    assert results(tape) == [("put", '["a","b"]', False), ("where", '{"city":"Rome","unit":"m"}', False)]
+
+
+def test_what_can_be_no_tool_is_refused_with_the_reason():
+    def bare(a, b):
+        return a
+
+    def many(*numbers: int) -> int:
+        return sum(numbers)
+
+    with pytest.raises(BadTool, match="tool bare: parameter 'a' has no type hint"):
+        tool(bare)
+    with pytest.raises(BadTool, match=r"\*numbers can't be offered"):
+        tool(many)
+    with pytest.raises(BadTool, match="two tools are called 'add'"):
+        Sums(add)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        ToolEnvironment([], parallel=0)
+
+
+def test_an_agent_calls_tools_and_answers():
+    asked: list[Request] = []
+
+    def model(request: Request) -> str:
+        asked.append(request)
+        return called(("add", {"a": 2, "b": 3})) if len(asked) == 1 else request.messages[-1]["content"]
+
+    tape = asyncio.run(rollout(AGENT, Sums(), TASK, engine=ScriptedEngine(model)))
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0)
+    assert [type(step) for step in tape] == [ToolOffer, ToolCalls, ToolResults, Answer]
+    assert asked[0].messages[-1] == {"role": "user", "content": "2+3, please"}
+    assert asked[0].tools == tuple(tape[0].tools)
+    assert asked[1].messages[-1] == {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "5"}
+    assert asked[1].tools == asked[0].tools
+
+
+def test_the_tools_come_from_the_tape_so_a_replay_needs_no_environment():
+    tape = play(Sums(), called(("add", {"a": 2, "b": 3})), "5")
+    again = asyncio.run(rollout(AGENT, Sums(), TASK, engine=ReplayEngine(tape)))
+    assert [str(step) for step in again] == [str(step) for step in tape]
+    assert asyncio.run(reexec(tape, Sums)).outcome == "verified"
+
+
+def test_calls_of_one_turn_run_at_once_and_answer_in_their_order():
+    inside = threading.Barrier(2, timeout=60)
+    first = asyncio.Event()
+
+    def meet(name: str) -> str:
+        inside.wait()
+        return name
+
+    async def late() -> str:
+        await first.wait()
+        return "late"
+
+    async def early() -> str:
+        first.set()
+        return "early"
+
+    tape = play(Sums(meet, late, early), called(("meet", {"name": "x"}), ("late", {}), ("early", {}),
+                                                ("meet", {"name": "y"})), "5")  # fmt: skip
+    assert [content for _, content, _ in results(tape)] == ["x", "late", "early", "y"]
+
+
+def test_no_more_calls_run_at_once_than_allowed():
+    running, most = 0, 0
+
+    async def busy() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    env = ToolEnvironment([busy], parallel=2)
+    tape = play(env, called(*[("busy", {})] * 9), "5")
+    assert most == 2
+    assert len(results(tape)) == 9
+
+
+def broken(a: int) -> int:
+    """Fails."""
+    raise KeyError("no such column")
+
+
+def sorry() -> None:
+    raise ToolFailed("The shop is closed.")
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def quits() -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(("call", "says"), [
+    (("add", {"a": "two"}), "add can't be called so: a: Input should be a valid integer, unable to parse string as an "
+                            "integer."),
+    (("add", {"a": 1, "c": 2}), "add can't be called so: c: Unexpected keyword argument."),
+    (("broken", {"a": 1}), "KeyError: 'no such column'"),
+    (("sorry", {}), "The shop is closed."),
+    (("quits", {}), "RuntimeError: it raised SystemExit: 3"),
+    (("forever", {}), "forever gave no answer in 0.01 s."),
+    (("nothing", {}), "There is no tool 'nothing'. There are: add, broken, sorry, quits, forever."),
+])  # fmt: skip
+def test_what_goes_wrong_in_a_tool_is_for_the_agent_to_read(call: tuple[str, dict[str, Any]], says: str):
+    tape = play(Sums(broken, sorry, quits, tool(forever, timeout=0.01)), called(call), "5")
+    assert results(tape) == [(call[0], says, True)]
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0)
+
+
+def test_a_blocking_tool_that_outlasts_its_time_holds_up_nobody():
+    release = threading.Event()
+
+    def hang() -> bool:
+        return release.wait(600)
+
+    try:
+        tape = play(Sums(tool(hang, timeout=0.01)), called(("hang", {}), ("add", {"a": 4})), "5")
+    finally:
+        release.set()
+    assert results(tape) == [("hang", "hang gave no answer in 0.01 s.", True), ("add", "5", False)]
+
+
+def test_a_lost_source_is_the_environments_fault():
+    async def lost(arguments: dict[str, Any]) -> str:
+        raise ToolsLost("the server is gone")
+
+    gone = Tool(name="gone", description="", parameters={"type": "object"}, call=lost)
+    tape = play(Sums(gone), called(("add", {"a": 1}), ("gone", {})), "5")
+    assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "ToolsLost")  # type: ignore[union-attr]
+    assert not tape.trains
+
+
+def test_long_and_unwritable_results_are_cut_with_a_note():
+    def huge() -> str:
+        return "x" * 5000 + "\ud800"
+
+    tape = play(Sums(tool(huge, limit=100)), called(("huge", {})), "5")
+    ((_, content, error),) = results(tape)
+    assert not error
+    assert content == "x" * 100 + "\n[cut here: 4,901 of 5,001 characters left out]"
+    assert cut("a\udcffb", 10) == r"a\udcffb"
+
+
+def test_a_tool_that_is_cancelled_with_its_episode_ends():
+    started = asyncio.Event()
+    ended: list[str] = []
+
+    async def waits() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    async def cancel() -> None:
+        script = ScriptedEngine([called(("waits", {}))])
+        episode = asyncio.ensure_future(rollout(AGENT, Sums(waits), TASK, engine=script))
+        await started.wait()
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+
+    asyncio.run(cancel())
+    assert ended == ["cancelled"]
+
+
+class Shop:
+    """A source of one tool, which counts how often it is opened and closed."""
+
+    effect = "irreversible"
+
+    def __init__(self) -> None:
+        self.open_now = 0
+
+    async def open(self) -> list[Tool]:
+        self.open_now += 1
+        return [tool(self.buy, effect="idempotent")]
+
+    async def close(self) -> None:
+        self.open_now -= 1
+
+    async def buy(self, what: str) -> str:
+        return f"bought {what}"
+
+
+def test_a_source_is_opened_for_the_episode_and_its_tools_say_what_they_do():
+    shop = Shop()
+    env = Sums(shop)
+    tape = play(env, called(("buy", {"what": "bread"})), "5")
+    assert results(tape) == [("buy", "bought bread", False)]
+    assert shop.open_now == 0
+    assert tape.begin.env.effect == "irreversible", "what was known before it was opened"
+    assert env.effect == "idempotent"
+    assert (worst([]), worst(["pure", "idempotent"])) == ("pure", "idempotent")
+
+
+def test_an_answer_without_a_call_is_misread_unless_it_may_be_plain():
+    strict = ChatAgent(actions=[ToolCalls], misreads=0)
+    tape = asyncio.run(rollout(strict, Sums(), TASK, engine=ScriptedEngine(["5"])))
+    assert tape.cause is not None
+    assert tape.cause.error == "MisreadTooOften"
+    with pytest.raises(ValueError, match="must have one field, `text`"):
+        ChatAgent(actions=[ToolCalls], plain=ToolCalls)
+
+
+def test_the_environment_keeps_the_contract():
+    def policy(seen: Any, rng: Any) -> Any:
+        if isinstance(seen, ToolOffer):
+            return ToolCalls(calls=(ToolCall(id="1", name="add", arguments={"a": rng.randrange(9), "b": 1}),))
+        return Answer(text="5")
+
+    report = check_env(Sums, tasks=[TASK], actions=policy)
+    assert report.ok, report
+
+
+def test_limits_of_the_rollout_hold_for_tools():
+    tape = play(Sums(tool(forever, timeout=600.0)), called(("forever", {})), limits=Limits(environment_seconds=0.01))
+    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)  # type: ignore[union-attr]

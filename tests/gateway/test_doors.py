@@ -1,0 +1,176 @@
+"""Who is let in, what a client may cost, and that nothing leaks: keys, tapes, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.agents.gateway import Bounds, Control
+
+from .lab import TOKEN, Told, books_close, served
+
+
+def test_only_a_key_of_an_open_tape_opens_anything(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "tapereel.gateway")
+
+    async def scene() -> list[str]:
+        async with served(tmp_path, Told()) as there:
+            tape, client = await there.begin(task="t")
+            for key in ("", "x", client.key[:-1], client.key + "x", client.key.upper(), TOKEN, "é" * 8,
+                        " " + client.key):  # fmt: skip
+                status, answer = await client.with_key(key).ask("hi")
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), key
+                assert (await client.with_key(key)("GET", "/v1/models"))[0] == 401
+            for key in ("", client.key, TOKEN[:-1], TOKEN + "x"):
+                for path in ("/tapereel/tapes", f"/tapereel/tapes/{tape}/end", f"/tapereel/tapes/{tape}/rewards",
+                             "/tapereel/pause"):  # fmt: skip
+                    assert (await client.with_key(key)("POST", path, {}))[0] == 401, (key, path)
+                assert (await client.with_key(key)("GET", f"/tapereel/tapes/{tape}"))[0] == 401
+            await there.end(tape)
+            status, answer = await client.ask("hi")
+            assert (status, answer["error"]["code"]) == (403, "tape_ended")
+            return [client.key, TOKEN]
+
+    keys = asyncio.run(scene())
+    assert len(caplog.records) == 8 * 2 + 4 * 5 + 1
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert [key for key in keys if key in said or key[:-1] in said] == []
+    assert books_close(tmp_path).begun == 1
+
+
+def test_what_one_tape_says_is_on_no_other(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told(lambda messages: messages[-1]["content"])) as there:
+            begun = [await there.begin(task=f"task {k}") for k in range(8)]
+            answers = await asyncio.gather(*(client.ask(f"canary {k}") for k, (_, client) in enumerate(begun)
+                                             for _ in range(4)))  # fmt: skip
+            assert [a["choices"][0]["message"]["content"] for _, a in answers] == [
+                f"canary {k}" for k in range(8) for _ in range(4)]  # fmt: skip
+            for k, (name, _) in enumerate(begun):
+                await there.end(name)
+                told = there.tape(name).model_dump_json()
+                assert [j for j in range(8) if f"canary {j}" in told] == [k]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("path", [
+    "/", "/v1", "/v1/", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/../../x",
+    "/v1/%2e%2e/tapereel/tapes", "/../../../etc/passwd", "/tapereel/tapes/..%2f..%2fetc", "//v1/models/x",
+    "/v1/chat/completions%00", "/tapereel/tapes/0000000000000000/../x", "/static/../server.py",
+])  # fmt: skip
+def test_paths_that_are_not_served_are_refused_as_openai_does(tmp_path: Path, path: str):
+    async def scene() -> None:
+        async with served(tmp_path, Told()) as there:
+            reader, writer = await asyncio.open_connection("127.0.0.1", there.gateway.port)
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode())
+            answer = (await reader.read()).decode()
+            writer.close()
+            await writer.wait_closed()
+            assert answer.split()[1] in ("404", "405"), answer
+            assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] in ("not_found", "method_not_allowed")
+
+    asyncio.run(scene())
+
+
+def test_a_body_over_the_bound_is_refused_however_it_is_sent(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told(), bounds=Bounds(body=2000)) as there:
+            tape, client = await there.begin(task="t")
+            assert (await client.ask("x" * 500))[0] == 200
+            status, answer = await client.ask("x" * 3000)
+            assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+            async def pieces() -> Any:
+                for _ in range(100):
+                    yield b"x" * 100
+
+            async with client.http.post(f"{there.gateway.url}/chat/completions", data=pieces(),
+                                        headers={"Authorization": f"Bearer {client.key}"}) as chunked:  # fmt: skip
+                assert chunked.status == 413
+            assert (await there.admin("POST", "/tapereel/tapes", {"task": "x" * 3000}))[0] == 413
+            assert (await client.ask("fine"))[0] == 200
+            await there.end(tape)
+
+    asyncio.run(scene())
+    books_close(tmp_path)
+
+
+def test_a_slow_client_is_let_go(tmp_path: Path):
+    async def scene() -> None:
+        bounds = Bounds(body_seconds=0.1, header_seconds=0.1)
+        async with served(tmp_path, Told(), bounds=bounds) as there:
+            _, client = await there.begin(task="t")
+            head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                    "Content-Length: 100\r\n")  # fmt: skip
+            for sent, said in ((head[:40], b""), ("", b""), (head + "\r\n{", b"408")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", there.gateway.port)
+                writer.write(sent.encode())
+                answer = await asyncio.wait_for(reader.read(), 60)
+                assert answer.split()[1:2] == ([said] if said else []), (sent, answer)
+                writer.close()
+                await writer.wait_closed()
+
+    asyncio.run(scene())
+
+
+def test_bodies_that_make_no_sense_begin_and_end_nothing(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told()) as there:
+            tape, client = await there.begin(task="t")
+            for body in (b"{", b"[]", {"tasks": 1}, {"agent": "a/../b"}, {"agent": ""}, {"seed": -1}, {"attempt": "x"},
+                         {"budget": {"calls": 0}}, {"budget": {"wishes": 3}}, {"split": "../x"}):  # fmt: skip
+                assert (await there.admin("POST", "/tapereel/tapes", body))[0] == 400, body
+            for body in ({"rewards": {"a": "much"}}, {"rewards": 3}, b'{"rewards": {"a": NaN}}', {"reward": {"a": 1}}):
+                assert (await there.admin("POST", f"/tapereel/tapes/{tape}/rewards", body))[0] == 400, body
+            assert (await there.admin("POST", f"/tapereel/tapes/{tape}/end", {"status": "won"}))[0] == 400
+            assert (await there.admin("POST", f"/tapereel/tapes/{'0' * 22}/end", {}))[0] == 404
+            for body in (b"", b"{", b"\x00\xff", {"messages": 3}):
+                assert (await client("POST", "/v1/chat/completions", body))[0] == 400, body
+            ended = await there.end(tape)
+            assert (ended["status"], ended["calls"]) == ("finished", 0)
+            status, again = await there.admin("POST", f"/tapereel/tapes/{tape}/end", {})
+            assert (status, again["error"]["code"]) == (409, "tape_ended")
+
+    asyncio.run(scene())
+    assert books_close(tmp_path).begun == 1
+
+
+def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path):
+    async def scene() -> list[str]:
+        async with served(tmp_path, Told()) as there:
+            tape, client = await there.begin(task="t")
+            status, answer = await client.ask(f"my key is {client.key}")
+            assert status == 400
+            assert client.key not in json.dumps(answer)
+            assert (await client.ask("my key is secret"))[0] == 200
+            await there.end(tape)
+            return [client.key, TOKEN]
+
+    keys = asyncio.run(scene())
+    everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert [key for key in keys if key.encode() in everything] == []
+
+
+def test_so_many_tapes_are_open_at_once_and_no_more(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told(), most=2) as there:
+            tape, _ = await there.begin(task="t")
+            await there.begin(task="t")
+            status, told = await there.admin("POST", "/tapereel/tapes", {})
+            assert (status, told["error"]["code"]) == (429, "too_many_tapes")
+            await there.end(tape)
+            await there.begin(task="t")
+
+    asyncio.run(scene())
+
+
+def test_a_token_that_can_be_guessed_is_refused():
+    with pytest.raises(ValueError, match="fewer than 16"):
+        Control("short", Told(), journal=None)

@@ -1,0 +1,193 @@
+"""Which of a program's calls are the agent's, and which go on from which, whatever came first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.agents.gateway import label_calls
+from tapereel.finetune.rows import rows
+from tapereel.tapes import Tape
+from tapereel.tapes.store import Store
+from tapereel.tapes.verify import verify
+
+from .lab import Client, Told, books_close, served, until
+
+
+def said(answer: Any) -> Any:
+    status, body = answer
+    assert status == 200, body
+    return body["choices"][0]["message"]
+
+
+def play(path: Path, program: Callable[[Client], Awaitable[None]], engine: Any = None) -> Tape:
+    """The tape of a program, read back from the run that it was recorded in."""
+    async def scene() -> str:
+        async with served(path, engine or Told(lambda messages: f"re {messages[-1]['content']}")) as there:
+            tape, client = await there.begin(task="t")
+            await program(client)
+            await there.score(tape, right=1.0)
+            await there.end(tape)
+            return tape
+
+    name = asyncio.run(scene())
+    books_close(path)
+    assert verify(path).verdict == "holds"
+    with Store.open(path) as store:
+        return store.tape(name)
+
+
+def uses(tape: Tape) -> dict[str, str]:
+    """What each call asked last -> agent, auxiliary or discarded."""
+    told = {label.call: label.use for label in tape.layers}  # type: ignore[attr-defined]
+    return {f"{k} {tape.call_messages(call)[-1]['content']}": told.get(call.call, "agent")
+            for k, call in enumerate(tape.calls)}  # fmt: skip
+
+
+def trained(tape: Tape) -> list[list[str]]:
+    """The texts of the calls that each row trains on."""
+    return [[tape.call(call).text or "" for call in row.calls] for row in rows(tape)]
+
+
+def test_a_retry_is_discarded_and_what_went_on_is_one_row(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        await ask.ask("a")
+        second = said(await ask.ask("a"))
+        await ask.ask("a", second, "b")
+        await ask.ask("a", second, "b")
+
+    tape = play(tmp_path, program)
+    assert uses(tape) == {"0 a": "discarded", "1 a": "agent", "2 b": "discarded", "3 b": "agent"}
+    assert trained(tape) == [["re a", "re b"]]
+
+
+def test_answers_to_the_same_question_asked_at_once_are_all_the_agents(tmp_path: Path):
+    engine = Told()
+
+    async def program(ask: Client) -> None:
+        engine.gate.clear()
+        asked = [asyncio.ensure_future(ask.ask("vote")) for _ in range(3)]
+        await until(lambda: len(engine.requests) >= 3)
+        engine.gate.set()
+        await asyncio.gather(*asked)
+
+    assert set(uses(play(tmp_path, program, engine)).values()) == {"agent"}
+
+
+def test_a_helper_with_other_instructions_is_auxiliary(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        system = {"role": "system", "content": "you play"}
+        await ask.ask({"role": "system", "content": "make a title"}, "title")
+        first = said(await ask.ask(system, "a"))
+        await ask.ask(system, "a", first, "b")
+        await ask.ask(system, "what came before, in short: a b", "c")
+
+    tape = play(tmp_path, program)
+    assert uses(tape) == {"0 title": "auxiliary", "1 a": "agent", "2 b": "agent", "3 c": "agent"}
+    assert trained(tape) == [["re a", "re b"], ["re c"]]
+
+
+def test_a_branch_that_was_left_is_discarded_with_all_that_followed(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        root = said(await ask.ask("a"))
+        wrong = said(await ask.ask("a", root, "wrong"))
+        await ask.ask("a", root, "wrong", wrong, "deeper")
+        right = said(await ask.ask("a", root, "right"))
+        await ask.ask("a", root, "right", right, "on")
+
+    tape = play(tmp_path, program)
+    assert uses(tape) == {"0 a": "agent", "1 wrong": "discarded", "2 deeper": "discarded", "3 right": "agent",
+                          "4 on": "agent"}  # fmt: skip
+    assert trained(tape) == [["re a", "re right", "re on"]]
+    (row,) = rows(tape)
+    own = sum(len(call.completion or ()) for k, call in enumerate(tape.calls) if k in (0, 3, 4))
+    assert len(row.own) == own
+
+
+def test_branches_asked_at_once_are_all_the_agents(tmp_path: Path):
+    engine = Told(lambda messages: f"re {messages[-1]['content']}")
+
+    async def program(ask: Client) -> None:
+        root = said(await ask.ask("a"))
+        engine.gate.clear()
+        asked = [asyncio.ensure_future(ask.ask("a", root, which)) for which in ("b", "c")]
+        await until(lambda: len(engine.requests) >= 3)
+        engine.gate.set()
+        await asyncio.gather(*asked)
+
+    tape = play(tmp_path, program, engine)
+    assert set(uses(tape).values()) == {"agent"}
+    assert sorted(map(len, trained(tape))) == [1, 2]
+
+
+def test_a_parent_that_is_recorded_late_is_adopted(tmp_path: Path):
+    """A client stops reading an answer, asks on from what it has read, and only then hangs up."""
+    class Held(Told):
+        async def complete(self, request: Any) -> Any:
+            if len(request.messages) > 1:
+                self.gate.set()
+            answer = await super().complete(request)
+            return answer
+
+    engine = Held(lambda messages: "yes it is")
+    first_gate = engine.gate
+
+    async def program(ask: Client) -> None:
+        first_gate.clear()
+        hanging = asyncio.ensure_future(ask.ask("a"))
+        await engine.begun.wait()
+        engine.gate = asyncio.Event()
+        await ask.ask("a", {"role": "assistant", "content": "ye"}, "b")
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+    tape = play(tmp_path, program, engine)
+    later, parent = tape.calls
+    assert (parent.finish, parent.text, later.base) == ("cancelled", "ye", None)
+    (label,) = tape.layers
+    assert (label.call, label.use, label.after) == (later.call, "agent", parent.call)  # type: ignore[attr-defined]
+    (row,) = rows(tape)
+    assert row.calls == (parent.call, later.call)
+    whole = [*tape.call_prompt(later), *(later.completion or ())]
+    assert list(row.input_ids) == whole
+    own = [*(parent.completion or ()), *(later.completion or ())]
+    assert [whole[k] for k in row.own] == own
+    assert rows(Tape.model_validate_json(tape.model_dump_json()))[0].calls == row.calls
+
+
+def test_what_the_program_says_of_a_call_holds(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "draft"}]}
+        status, _ = await ask("POST", "/v1/chat/completions", body, X_Tapereel_Use="discarded")
+        assert status == 200
+        assert (await ask("POST", "/v1/chat/completions", body, X_Tapereel_Use="thrown"))[0] == 400
+        await ask.ask("a")
+
+    tape = play(tmp_path, program)
+    assert uses(tape) == {"0 draft": "discarded", "1 a": "agent"}
+
+
+def test_a_long_tape_is_linked(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        messages: list[Any] = []
+        for _ in range(40):
+            messages += ["x"]
+            messages += [said(await ask.ask(*messages))]
+        await ask.ask("another", temperature=0.5)
+
+    tape = play(tmp_path, program, Told(lambda messages: "y"))
+    assert tape.layers == []
+    assert label_calls(tape) == []
+    assert sorted(map(len, trained(tape))) == [1, 40]
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_tape_without_calls_has_no_labels(tmp_path: Path, ids: bool):
+    async def program(ask: Client) -> None:
+        pass
+
+    assert play(tmp_path, program, Told(ids=ids)).layers == []

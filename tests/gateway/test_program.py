@@ -1,0 +1,302 @@
+"""Programs as agents: what they do is an episode, which is scored, replayed and ended like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+
+from tapereel.agents import EngineError, Limits, rollout
+from tapereel.agents.gateway import Endpoint, Program
+from tapereel.agents.replaying import replay
+from tapereel.tapes import Status, StoreFailed, Tape
+from tapereel.tapes.journal import Durability
+
+from .lab import RENDERER, SHORT, Echo, Told, embedded, until
+
+
+def rolled(program: Any, engine: Any = None, task: str = "abc", **options: Any) -> Tape:
+    return asyncio.run(rollout(Program(program), Echo(), task, engine=engine or Told(), sampling=SHORT, **options))
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+async def chat(task: str, endpoint: Endpoint) -> str:
+    """Asks for each letter in one conversation."""
+    messages: list[Any] = []
+    async with AsyncOpenAI(**endpoint._asdict(), max_retries=0) as client:
+        for letter in task:
+            messages.append({"role": "user", "content": letter})
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    return "".join(m["content"][:1] for m in messages[1::2])
+
+
+async def fan(task: str, endpoint: Endpoint) -> str:
+    """Asks for all letters at once, in as many conversations."""
+    async with AsyncOpenAI(**endpoint._asdict(), max_retries=0) as client:
+        async def one(letter: str) -> str:
+            reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": letter}])
+            return reply.choices[0].message.content or ""
+
+        return "".join(await asyncio.gather(*map(one, task)))
+
+
+def test_a_function_is_recorded_and_replayed_down_to_the_tokens():
+    tape = rolled(chat, embedded())
+    assert (tape.status, len(tape.calls), tape.trains) == (Status.FINISHED, 3, True)
+    assert all(call.logprobs is not None for call in tape.calls)
+    for again in (chat, fan):
+        verdict = asyncio.run(replay(tape, Program(again), renderer=RENDERER))
+        assert (verdict.outcome == "verified") == (again is chat), verdict
+    assert verdict.divergence is not None
+
+
+def test_a_replay_says_where_a_program_asks_something_else():
+    tape = rolled(chat)
+
+    async def other(task: str, endpoint: Endpoint) -> str:
+        return await chat(task[:2] + "x", endpoint)
+
+    async def first(task: str, endpoint: Endpoint) -> str:
+        return await chat("x" + task[1:], endpoint)
+
+    async def longer(task: str, endpoint: Endpoint) -> str:
+        return await chat(task + "d", endpoint)
+
+    async def shorter(task: str, endpoint: Endpoint) -> str:
+        return await chat(task[:2], endpoint)
+
+    async def says(task: str, endpoint: Endpoint) -> str:
+        return await chat(task, endpoint) + "!"
+
+    places = {}
+    for program in (other, first, longer, shorter, says):
+        verdict = asyncio.run(replay(tape, Program(program), renderer=RENDERER))
+        assert verdict.outcome == "diverged", program
+        assert verdict.divergence is not None
+        places[program.__name__] = (verdict.divergence.call, verdict.divergence.field)
+    calls = [call.call for call in tape.calls]
+    assert places["other"] == (calls[2], "messages[4].content")
+    assert places["first"] == (calls[0], "messages[0].content")
+    assert places["longer"][1] == "call"
+    assert places["shorter"] == (None, "kind")
+    assert places["says"] == (None, "answer.text")
+
+
+def test_questions_asked_at_once_may_come_back_in_any_order():
+    tape = rolled(fan, embedded(), task="abcdef")
+    assert len({call.conversation for call in tape.calls}) == 6
+    for order in (1, -1):
+        async def again(task: str, endpoint: Endpoint, order: int = order) -> str:
+            said = await fan(task[::order], endpoint)
+            answers = [tape.call(call.call).text or "" for call in sorted(tape.calls, key=_asked(tape))]
+            return "".join(answers) if order == -1 else said
+
+        verdict = asyncio.run(replay(tape, Program(again), renderer=RENDERER))
+        assert verdict.outcome == "verified", (order, verdict)
+
+
+def _asked(tape: Tape) -> Any:
+    return lambda call: tape.call_messages(call)[0]["content"]
+
+
+def test_the_same_seed_gives_the_same_answers_in_whatever_order_they_are_asked():
+    engine = embedded()
+
+    async def backwards(task: str, endpoint: Endpoint) -> str:
+        return (await fan(task[::-1], endpoint))[::-1]
+
+    first, second = rolled(fan, engine, task="abcd", seed=3), rolled(backwards, engine, task="abcd", seed=3)
+    texts = [{_asked(tape)(call): call.text for call in tape.calls} for tape in (first, second)]
+    assert texts[0] == texts[1]
+    assert {_asked(first)(call): call.seed for call in first.calls} == {
+        _asked(second)(call): call.seed for call in second.calls}  # fmt: skip
+
+
+def test_a_command_gets_its_task_and_what_it_prints_is_its_answer():
+    tape = rolled(command("import sys; print(' ' + sys.stdin.read())"))
+    assert (tape.status, tape.reward, str(tape.last)) == (Status.FINISHED, 1.0, "abc")
+    tape = rolled([*command("import sys; print(sys.argv[1])"), "{task}"])
+    assert tape.reward == 1.0
+    tape = rolled(command("import os; print(os.environ['OPENAI_BASE_URL'].startswith('http://127.0.0.1:'))"))
+    assert str(tape.last) == "True"
+
+
+def test_a_command_that_prints_its_key_prints_none_to_the_tape():
+    code = "import os, sys; key = os.environ['OPENAI_API_KEY']; print(key); print(key, file=sys.stderr); sys.exit({})"
+    assert str(rolled(command(code.format(0))).last) == "[key]"
+    failed = rolled(command(code.format(3)))
+    assert failed.cause is not None
+    assert (failed.cause.type, failed.cause.error) == ("agent", "ProgramFailed")
+    assert "exit code 3: [key]" in (failed.cause.message or "")
+    assert "sk-tape" not in failed.model_dump_json()
+
+
+def test_a_program_that_fails_is_the_agents_fault_and_scored_as_such():
+    async def fails(task: str, endpoint: Endpoint) -> str:
+        await chat(task, endpoint)
+        raise KeyError("lost")
+
+    tape = rolled(fails)
+    assert tape.cause is not None
+    assert (tape.status, tape.cause.type, tape.cause.error, tape.trains) == (Status.ERROR, "agent", "KeyError", True)
+    assert len(tape.calls) == 3
+    loud = rolled(command("print('x' * 2_000_000)"))
+    assert loud.cause is not None
+    assert "more than" in (loud.cause.message or "")
+
+
+def test_an_engine_that_fails_is_the_models_fault():
+    class Broken(Told):
+        async def complete(self, request: Any) -> Any:
+            raise EngineError("no weights")
+
+    tape = rolled(chat, Broken())
+    assert tape.cause is not None
+    assert (tape.cause.type, tape.trains) == ("model", False)
+
+
+def test_a_limit_ends_the_episode_whatever_the_program_makes_of_it():
+    async def stubborn(task: str, endpoint: Endpoint) -> str:
+        for _ in range(5):
+            try:
+                await chat(task, endpoint)
+            except APIStatusError as error:
+                refusals.append(error.status_code)
+        return task
+
+    refusals: list[int] = []
+
+    tape = rolled(stubborn, limits=Limits(calls=2))
+    assert tape.cause is not None
+    assert (tape.status, tape.cause.type, len(tape.calls), tape.reward) == (Status.LIMIT, "turns", 2, None)
+    assert refusals == [429] * 5
+    within = rolled(chat, limits=Limits(calls=3))
+    assert within.status is Status.FINISHED
+
+
+def test_a_program_out_of_time_is_ended_with_all_that_it_started(tmp_path: Path):
+    pids = tmp_path / "pids"
+    code = ("import os, subprocess, sys, time\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+            f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)")  # fmt: skip
+
+    async def scene() -> None:
+        running = asyncio.ensure_future(rollout(Program(command(code)), Echo(), "abc", engine=Told()))
+        await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        # They were killed; that they are gone takes the system a moment.
+        await until(lambda: not any(_alive(pid) for pid in map(int, pids.read_text().split())))
+
+    asyncio.run(scene())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_question_under_way_when_the_episode_is_given_up_is_recorded():
+    bodies: list[bytes] = []
+
+    class Kept:
+        durability = Durability.OS
+        append = staticmethod(bodies.append)
+
+        async def durable(self) -> None:
+            pass
+
+    async def scene() -> None:
+        engine = Told(lambda messages: "long answer")
+        engine.gate.clear()
+        running = asyncio.ensure_future(rollout(Program(chat), Echo(), "abc", engine=engine, journal=Kept()))
+        await engine.begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scene())
+    labels = [body for body in bodies if body.startswith(b'{"t":"label"')]
+    tape = Tape.of(body for body in bodies if body not in labels)
+    assert tape.status is Status.CANCELLED
+    assert [(call.finish, call.text) for call in tape.calls] == [("cancelled", "lo")]
+    assert len(labels) == 1
+
+
+def test_a_program_that_takes_too_long_ends_as_a_limit_of_seconds():
+    async def sleeps(task: str, endpoint: Endpoint) -> str:
+        await asyncio.Event().wait()
+        return task
+
+    tape = rolled(sleeps, limits=Limits(seconds=0.05))
+    assert tape.cause is not None
+    assert (tape.status, tape.cause.type, tape.trains) == (Status.LIMIT, "seconds", False)
+
+
+def test_a_store_that_fails_stops_the_episode_and_nothing_is_swallowed():
+    class Full:
+        durability = Durability.OS
+
+        def __init__(self) -> None:
+            self.left = 4
+
+        def append(self, body: bytes) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise StoreFailed("disk full")
+
+        async def durable(self) -> None:
+            pass
+
+    with pytest.raises(StoreFailed, match="disk full"):
+        rolled(chat, journal=Full())
+
+
+def test_the_runs_own_sampling_holds_where_it_is_told_to():
+    async def greedy(task: str, endpoint: Endpoint) -> str:
+        async with AsyncOpenAI(**endpoint._asdict(), max_retries=0) as client:
+            asked: Any = [{"role": "user", "content": task}]
+            reply = await client.chat.completions.create(model="m", messages=asked, temperature=0, max_tokens=2)
+            return reply.choices[0].message.content or ""
+
+    for follow, temperature in ((True, 0.0), (False, 1.0)):
+        engine = Told()
+        tape = asyncio.run(rollout(Program(greedy, follow=follow), Echo(), "a", engine=engine, sampling=SHORT))
+        (call,) = tape.calls
+        assert (call.sampling.temperature, call.sampling.max_tokens) == (temperature, 2)
+        assert call.sampling.exact is not follow
+
+
+def test_what_is_no_program_is_refused():
+    for wrong in ("python agent.py", print, lambda task, endpoint: task):
+        with pytest.raises(TypeError, match="list of words"):
+            Program(wrong)  # type: ignore[arg-type]
+
+
+def test_nothing_listens_when_no_program_runs():
+    ports = []
+
+    async def program(task: str, endpoint: Endpoint) -> str:
+        ports.append(int(endpoint.base_url.split(":")[2].split("/")[0]))
+        return task
+
+    async def scene() -> None:
+        tapes = await asyncio.gather(*(rollout(Program(program), Echo(), "a", engine=Told()) for _ in range(3)))
+        assert [tape.reward for tape in tapes] == [1.0] * 3
+        for port in set(ports):
+            with pytest.raises(OSError, match=r"refused|Connect call failed"):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    asyncio.run(scene())
+    assert len(set(ports)) <= 3

@@ -1,0 +1,122 @@
+"""What a request may say, and how an answer is written: no server, no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tapereel.agents.gateway.protocol import ChatAnswer, Refused, read_calls, read_request, token_logprobs
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def read(**fields: Any) -> Any:
+    return read_request(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def test_what_clients_send_is_read():
+    found = read(temperature=0.5, top_p=0.9, max_tokens=7, max_completion_tokens=5, seed=3, stop="\n", stream=True,
+                 stream_options={"include_usage": True}, logprobs=True, return_token_ids=True, tools=[TOOL], n=1,
+                 user="u", metadata={}, presence_penalty=0, tool_choice="auto", parallel_tool_calls=True)  # fmt: skip
+    assert (found.temperature, found.top_p, found.max_tokens, found.seed, found.stop) == (0.5, 0.9, 5, 3, ("\n",))
+    assert (found.stream, found.usage, found.logprobs, found.token_ids) == (True, True, True, True)
+    assert found.tools == (TOOL,)
+    assert read(tools=[TOOL], tool_choice="none").tools is None
+    assert read(stop=None, seed=None, temperature=None).temperature is None
+
+
+def test_messages_become_plain():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}, "index": 0}
+    sent = [{"role": "system", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call],
+            "refusal": None, "audio": None}, {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
+    assert read(messages=sent).messages == [
+        {"role": "system", "content": "ab"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function":
+         {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"n": 2}, "n"), ({"presence_penalty": 0.5}, "presence_penalty"), ({"response_format": {"type": "json_object"}},
+    "response_format"), ({"tool_choice": "required"}, "tool_choice"), ({"logit_bias": {"1": 2}}, "logit_bias"),
+    ({"top_logprobs": 3}, "top_logprobs"), ({"reasoning": "lots"}, "reasoning"), ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"), ({"temperature": "1"}, "temperature"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"), ({"top_p": 0}, "top_p"), ({"top_p": 2}, "top_p"),
+    ({"stop": ["a"] * 5}, "stop"), ({"stop": [""]}, "stop"), ({"stream": "yes"}, "stream"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"), ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"), ({"tools": [{}]}, "tools"),
+    ({"tools": "all"}, "tools"), ({"model": 3}, "model"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(Refused) as refused:
+        read(**fields)
+    assert refused.value.status == 400
+    assert refused.value.body["error"]["param"] == param
+    assert set(refused.value.body["error"]) == {"message", "type", "param", "code"}
+
+
+@given(st.one_of(st.binary(max_size=60), st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["model", "messages", "role", "content", "tools", "stop", "tool_calls", "function", "x"]),
+        inner, max_size=4), max_leaves=12).map(lambda value: json.dumps(value).encode())))  # fmt: skip
+def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
+    with contextlib.suppress(Refused):
+        read_request(body)
+
+
+@pytest.mark.parametrize("body", [
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', b"", b"[]",
+])  # fmt: skip
+def test_what_no_tape_could_hold_is_refused(body: bytes):
+    with pytest.raises(Refused):
+        read_request(body)
+
+
+def test_a_pair_of_surrogates_is_a_character():
+    body = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    assert read_request(body).messages[0]["content"] == "\U0001f600"
+
+
+def test_a_body_nested_without_end_is_refused():
+    with pytest.raises(Refused):
+        read_request(b"[" * 100_000)
+
+
+def test_a_stream_holds_what_the_whole_answer_holds():
+    text = " two  words\nand a line \n"
+    answer = ChatAnswer("id", "m", text, "stop", prompt_tokens=3, completion_tokens=2, prompt_ids=[1], ids=[2])
+    chunks = list(answer.chunks(usage=True))
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == text
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["choices"][0]["token_ids"] == answer.body()["choices"][0]["token_ids"] == [2]
+    assert chunks[-1]["usage"] == answer.body()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2,
+                                                             "total_tokens": 5}  # fmt: skip
+    assert len(list(answer.chunks(usage=False))) == len(chunks) - 1
+
+
+def test_calls_are_read_from_what_a_model_wrote():
+    said = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    text, (call,) = read_calls((), said, "n")
+    assert text == "I add."
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert read_calls((), said, "n")[1][0]["id"] == call["id"] != read_calls((), said, "m")[1][0]["id"]
+    assert read_calls((), '{"name": "add", "arguments": {}}', "n")[0] == ""
+    for plain in ("no call", "<tool_call>{broken</tool_call>", '{"a": 1}', "{"):
+        assert read_calls((), plain, "n") == (plain, ())
+
+
+def test_an_unknown_log_prob_is_null():
+    known, unknown = token_logprobs(["a", "é"], [-1.0, float("nan")])
+    assert (known["logprob"], unknown["logprob"], unknown["bytes"]) == (-1.0, None, [195, 169])

@@ -1,0 +1,171 @@
+"""Out and in again: what a format holds comes back, and what it can't is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tapereel.cli import main
+from tapereel.finetune.interchange import FORMATS, read, write
+from tapereel.tapes import Status, ToolCalls
+from tapereel.tapes.console import Exit, UsageError
+from tapereel.tapes.steps import ToolResults
+from tapereel.tapes.store import Store
+from tapereel.tapes.verify import verify
+
+from .world import GROUPS, SIZE, lines, record, tapes_of, tokens_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("world") / "run")
+
+
+def there_and_back(run: Path, tmp_path: Path, format: str, ending: str = ".jsonl") -> Path:
+    write(tapes_of(run), tmp_path / f"out{ending}", format)
+    read(tmp_path / f"out{ending}", tmp_path / "back", format)
+    return tmp_path / "back"
+
+
+def nameless(value: Any) -> Any:
+    """Without the ids that every tape and call has of its own."""
+    if isinstance(value, dict):
+        return {k: nameless(v) for k, v in value.items() if k not in ("tape", "node_id", "id", "trajectory_id")}
+    return [nameless(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_came_in_goes_out_as_it_was(run: Path, tmp_path: Path, format: str) -> None:
+    back = there_and_back(run, tmp_path, format)
+    write(tapes_of(back), tmp_path / "again.jsonl", format)
+    assert nameless(lines(tmp_path / "again.jsonl")) == nameless(lines(tmp_path / "out.jsonl"))
+    assert lines(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_imported_tapes_are_ordinary_tapes(run: Path, tmp_path: Path, format: str) -> None:
+    back = there_and_back(run, tmp_path, format)
+    assert verify(back).exit_code == 0
+    with Store.open(back) as store:
+        assert store.books().closes
+        assert store.books().open == 0
+    assert main(["show", str(back)]) == Exit.HOLDS
+
+
+@pytest.mark.parametrize("format", ["openenv", "verifiers", "trl"])
+def test_training_reads_the_same_tokens(run: Path, tmp_path: Path, format: str) -> None:
+    there = [row for tape in tapes_of(run) if tape.begin.split == "train" for row in tokens_of(tape)]
+    back = [row for tape in tapes_of(there_and_back(run, tmp_path, format)) if tape.calls[0].prompt is not None
+            for row in tokens_of(tape)]  # fmt: skip
+    assert len(there) == GROUPS * SIZE
+    assert back == there
+    labelled = next(iter(tokens_of(tapes_of(run)[0])))
+    assert len(labelled[1]) < sum(len(call.completion or ()) for call in tapes_of(run)[0].calls), "a label is kept"
+
+
+@pytest.mark.parametrize("format", ["openenv", "verifiers"])
+def test_the_episode_comes_back_with_its_task_group_and_scores(run: Path, tmp_path: Path, format: str) -> None:
+    there, back = tapes_of(run), tapes_of(there_and_back(run, tmp_path, format))
+    for old, new in zip(there, back, strict=False):
+        assert (new.begin.task, new.begin.group, new.begin.attempt, new.begin.split, new.status, new.reward) == (
+            old.begin.task, old.begin.group, old.begin.attempt, old.begin.split, old.status,
+            pytest.approx(old.reward))  # fmt: skip
+        assert new.begin.agent.config == {"imported": format, "origin": old.id}
+
+
+@pytest.mark.parametrize("format", ["verifiers", "sft"])
+def test_calls_of_tools_come_back_as_calls(run: Path, tmp_path: Path, format: str) -> None:
+    tape = next(t for t in tapes_of(there_and_back(run, tmp_path, format)) if t.turns == 2 and t.begin.split == "eval")
+    (first, last), results = tape.actions, [s for s in tape if isinstance(s, ToolResults)]
+    assert isinstance(first, ToolCalls)
+    assert [(c.name, c.arguments) for c in first.calls] == [("roll", {"sides": 6})]
+    assert [r.content for r in results[0].results] == ["5"]
+    assert str(last) == "It is five."
+    assert [m["role"] for m in tape.messages(path="agent")][:2] == ["system", "user"]
+
+
+@pytest.mark.parametrize("format", ["trl", "sft", "preference"])
+def test_datasets_reads_both_kinds_of_file(run: Path, tmp_path: Path, format: str) -> None:
+    cache = str(tmp_path / "cache")
+    for ending, reader in ((".jsonl", Dataset.from_json), (".parquet", Dataset.from_parquet)):
+        write(tapes_of(run), tmp_path / f"set{ending}", format)
+        found: Any = reader(str(tmp_path / f"set{ending}"), cache_dir=cache)
+        assert len(found) == len(lines(tmp_path / "set.jsonl"))
+        assert set(found.column_names) == set(lines(tmp_path / "set.jsonl")[0])
+    read(tmp_path / "set.jsonl", tmp_path / "a", format)
+    read(tmp_path / "set.parquet", tmp_path / "b", format)
+    for one, other in zip(tapes_of(tmp_path / "a"), tapes_of(tmp_path / "b"), strict=True):
+        assert [call.model_dump(exclude={"tape", "call", "at", "base"}) for call in one.calls] == \
+            [call.model_dump(exclude={"tape", "call", "at", "base"}) for call in other.calls]  # fmt: skip
+        assert one.reward == other.reward
+
+
+def test_the_best_is_preferred_to_the_worst(run: Path, tmp_path: Path) -> None:
+    tapes = tapes_of(run)
+    done = write(tapes, tmp_path / "pairs.jsonl", "preference")
+    rewards = {g: [t.reward for t in tapes if t.begin.group == g] for g in ("g0", "g1")}
+    uneven = {g: found for g, found in rewards.items() if len(set(found)) > 1}
+    pairs = lines(tmp_path / "pairs.jsonl")
+    assert {pair["group"]: (pair["score_chosen"], pair["score_rejected"]) for pair in pairs} == {
+        g: (max(found), min(found)) for g, found in uneven.items()}  # type: ignore[type-var]
+    assert pairs
+    assert done.tapes + sum(done.left_out.values()) == len(tapes)
+
+
+def test_unknown_preferences_are_not_rewards(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "chosen": [{"role": "assistant", "content": "yes"}],
+           "rejected": [{"role": "assistant", "content": "no"}]}  # fmt: skip
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    read(tmp_path / "p.jsonl", tmp_path / "run", "preference")
+    chosen, rejected = tapes_of(tmp_path / "run")
+    found = [(r.name, r.value) for tape in (chosen, rejected) for r in tape.rewards]
+    assert found == [("preferred", 1.0), ("preferred", 0.0)]
+    assert chosen.begin.group == rejected.begin.group
+
+
+def test_foreign_rollouts_of_verifiers(tmp_path: Path) -> None:
+    """As verifiers writes them itself: without our facts, some with no tokens and no trajectory."""
+    call = json.dumps({"id": "c1", "name": "add", "arguments": '{"a": 2, "b": 2}'})
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "4"},
+            {"role": "assistant", "content": "4"}]  # fmt: skip
+    plain = {"example_id": 4, "prompt": [{"role": "user", "content": "2+2"}], "answer": "4", "reward": 1.0,
+             "completion": said, "metrics": {"exact": 1.0}, "is_completed": True, "is_truncated": False,
+             "info": {"source": "x"}}  # fmt: skip
+    failed = {**plain, "example_id": 5, "reward": 0.0, "error": {"error": "E", "error_chain_str": "it broke"}}
+    (tmp_path / "results.jsonl").write_text(f"{json.dumps(plain)}\n{json.dumps(failed)}\n")
+    assert read(tmp_path, tmp_path / "run", "verifiers").tapes == 2
+    first, second = tapes_of(tmp_path / "run")
+    assert (first.turns, first.reward, first.begin.group) == (2, 1.0, f"{tmp_path.stem}/4")
+    assert first.begin.task.private == {"answer": "4", "info": {"source": "x"}}
+    assert first.actions[0].calls[0].arguments == {"a": 2, "b": 2}  # type: ignore[attr-defined]
+    assert {r.name: r.weight for r in first.rewards} == {"reward": 1.0, "exact": 0.0}
+    assert (second.status, second.trains) == (Status.ERROR, False)
+
+
+def test_the_command_line_says_what_is_lost_and_left_out(run: Path, tmp_path: Path, capsys: Any) -> None:
+    out = str(tmp_path / "traces.jsonl")
+    assert main(["export", str(run), out, "--format", "openenv", "--json"]) == Exit.HOLDS
+    said = capsys.readouterr()
+    assert json.loads(said.out)["left_out"] == {"text without token ids": 1}
+    assert "1 tapes left out: text without token ids" in said.err
+    assert all(f"not in this format: {sentence}" in said.err for sentence in FORMATS["openenv"].loses)
+    words = ["import", out, str(tmp_path / "in"), "--format", "openenv", "--split", "demo", "--json"]
+    assert main(words) == Exit.HOLDS
+    assert json.loads(capsys.readouterr().out)["tapes"] == 6
+    assert {tape.begin.split for tape in tapes_of(tmp_path / "in")} == {"demo"}
+    assert main(words) == Exit.HOLDS, "into a run that is there"
+    assert len(tapes_of(tmp_path / "in")) == 12
+
+
+def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write([], tmp_path / "there.jsonl", "sft")
+    with pytest.raises(UsageError, match=r"the format openenv is written to \.jsonl"):
+        write([], tmp_path / "x.parquet", "openenv")
+    assert main(["export", str(run), str(tmp_path / "x.jsonl"), "--format", "sft", "--tokenizer", "t"]) == Exit.USAGE

@@ -1,0 +1,89 @@
+"""Tapes to exchange: sampled by a micro model over two turns, with calls of tools, with a label, and of text alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapereel.agents import ChatAgent, Completion, Request, ScriptedEngine, rollout
+from tapereel.agents.embedded import EmbeddedEngine
+from tapereel.envs.trl import TRLEnvironment, trl_row
+from tapereel.finetune.rows import rows
+from tapereel.tapes import Answer, Sampling, Tape, Task, ToolCalls
+from tapereel.tapes.records import Label
+from tapereel.tapes.store import Store
+
+from ..loop.lab import RENDERER, Letters, Speaker, model
+
+GROUPS, SIZE = 2, 3
+
+
+class Dice:
+    def reset(self, **_: Any) -> str:
+        return " Roll."
+
+    def roll(self, sides: int) -> int:
+        """Roll a die."""
+        return sides - 1
+
+    def get_reward(self) -> float:
+        return 0.5
+
+
+class Roller(ScriptedEngine):
+    """Calls the tool as an API does, then answers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: "It is five.")
+
+    async def complete(self, request: Request) -> Completion:
+        if any(m["role"] == "tool" for m in request.messages):
+            return await super().complete(request)
+        call = {"name": "roll", "arguments": json.dumps({"sides": 6})}
+        calls = ({"id": "call_0", "type": "function", "function": call},)
+        return Completion(text="", tool_calls=calls, finish="tool_calls")
+
+
+async def _record(store: Store) -> None:
+    engine = EmbeddedEngine(model(), RENDERER, version="base:0")
+    labelled = None
+    for group in range(GROUPS):
+        for attempt in range(SIZE):
+            tape = await rollout(Speaker(), Letters, Task(private="ab", bare=True, id="x"), engine=engine,
+                                 seed=10 * group + attempt, group=f"g{group}", attempt=attempt,
+                                 sampling=Sampling(max_tokens=3), journal=store.writer)  # fmt: skip
+            labelled = labelled or tape
+    assert labelled is not None
+    store.append_layer(Label(tape=labelled.id, call=labelled.calls[0].call, ranges=((0, 1),)))
+    agent = ChatAgent(actions=[ToolCalls], plain=Answer)
+    row = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Six sides."}]}
+    await rollout(agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="eval",
+                  journal=store.writer)  # fmt: skip
+    await store.writer.durable()
+
+
+def record(path: Path) -> Path:
+    """A run with six sampled tapes in two groups, and one of text with a call of a tool."""
+    with Store.create(path, durability="os") as store:
+        asyncio.run(_record(store))
+    return path
+
+
+def tapes_of(path: Path) -> list[Tape]:
+    with Store.open(path) as store:
+        return list(store.tapes(closed=True))
+
+
+def tokens_of(tape: Tape) -> Iterator[tuple[Any, ...]]:
+    """What training would read: ids, own positions and log-probs of each row."""
+    for row in rows(tape):
+        yield row.input_ids.tolist(), row.own.tolist(), np.round(row.old.astype(float), 6).tolist()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,78 @@
+"""Training adapters with servers: what is published, checkpointed and derived again. What the server says is made up;
+tests/contract has the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.finetune.reproduce import reproduce
+from tapereel.finetune.train import TrainConfig, train
+
+from ..agents.faulty import FaultyServer
+from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextmanager
+def served(server: FaultyServer) -> Iterator[str]:
+    """The server in a thread of its own; its address."""
+    urls: list[str] = []
+    up, done = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with server.up() as url:
+            urls.append(url)
+            up.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert up.wait(30)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(30)
+        loop.close()
+
+
+def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again(tmp_path: Path) -> None:
+    folder, server = tmp_path / "model", FaultyServer()
+    model().save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+    with served(server) as url:
+        scene: dict[str, Any] = {
+            "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
+            "tasks": ("a", "b", "c", "d"), "evaluation": {"fraction": 0.25},
+            "engine": {"kind": "vllm", "model": str(folder), "urls": [url], "weights_folder": str(tmp_path / "weights"),
+                       "publish": "lora", "lora": {"rank": 2, "alpha": 4}},
+        }  # fmt: skip
+        with pytest.raises(ValueError, match=r"loop\.publish=reprefill can't be done with adapters"):
+            TrainConfig(**scene, loop=settings_of())
+        # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
+        loop = settings_of(updates=3, max_lag=0, publish="drain", sampler_tolerance=None, recipe="reinforce_plain")
+        config = TrainConfig(**scene, loop=loop)
+        summary = train(config, tmp_path / "run")
+        resumed = train(config, tmp_path / "run", resume=True)
+    assert (summary.updates, summary.books_close, resumed.updates) == (3, True, 3)
+    assert_books_close(tmp_path / "run")
+    assert "/collective_rpc" not in server.control, "the base is never touched"
+    loaded = [body["lora_name"] for route, body in server.told if route == "/v1/load_lora_adapter"]
+    assert loaded == [f"{summary.lineage}:{k}" for k in range(4)]
+    assert {body["model"] for body in server.asked} <= set(loaded)
+    assert sorted(path.name for path in Path(summary.model).glob("adapter_*")) == ["adapter_config.json",
+                                                                                   "adapter_model.safetensors"]
+    about = json.loads((Path(summary.model) / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(folder)
+    again = reproduce(tmp_path / "run")
+    assert again.outcome == "verified", again

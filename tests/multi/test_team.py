@@ -1,0 +1,47 @@
+"""A team of engines: the path of who asks decides who answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
+from tapereel.agents.multi import BadTeam, TeamEngine
+from tapereel.agents.render import Renderer
+from tapereel.agents.tiny import char_tokenizer
+from tapereel.tapes import Sampling
+
+from .duet import ALTO, BASS, Duet, Score
+
+
+def asked(team: TeamEngine, path: str) -> str | None:
+    request = Request(messages=[{"role": "user", "content": "a"}], prompt=None, sampling=Sampling(), seed=0, path=path)
+    return asyncio.run(team.complete(request)).text
+
+
+def test_the_path_decides_and_the_nearest_above_stands_in() -> None:
+    team = TeamEngine({"pair": ScriptedEngine(lambda _: "anyone"), "pair/white": ScriptedEngine(lambda _: "white")})
+    assert asked(team, "pair/white") == "white"
+    assert asked(team, "pair/white/helper") == "white"
+    assert asked(team, "pair/black") == "anyone"
+    assert asked(team, "pair") == "anyone"
+    with pytest.raises(EngineError, match="no engine speaks for the agent 'other/white'; there are some for 'pair'"):
+        asked(team, "other/white")
+
+
+def test_engines_that_write_differently_are_refused() -> None:
+    one, other = (ScriptedEngine(lambda _: "a", renderer=Renderer(char_tokenizer(w))) for w in ("ab", "abc"))
+    with pytest.raises(BadTeam, match="different tokenizers or chat templates"):
+        TeamEngine({"a": one, "b": other})
+    with pytest.raises(BadTeam, match="without engines"):
+        TeamEngine({})
+    with pytest.raises(BadTeam, match="lead is 'c', the engines are those of 'a', 'b'"):
+        TeamEngine({"a": one, "b": one}, lead="c")
+
+
+def test_both_are_on_one_tape_each_under_its_path() -> None:
+    team = TeamEngine({ALTO: ScriptedEngine(lambda _: "b"), BASS: ScriptedEngine(lambda _: "c")})
+    tape = asyncio.run(rollout(Duet(), Score(), "b", engine=team))
+    assert [(call.by, call.text) for call in tape.calls] == [(ALTO, "b"), (BASS, "c"), ("duet", "b-c")]
+    assert {reward.name: reward.value for reward in tape.rewards} == {f"right@{ALTO}": 1.0, f"right@{BASS}": 0.0}

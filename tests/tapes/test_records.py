@@ -1,0 +1,35 @@
+"""What a record's body leaves out, and that it leaves out nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+
+from tapereel.tapes.records import Begin, Call, Identity, Sampling, Task, parse_record
+
+ALIKE: dict[str, Any] = {"a": 1, "first_temperature": None, "conversation": "", "b": 2}
+"""Names that a body leaves out, where they are somebody's data."""
+
+
+def call(**fields: Any) -> Call:
+    return Call(tape="t", call="t.1", by="agent", at=1.0, **fields)
+
+
+@pytest.mark.parametrize("record", [
+    call(messages=({"role": "user", "content": "x", "more": ALIKE},)),
+    call(sampling=Sampling(extra=ALIKE)),
+    call(sampling=Sampling(extra=ALIKE, first_temperature=10.0), conversation="main"),
+    call(tool_calls=({"function": ALIKE},), sampling=Sampling(extra=ALIKE)),
+    call(),
+    Begin(tape="t", task=Task(public=ALIKE), task_hash=Task(public=ALIKE).hash, agent=Identity(name="a"),
+          env=Identity(name="e"), env_seed=1, seed=2, split="train", at=1.0, sampling=Sampling(extra=ALIKE)),
+], ids=["message", "extra", "told", "tool call", "plain", "task"])  # fmt: skip
+def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: Call | Begin) -> None:
+    body = record.body()
+    assert parse_record(body) == record
+    plain = from_json(body)
+    assert ("conversation" in plain) == bool(isinstance(record, Call) and record.conversation)
+    assert record.sampling is not None
+    assert ("first_temperature" in plain["sampling"]) == (record.sampling.first_temperature is not None)
