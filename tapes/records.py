@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, Ty
 from pydantic_core import to_json
 
 from .arrays import Floats, Ints
+from .sampling import Sampling
 from .steps import Role, Step, Unknown, read_step
 
 SCHEMA = "tapereel/1"
@@ -139,32 +140,6 @@ class Parent(BaseModel):
     unverified: str | None = None
     """Why the prefix couldn't be verified, where somebody went on from it all the same. None: it was, or nothing is
     told."""
-
-
-class Sampling(BaseModel):
-    """How a completion was drawn. `old` log-probs are log softmax(logits / temperature) of the sampled id."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    temperature: float = 1.0
-    """0 is greedy: never RL data; its recorded log-probs are those at temperature 1."""
-    max_tokens: int = 512
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-    extra: dict[str, JsonValue] = {}
-    """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL, but for `stop`, the
-    texts that end an answer, which change no token's chance."""
-    first_temperature: float | None = Field(default=None, gt=0)
-    """Of the first token (FIRE: 10 is usual), whose log-prob is then the one at this temperature. None: as the rest."""
-
-    @property
-    def exact(self) -> bool:
-        """True when the recorded log-probs are those of the distribution that was sampled from."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
-
-    def temperature_at(self, position: int) -> float:
-        """Of the token at that position of the completion."""
-        return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
 
 
 class Begin(Record):
