@@ -62,7 +62,7 @@ def ask(sampling: Sampling, on_partial: Callable[[Completion], None] | None = No
                    on_partial=on_partial)  # fmt: skip
 
 
-@pytest.mark.ledger("F16")
+@pytest.mark.ledger("F16", "T41")
 @pytest.mark.parametrize("case", LEDGER["fire"], ids=lambda case: case["name"])
 def test_the_first_token_is_hot_and_the_rest_is_not(case: dict[str, Any]) -> None:
     engine = Parts(case["first"], case["rest"])

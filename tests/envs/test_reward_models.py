@@ -164,6 +164,35 @@ def test_a_model_that_fails_twice_is_asked_again_and_then_scores_everybody(serve
     assert (model.tries, model.wait) == (row["tries"], row["wait"])
 
 
+@pytest.mark.ledger("T52")
+def test_waiting_between_tries_grows_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch):
+    samples = [sample_of(tapes(["a"])[0])]
+    real, pauses, others = asyncio.sleep, [], []
+
+    async def noted(seconds: float) -> None:
+        if seconds:
+            pauses.append(seconds)
+        others.append(len(pauses))
+        await real(0)
+
+    async def meanwhile() -> None:
+        for _ in range(1000):
+            await real(0)
+            others.append(-1)
+
+    async def both() -> None:
+        asking = asyncio.create_task(HttpReward("http://127.0.0.1:1/").score(samples))
+        await meanwhile()
+        await asking
+
+    monkeypatch.setattr(remote.asyncio, "sleep", noted)
+    with pytest.raises(remote.RewardServerFailed, match="5 tries"):
+        asyncio.run(both())
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    first, last = others.index(1), others.index(4)
+    assert -1 in others[first:last], "others went on while it waited"
+
+
 @pytest.mark.ledger("F24")
 @pytest.mark.parametrize(("mode", "says"), [
     ("down", "gave no answer in 2 tries; the last one: HTTP 503: 'no luck'"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent
+from tapereel.agents import LLM, Agent, Limits
 from tapereel.agents.embedded import EmbeddedEngine
 from tapereel.agents.render import Renderer
 from tapereel.agents.tiny import char_tokenizer, tiny_model
@@ -71,7 +71,7 @@ class Asker(Agent):
 
 def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
     server = McpServer.stdio(sys.executable, str(SERVER), "stdio", shared=True, effect="pure", only=["code_of"])
-    config = settings_of(updates=updates, groups=8, group_size=8)
+    config = settings_of(updates=updates, groups=8, group_size=8, limits=Limits(turns=2, seconds=60.0))
     policy = tiny_model(WORDS, "micro", seed=seed, context=64)
 
     def make(phase: str) -> Trainer:
@@ -108,4 +108,4 @@ def test_episodes_with_a_tool_of_another_process_are_trained_on(tmp_path: Path) 
 def test_reward_climbs_by_asking_and_by_saying_what_was_answered(tmp_path: Path, seed: int) -> None:
     batches = taught(tmp_path / "run", seed, 48)
     assert climbed(batches) > 3
-    assert statistics.fmean(late(batches)) > 0.2, "to ask and not to answer earns 0.1, to answer unasked nothing"
+    assert statistics.fmean(late(batches)) > 0.15, "to ask and not to answer earns 0.1, to answer unasked nothing"
