@@ -253,8 +253,8 @@ class Index:
                 row["reward"] = (row["reward"] or 0.0) + float(weight * value)
         elif t == "end":
             body = read_body(line.body)
-            end = {"status": body.get("status"), "ended": body.get("at"), "cause": (body.get("cause") or {}).get("type")}
-            row.update(_stores(end))
+            cause = (body.get("cause") or {}).get("type")
+            row.update(_stores({"status": body.get("status"), "ended": body.get("at"), "cause": cause}))
 
     def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
         task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
