@@ -64,6 +64,11 @@ class TeamEngine:
         """Sums over the engines."""
         return TeamStats(sum(engine.stats.busy_seconds for engine in self._distinct if hasattr(engine, "stats")))  # type: ignore[attr-defined]
 
+    @property
+    def changing(self) -> bool:
+        """Whether the weights of one of them are being exchanged."""
+        return any(getattr(engine, "changing", False) for engine in self._distinct)
+
     def of(self, path: str) -> Engine:
         """The engine that speaks for the agent at `path`. EngineError where nobody does."""
         above = path

@@ -29,6 +29,25 @@ async def program(task: str, endpoint: Endpoint) -> str:
         return await spell(task, client)
 
 
+async def framework(task: str, endpoint: Endpoint) -> str:
+    """The same by an agent of pydantic-ai, which keeps the conversation. An answer without a letter is its own fault."""
+    from pydantic_ai import Agent, UnexpectedModelBehavior
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    said, history = "", []
+    async with AsyncOpenAI(**endpoint._asdict(), http_client=httpx.AsyncClient(verify=False)) as client:
+        agent = Agent(OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client)))
+        for letter in task:
+            try:
+                found = await agent.run(letter, message_history=history)
+            except UnexpectedModelBehavior:
+                break
+            history = found.all_messages()
+            said += found.output[:1]
+    return said
+
+
 class Spelling(Environment[Answer]):
     """A word is to be said letter by letter; each right letter earns its share."""
 
@@ -84,6 +103,8 @@ def test_what_a_helper_says_is_context_and_never_trained_on(tmp_path: Path):
 
 @pytest.mark.learning
 @pytest.mark.timeout(900)
-def test_a_program_that_knows_only_openai_learns(tmp_path: Path):
-    rewards = [report.reward for report in train(tmp_path, updates=24, groups=6, group_size=8)]
+@pytest.mark.parametrize("function", [program, framework], ids=["openai", "pydantic-ai"])
+def test_a_program_that_knows_nothing_of_tapes_learns(tmp_path: Path, function: Any):
+    rewards = [report.reward for report in train(tmp_path, function, updates=24, groups=6, group_size=8)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
+    assert_books_close(tmp_path)

@@ -45,3 +45,15 @@ def test_both_are_on_one_tape_each_under_its_path() -> None:
     tape = asyncio.run(rollout(Duet(), Score(), "b", engine=team))
     assert [(call.by, call.text) for call in tape.calls] == [(ALTO, "b"), (BASS, "c"), ("duet", "b-c")]
     assert {reward.name: reward.value for reward in tape.rewards} == {f"right@{ALTO}": 1.0, f"right@{BASS}": 0.0}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_while_one_changes_its_weights_the_team_does(which: int) -> None:
+    class Changes(ScriptedEngine):
+        changing = False
+
+    engines = [Changes(lambda _: "a"), Changes(lambda _: "a")]
+    team = TeamEngine({"a": engines[0], "b": engines[1], "c": ScriptedEngine(lambda _: "a")})
+    assert not team.changing
+    engines[which].changing = True
+    assert team.changing
