@@ -30,7 +30,7 @@ async def program(task: str, endpoint: Endpoint) -> str:
 
 
 async def framework(task: str, endpoint: Endpoint) -> str:
-    """The same by an agent of pydantic-ai, which keeps the conversation. An answer without a letter is its own fault."""
+    """The same by an agent of pydantic-ai, which keeps the conversation; an answer without a letter ends it."""
     from pydantic_ai import Agent, UnexpectedModelBehavior
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
