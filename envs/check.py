@@ -7,7 +7,10 @@ environment's fault, and never waits for ever. It knows nothing of agents, model
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -35,8 +38,11 @@ CHECKS = {
     "concurrency": "instances don't disturb each other",
     "restore": "a tape's prefix brings a fresh instance to where the tape was",
     "cancellation": "a call that is cancelled stops",
+    "leaks": "an episode that is closed leaves no task, thread or open file behind",
 }
 """Check -> what holds when it is ok."""
+_MORE = 4
+"""Episodes that are played to see what they leave behind."""
 
 
 class Report(BaseModel):
@@ -162,13 +168,14 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
     """What needs more episodes than the first ones."""
     again = ("determinism", "concurrency", "restore")
+    after = (*again, "cancellation", "leaks")
     whole = [(k, play) for k, play in enumerate(plays) if play.status is not None]
     if probe.effect == "irreversible":
-        skipped |= dict.fromkeys((*again, "cancellation"), "the environment is irreversible")
+        skipped |= dict.fromkeys(after, "the environment is irreversible")
     elif not whole:
-        skipped |= dict.fromkeys((*again, "cancellation"), "no episode came to its end")
+        skipped |= dict.fromkeys(after, "no episode came to its end")
     elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
-        skipped |= dict.fromkeys((*again, "cancellation"), "steps that can't be written can't be compared")
+        skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
     else:
         _check_determinism(probe, whole)
         if any(finding.check == "determinism" for finding in probe.findings):
@@ -180,6 +187,7 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
             skipped["cancellation"] = "a call in a thread can't be cancelled"
         elif not _check_cancellation(probe, *whole[0]):
             skipped["cancellation"] = "no call ever waits, so there is nothing to cancel"
+        _check_leaks(probe, *whole[0])
     probe.run(lambda: probe.close(probe.unused))
 
 
@@ -205,6 +213,36 @@ def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
         if difference:
             probe.found("concurrency", f"beside other instances the episode went otherwise: {difference}; keep state "
                         "on the instance, not on its class, its module or a shared object")  # fmt: skip
+
+
+def _check_leaks(probe: Probe, k: int, play: Play) -> None:
+    """What grows by one or more with every episode is left behind by it; once is a cache, and nobody's fault."""
+
+    async def several() -> tuple[dict[str, int], dict[str, int]]:
+        await _replayed(probe, k, play)()
+        before = await _held()
+        for _ in range(_MORE):
+            await _replayed(probe, k, play)()
+        return before, await _held()
+
+    ((before, after),) = probe.run(several)
+    for what, n in after.items():
+        if n - before[what] >= _MORE:
+            probe.found("leaks", f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long training "
+                        "run would have no more of them: end them in `close`")  # fmt: skip
+
+
+async def _held() -> dict[str, int]:
+    """What this process has open now, and this event loop."""
+    for _ in range(3):  # what was told to end comes to it
+        await asyncio.sleep(0)
+    gc.collect()
+    return {"tasks": len(asyncio.all_tasks()), "threads": threading.active_count(), "open files": _open_files()}
+
+
+def _open_files() -> int:
+    """0 where the system doesn't list them."""
+    return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
 
 
 def _difference(a: Play, b: Play) -> str | None:

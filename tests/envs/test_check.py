@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -224,6 +226,41 @@ class MangledCancellation(Dice):
             raise RuntimeError("can't stop now") from None
 
 
+class LeavesATask(Dice):
+    async def reset(self, task: int) -> Roll:
+        self.waiting = asyncio.create_task(asyncio.Event().wait())
+        return await super().reset(task)
+
+
+class LeavesAFile(Dice):
+    async def reset(self, task: int) -> Roll:
+        self.read, self.write = os.pipe()
+        return await super().reset(task)
+
+    async def close(self) -> None:
+        LEFT.append((self.read, self.write)) if hasattr(self, "read") else None
+
+
+class LeavesAThread(Dice):
+    async def reset(self, task: int) -> Roll:
+        threading.Thread(target=END.wait, daemon=True).start()
+        return await super().reset(task)
+
+
+END = threading.Event()
+LEFT: list[tuple[int, int]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    END.clear()
+    yield
+    END.set()
+    while LEFT:
+        for end in LEFT.pop():
+            os.close(end)
+
+
 BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
     RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
@@ -247,6 +284,9 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode went on otherwise", None),
     RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
     SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished as if nothing", None),
+    LeavesATask: ("leaks", "4 episodes left 4 tasks behind after `close`", None),
+    LeavesAFile: ("leaks", "4 episodes left 8 open files behind after `close`", None),
+    LeavesAThread: ("leaks", "4 episodes left 4 threads behind after `close`", None),
     MangledCancellation: ("cancellation", "MangledCancellation.reset was cancelled and raised RuntimeError", None),
 }
 
@@ -392,9 +432,10 @@ def test_a_declared_blocking_environment_is_played_in_threads():
     assert report.checks["cancellation"] == "skipped: a call in a thread can't be cancelled"
     assert report.checks["concurrency"] == "ok"
     stepped = [one for one in threads if one]
-    assert len(stepped) == 3 + 3 + 3 + 1  # first plays, again, beside each other, restored
+    apart = stepped[: 3 + 3 + 3 + 1]  # first plays, again, beside each other, restored; the rest one after the other
+    assert len(stepped) == len(apart) + 5
     assert all(len(one) == 1 for one in stepped)
-    assert len(set.union(*stepped)) == len(stepped), "each instance has a thread of its own"
+    assert len(set.union(*apart)) == len(apart), "each instance has a thread of its own"
     assert threading.current_thread() not in set.union(*stepped)
 
 
@@ -436,7 +477,7 @@ def test_an_irreversible_environment_is_played_once():
 
     report = _check(Sends, tasks=[1, 2])
     assert len(steps) == report.turns == 6
-    for check in ("determinism", "concurrency", "restore", "cancellation"):
+    for check in ("determinism", "concurrency", "restore", "cancellation", "leaks"):
         assert report.checks[check] == "skipped: the environment is irreversible"
 
 
