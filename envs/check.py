@@ -228,8 +228,8 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
     ((before, after),) = probe.run(several)
     for what, n in after.items():
         if n - before[what] >= _MORE:
-            probe.found("leaks", f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long training "
-                        "run would have no more of them: end them in `close`")  # fmt: skip
+            probe.found("leaks", f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long "
+                        "training run would have no more of them: end them in `close`")  # fmt: skip
 
 
 async def _held() -> dict[str, int]:
