@@ -14,6 +14,9 @@ from .lab import ROOT
 
 SMALL = ["--set", "loop.updates=2", "--set", "loop.groups=2", "--set", "loop.group_size=4"]
 
+SERVES = ("view", "serve-env")
+"""Until they are ended, which tests of their own do."""
+
 
 def commands(document: str) -> list[list[str]]:
     text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
@@ -29,7 +32,7 @@ def test_the_commands_run(document: str, model: str, tmp_path: Path, monkeypatch
     for program, *words in commands(document):
         if program == "python" or words[0] == "demo":  # the model is there; the demo has tests of its own
             continue
-        if words[0] == "view" and "--out" not in words:  # serves until it is ended, which tests/view does
+        if words[0] in SERVES and "--out" not in words:
             continue
         here = [made.get(word, re.sub(r"(^|=)runs/", rf"\1{tmp_path}/", word)) for word in words]
         assert program == "tapereel"
