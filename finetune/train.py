@@ -8,7 +8,7 @@ from the tapes, and rollouts that are on tape are used.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ try:
     from .config import LoopConfig, ProcessesConfig, WarmStartConfig
     from .crew import Crew, launched
     from .curves import held_out_levels, reward_curve
+    from .drawing import RATES, CurriculumConfig, drawn, rates_of
     from .history import BrokenHistory
     from .loop import UpdateReport, check_recipe
     from .phases import Phases
@@ -120,6 +121,8 @@ class TrainConfig(Scene):
     seed: int = 0
     loop: LoopConfig = LoopConfig()
     warm: ImitationConfig | None = None
+    curriculum: CurriculumConfig | None = None
+    """Draw tasks by how hard they are; None: each in turn."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
     """Of a run that `accelerate launch` or `torchrun` started several times over; without them it says nothing."""
@@ -217,11 +220,15 @@ class _Run:
         self.renderer = config.engine.renderer.make(self.policy.tokenizer)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.crew = Crew(ranks, self.policy.model, phases.trainer)
+        self.rates: dict[str, list[int]] | None = None
 
     def lead(self, resume: bool) -> TrainSummary:
         """All that one process does alone, and rank 0 of several."""
         if not (self.out / CONFIG).exists():
             self.tapes_to_imitate()
+            if self.config.curriculum is not None:
+                self.rates = rates_of(self.config.curriculum, self.train_tasks)
+                drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
         free = ("engine.threads", "processes", "trackers")
         with open_run(self.out, self.config, resume=resume, begin=new_results, free=free) as directory:
@@ -241,9 +248,20 @@ class _Run:
             crew=self.crew,
         )  # fmt: skip
         tapes = training.shown = self._imitated(directory)
+        training.draw = self._drawn(directory)
         training.restore()
         training.imitate(tapes, training.history.from_store)
         asyncio.run(self._improve(directory))
+
+    def _drawn(self, directory: RunDir) -> Callable[[int], Task] | None:
+        """How the curriculum draws: by the rates that the run began with."""
+        config = self.config.curriculum
+        if config is None:
+            return None
+        if RATES not in directory.results:
+            directory.results[RATES] = self.rates or rates_of(config, self.train_tasks)
+            directory.save()
+        return drawn(config, self.train_tasks, directory.results[RATES], self.config.seed)
 
     def _same_model(self, directory: RunDir) -> None:
         digest = weights_digest(self.policy.model.state_dict())

@@ -85,6 +85,8 @@ class Training:
     """Tapes in the run that the loop may imitate beside its rollouts."""
     crew: Crew | None = None
     """The processes that compute its updates; None: this one alone."""
+    draw: Callable[[int], Task] | None = None
+    """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that follows from the seed."""
     servers: Callable[[], Awaitable[RemoteEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process does."""
 
@@ -223,8 +225,8 @@ class Training:
 
         loop = Loop(
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
-            tasks=lambda k: self.train_tasks[order[k % len(order)]], recipe=self.recipe, shown=self.shown,
-            seed=self.seed, start=start, on_update=report, stop=stop,
+            tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]), recipe=self.recipe,
+            shown=self.shown, seed=self.seed, start=start, on_update=report, stop=stop,
         )  # fmt: skip
         try:
             await loop.run()

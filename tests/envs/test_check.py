@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -226,41 +224,6 @@ class MangledCancellation(Dice):
             raise RuntimeError("can't stop now") from None
 
 
-class LeavesATask(Dice):
-    async def reset(self, task: int) -> Roll:
-        self.waiting = asyncio.create_task(asyncio.Event().wait())
-        return await super().reset(task)
-
-
-class LeavesAFile(Dice):
-    async def reset(self, task: int) -> Roll:
-        self.read, self.write = os.pipe()
-        return await super().reset(task)
-
-    async def close(self) -> None:
-        LEFT.append((self.read, self.write)) if hasattr(self, "read") else None
-
-
-class LeavesAThread(Dice):
-    async def reset(self, task: int) -> Roll:
-        threading.Thread(target=END.wait, daemon=True).start()
-        return await super().reset(task)
-
-
-END = threading.Event()
-LEFT: list[tuple[int, int]] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    END.clear()
-    yield
-    END.set()
-    while LEFT:
-        for end in LEFT.pop():
-            os.close(end)
-
-
 BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
     RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
@@ -284,9 +247,6 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode went on otherwise", None),
     RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
     SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished as if nothing", None),
-    LeavesATask: ("leaks", "4 episodes left 4 tasks behind after `close`", None),
-    LeavesAFile: ("leaks", "4 episodes left 8 open files behind after `close`", None),
-    LeavesAThread: ("leaks", "4 episodes left 4 threads behind after `close`", None),
     MangledCancellation: ("cancellation", "MangledCancellation.reset was cancelled and raised RuntimeError", None),
 }
 
