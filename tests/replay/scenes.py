@@ -7,13 +7,14 @@ Run in a process of its own for each example, as `python -m tests.replay.scenes 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents import Agent, ScriptedEngine, rollout
+from tapereel.agents import Agent, Request, ScriptedEngine, rollout
 from tapereel.agents.replaying import replay
 from tapereel.envs import Environment
 from tapereel.envs.named import load_named
@@ -62,8 +63,30 @@ def gymnasium_blackjack() -> Scene:
     return player, lambda: gym("Blackjack-v1"), tapes
 
 
-SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo,
-          "gymnasium_blackjack.py": gymnasium_blackjack}  # fmt: skip
+def mcp_agent() -> Scene:
+    def looks_it_up(request: Request) -> str:
+        last = request.messages[-1]
+        if last["role"] == "tool":
+            return str(last["content"])
+        call = {"name": "lookup", "arguments": {"word": str(last["content"]).split(" of ")[1].split("?")[0]}}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    asker, env = named("mcp_agent.py", "asker"), named("mcp_agent.py", "Codes")
+    tasks = [*named("mcp_agent.py", "tasks")()] * 4
+    return asker, env, asyncio.run(played(asker, env, tasks, ScriptedEngine(looks_it_up)))
+
+
+def two_agents() -> Scene:
+    team, env = named("two_agents.py", "TeamEngine"), named("two_agents.py", "Hidden")
+    engines = {named("two_agents.py", "GUIDE"): ScriptedEngine(lambda request: request.messages[-1]["content"].upper()),
+               named("two_agents.py", "SEEKER"): ScriptedEngine(lambda request: "abcd"[request.seed % 4])}
+    pair = named("two_agents.py", "Pair")()
+    return pair, env, asyncio.run(played(pair, env, "abcd" * 3, team(engines)))
+
+
+SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo, "mcp_agent.py": mcp_agent,
+          "gymnasium_blackjack.py": gymnasium_blackjack, "two_agents.py": two_agents}  # fmt: skip
+"""The gateway's programs replay in tests/gateway."""
 
 
 def main(name: str) -> None:

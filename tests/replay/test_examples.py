@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("name", SCENES)
 def test_an_example_replays_and_is_executed_again(name: str):
-    pytest.importorskip("torch" if name == "flat_grpo.py" else "gymnasium")
+    for needed in ("torch", "gymnasium", "mcp"):
+        pytest.importorskip(needed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "tests.replay.scenes", name], cwd=ROOT, env=environment,
                           capture_output=True, text=True)  # fmt: skip
@@ -26,4 +28,4 @@ def test_an_example_replays_and_is_executed_again(name: str):
 
 def test_each_example_with_an_agent_is_here():
     texts = {path.name: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
-    assert {name for name, text in texts.items() if "rollout(" in text or "@agent" in text} == set(SCENES)
+    assert {name for name, text in texts.items() if re.search(r"rollout\(|@agent|\(Agent\)", text)} == set(SCENES)
