@@ -262,7 +262,7 @@ class Index:
             "id": tape, "segment": segment, "n": n, "split": body.get("split", ""),
             "task_hash": body.get("task_hash", ""),
             "task": task.get("id", ""), "group_id": body.get("group"), "attempt": body.get("attempt"),
-            "agent": agent.get("name"), "env": env.get("name"), "effect": env.get("effect"),
+            "agent": agent.get("name", ""), "env": env.get("name", ""), "effect": env.get("effect"),
             "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
             "ended": None, "reward": None, "calls": 0, "actions": 0, "sampled": 0,
         }  # fmt: skip

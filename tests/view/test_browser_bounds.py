@@ -23,8 +23,9 @@ def test_hostile_text_runs_nothing_and_breaks_nothing(page, tmp_path: Path):
     with served(hostile_run(tmp_path / "run")) as server:
         page.goto(server.url)
         page.wait_for_selector(".trow[data-tape]")
-        assert "<script>window.pwned = 1</script>" in page.locator(".c-task").last.inner_text()
-        page.locator(".trow[data-tape] .c-status").click()
+        row = page.locator(".trow[data-tape=hostile]")
+        assert "<script>window.pwned = 1</script>" in row.locator(".c-task").inner_text()
+        row.locator(".c-status").click()
         page.wait_for_selector("article.observation")
         whole = page.locator("article.observation").first.inner_text()
         assert '<img src=x onerror="window.pwned = 1"> [a](javascript:pwned)' in whole
@@ -38,6 +39,8 @@ def test_hostile_text_runs_nothing_and_breaks_nothing(page, tmp_path: Path):
             text = page.locator("main").evaluate("main => main.textContent")
             assert not any(c in text for c in "\u202e\u202c\x1b\u200b\ufeff\ud800")
         assert (kinds.count("hole"), kinds[-1]) == (3, "end")
+        page.goto(f"{server.url}#/tape/unreadable")
+        page.locator("article.hole", has_text="this record can't be read").wait_for()
         page.goto(f"{server.url}#/tape/hostile/call/hostile.1")
         for tab in ("Request", "Changes", "Tokens", "Training"):
             page.get_by_role("tab", name=tab).click()

@@ -96,7 +96,7 @@ T.count = (value) => (value === null || value === undefined ? "–" : Number(val
 
 T.time = (seconds) => {
   const read = new Date(Number(seconds) * 1000);
-  if (Number.isNaN(read.getTime())) return "–";
+  if (seconds === null || Number.isNaN(read.getTime())) return "–";
   const two = (value) => String(value).padStart(2, "0");
   return `${read.getFullYear()}-${two(read.getMonth() + 1)}-${two(read.getDate())} ` +
     `${two(read.getHours())}:${two(read.getMinutes())}:${two(read.getSeconds())}`;
