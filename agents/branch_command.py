@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ..envs.base import Environment
 from ..envs.reexec_command import own_environment
+from ..envs.rewards import load_rewards, rewarded
 from ..tapes import Sampling, Tape
 from ..tapes.config import Config, load_config
 from ..tapes.console import Exit, UsageError, answer, number, safe, say, table
@@ -115,10 +116,13 @@ def _scene(args: argparse.Namespace, store: Store) -> _Scene:
     begin = store.tape(args.tape).begin
     import_steps(args.run)
     agent = recorded_agent(args.run, args.agent, begin.agent)
-    name = args.env or recorded_settings(args.run).get(("env",))
+    settings = recorded_settings(args.run)
+    name = args.env or settings.get(("env",))
     env = load_env(name) if isinstance(name, str) else own_environment(begin.env)
     if env is None:
         raise UsageError(f"which environment? {begin.tape} was recorded in {begin.env.cls}: give --env module:name")
+    rewards = load_rewards(settings.get(("rewards",)) or ())
+    env = env if rewards is None else rewarded(env, rewards)
     tape = store.tape(args.tape)  # again: what defines its steps is imported now
     try:
         cut(tape, args.at)

@@ -246,6 +246,21 @@ def ids(run: Path, **where: Any) -> list[str]:
         return [summary.id for summary in store.summaries(**where)]
 
 
+def test_what_scored_the_run_scores_its_branches(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    score = tmp_path / "score.py"
+    score.write_text("def reward_func(queries, prompts, labels):\n    return [float(len(q)) for q in queries]\n")
+    run = tmp_path / "run"
+    words = ["run", "--agent", f"{HERE}:Speaker", "--env", f"{HERE}:Counting", "--out", str(run)]
+    assert main([*words, *settings(f"engine.policy={HERE}:word", "tasks=[3]", f'rewards=["{score}"]')]) == 0
+    capsys.readouterr()
+    (first,) = ids(run)
+    child = answer_of(capsys, "branch", str(run), first, "--at", "1")["tapes"][0]["id"]
+    with Store.open(run) as store:
+        alone = {reward.name: reward.value for reward in store.tape(first).rewards}
+        assert len(alone) > 1
+        assert {reward.name: reward.value for reward in store.tape(child).rewards} == alone
+
+
 def test_the_verb_goes_on_records_it_in_the_run_and_draws_the_tree(recorded: Path, capsys: pytest.CaptureFixture[str]):
     first = ids(recorded)[0]
     capsys.readouterr()
