@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import signal
 import webbrowser
 from pathlib import Path
 from typing import Any
 
 from ..tapes.console import Exit, UsageError, answer, say
+from ..tapes.stopping import told_to_end
 from ..tapes.view import RunView
 
 EXAMPLE = """
@@ -57,11 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, server: Any) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # no such signals here: Ctrl-C still ends it
-            loop.add_signal_handler(name, stop.set)
+    stop = told_to_end()
     async with server.serving(args.port):
         answer(args, {"url": server.url, "run": str(args.run)}, server.url)
         say("press Ctrl-C to stop")

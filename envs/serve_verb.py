@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..tapes.console import Exit, UsageError, answer, say
+from ..tapes.stopping import told_to_end
 from .named import load_named
 
 if TYPE_CHECKING:
@@ -98,11 +98,7 @@ def _tasks(text: str | None) -> Sequence[Any] | None:
 
 
 async def _serve(args: argparse.Namespace, service: Service) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # no such signals here: Ctrl-C still ends it
-            loop.add_signal_handler(name, stop.set)
+    stop = told_to_end()
     async with service.serving(args.port):
         answer(args, {"url": service.url, "environment": service.declared.name, "places": service.limits.sessions},
                f"{service.declared.name} at {service.url}, {service.limits.sessions} episodes at once")  # fmt: skip

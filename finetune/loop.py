@@ -15,7 +15,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..agents import Agent
 from ..agents.llm import derive_seed
@@ -63,12 +63,6 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
                         f"loop.demonstrations is {config.demonstrations}"
                         f"{f' and {shown} tapes are there to be imitated' if short else ''}: give all of them (a warm "
                         "start brings tapes) or none")
-
-
-class Publishes(Protocol):
-    """The engine, as far as the loop needs it beyond sampling."""
-
-    async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

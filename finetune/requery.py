@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..agents.pretrained import load_pretrained, weights_digest
-from ..tapes import Tape, TapereelError
+from ..tapes import Tape
 from ..tapes.records import Publish
 from ..tapes.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
 from .checkpoint import Checkpoint, checkpoints
@@ -28,10 +28,6 @@ TOLERANCE = 1e-4
 """Nats that a log-prob may differ by, in float32: ten times what was seen, and less than one update moves tokens by."""
 BATCH = 128
 """Tapes that are scored at once."""
-
-
-class NoWeights(TapereelError, LookupError):
-    """No model to put the tokens to; says where it was looked for."""
 
 
 @dataclass(frozen=True)

@@ -226,11 +226,6 @@ def _role(cls: type[Step]) -> Role:
     raise TypeError(f"{cls.__qualname__} must subclass Observation, Thought or Action")
 
 
-def step_class(kind: str) -> type[Step] | None:
-    """The class registered under `kind` in this process, or None."""
-    return _registry.get(kind)
-
-
 def read_step(role: Role, kind: str, content: Any) -> Step:
     """The step that was written as `content`.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ...tapes.config import Config, add_config_arguments, dump_config, load_conf
 from ...tapes.console import Exit, UsageError, answer, say
 from ...tapes.records import Sampling
 from ...tapes.rundir import open_run
+from ...tapes.stopping import told_to_end
 from ..engines import EngineConfig, make_engine
 from ..limits import Limits
 from ..run_command import engine_settings, run_directory
@@ -78,11 +77,7 @@ async def _serve(args: argparse.Namespace, config: GatewayConfig, token: str) ->
     from .control import Control
     from .server import Bounds, Gateway
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            loop.add_signal_handler(name, stop.set)
+    stop = told_to_end()
     made = await make_engine(config.engine)
     try:
         with open_run(Path(run_directory(args)), config, resume=args.resume) as directory:

@@ -96,7 +96,7 @@ class Proxy(Environment[Action]):
 
     async def _ask(self, call: Call) -> Answer:
         """The answer to one call, as `_read` takes it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__qualname__} must define _ask(call)")
 
     def _read(self, call: Call, text: str | bytes) -> Answer:
         """The answer in `text`. BadAnswer where it is none to this call."""

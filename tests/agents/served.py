@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,10 @@ from .embedded_lab import worst
 
 CLOSE = 1e-4
 """Nats between a recorded log-prob and the model's own forward over everything."""
-CONTEXT = 640
+CONTEXT = 2048
+TRIES = ((300, 0.05), (900, 0.1), (1800, 0.3))
+"""Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
+or so slow that no answer lived through them."""
 
 Test = Callable[[RemoteEngine], Awaitable[Any]]
 Runs = Callable[[Test], Any]
@@ -43,6 +46,43 @@ def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: A
 def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
     """Asks for an answer of `length` tokens that nothing ends."""
     return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
+
+
+Enough = Callable[[Completion, list[str]], bool]
+"""(an answer, the versions published while it was under way) -> whether it shows what is to be shown."""
+
+
+async def swap(engine: RemoteEngine, policy: Callable[[int], Any], mode: Any, times: int, enough: Enough,
+               tries: Sequence[tuple[int, float]] = TRIES) -> tuple[list[str], Answers]:  # fmt: skip
+    """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
+    of these; gives the versions published and the answers."""
+    for k, (length, pause) in enumerate(tries):
+        if k:
+            await engine.publish(policy(0).state_dict(), f"{engine.version}/again")
+        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
+        requests = [long_one(seed, length=length) for seed in range(3, 11)]
+        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        for seed, version in enumerate(versions, start=1):
+            await asyncio.sleep(pause)
+            await engine.publish(policy(seed).state_dict(), version, mode)
+        answers = list(zip(requests, await asyncio.gather(*asked), strict=True))
+        if any(enough(completion, versions) for _, completion in answers):
+            return versions, answers
+    pytest.fail(f"no answer lived through {times} changes of weights, not even one of {tries[-1][0]} tokens")
+
+
+def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
+    """Its spans with policy seeds for versions."""
+    return [(versions.index(version) + 1 if version in versions else 0, start, end)
+            for version, start, end in completion.spans]  # fmt: skip
+
+
+SHOWS: dict[str, Enough] = {
+    "reprefill": lambda completion, _: len(completion.spans) >= 3,
+    "drain": lambda completion, versions: completion.spans[0][0] not in versions,
+    "abort": lambda completion, _: completion.finish == "abort" and bool(completion.ids),
+}
+"""What an answer that lived through changes of weights looks like, by the way in which they were published."""
 
 
 class Served:
@@ -100,23 +140,12 @@ class Served:
 
         runs(test)
 
-    async def swap(self, engine: RemoteEngine, mode: Any, times: int) -> tuple[list[str], Answers]:
-        """Publishes the weights of seeds 1, 2, ... while answers are under way; gives the versions and the answers."""
-        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
-        requests = [long_one(seed, length=300) for seed in range(3, 7)]
-        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
-        for seed, version in enumerate(versions, start=1):
-            await asyncio.sleep(0.05)
-            await engine.publish(self.policy(seed).state_dict(), version, mode)
-        return versions, list(zip(requests, await asyncio.gather(*asked), strict=True))
-
     @pytest.mark.parametrize("mode", ["reprefill", "drain", "abort"])
     def test_every_token_is_stamped_with_the_weights_that_gave_it(self, runs: Runs, mode: str) -> None:
         async def test(engine: RemoteEngine) -> None:
-            versions, answers = await self.swap(engine, mode, 3)
+            versions, answers = await swap(engine, self.policy, mode, 3, SHOWS[mode])
             for request, completion in answers:
-                for version, start, end in completion.spans:
-                    seed = versions.index(version) + 1 if version in versions else 0
+                for seed, start, end in seeds_of(completion, versions):
                     assert self.off(seed, request, completion, start, end) < CLOSE
             after = ask(seed=9)
             found = await engine.complete(after)

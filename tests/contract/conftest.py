@@ -13,8 +13,9 @@ import pytest
 from tapereel.agents.connect import connect
 from tapereel.agents.serve import LocalServer
 
+from ..agents.served import Test
 from ..loop.lab import RENDERER
-from .lab import ADAPTERS, Test, policy, save, vllm_is_there
+from .lab import ADAPTERS, policy, save, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 
 

@@ -5,13 +5,11 @@ The server itself is one for all of them (`conftest.py`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tapereel.agents.adapter_config import AdapterConfig, add_adapters
 from tapereel.agents.engine import Completion, Request
 from tapereel.agents.remote import RemoteEngine
-from tapereel.tapes.records import Sampling
 
+from ..agents import served
 from ..agents.embedded_lab import worst
-from ..loop.lab import RENDERER, WORDS
+from ..agents.served import Answers, Enough
+from ..loop.lab import WORDS
 from .vllm_cpu import CONTEXT, DONE, ENVIRONMENT, FOLDER, PYTHON
 
-CLOSE = 1e-4
-"""Nats between a recorded log-prob and the model's own forward over everything."""
 TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
 """Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
 or so slow that no answer lived through them."""
@@ -94,47 +91,10 @@ def run_in_vllm(script: Path, *arguments: str, seconds: float = 540.0) -> str:
     return printed
 
 
-Test = Callable[[RemoteEngine], Awaitable[Any]]
-
-
-def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
-    messages = [{"role": "user", "content": text}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
-
-
 def off(seed: int, request: Request, completion: Completion, start: int = 0, end: int | None = None) -> float:
     return worst(policy(seed), request, completion, start, end)
 
 
-def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
-    """Asks for an answer of `length` tokens that nothing ends."""
-    return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
-
-
-Answers = list[tuple[Request, Completion]]
-
-
-async def swap(engine: RemoteEngine, mode: Any, times: int, enough: Callable[[Completion, list[str]], bool],
-               ) -> tuple[list[str], Answers]:  # fmt: skip
-    """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
-    of these; gives the versions published and the answers."""
-    for k, (length, pause) in enumerate(TRIES):
-        if k:
-            await engine.publish(policy(0).state_dict(), f"{engine.version}/again")
-        versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
-        requests = [long_one(seed, length=length) for seed in range(3, 11)]
-        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
-        for seed, version in enumerate(versions, start=1):
-            await asyncio.sleep(pause)
-            await engine.publish(policy(seed).state_dict(), version, mode)
-        answers = list(zip(requests, await asyncio.gather(*asked), strict=True))
-        if any(enough(completion, versions) for _, completion in answers):
-            return versions, answers
-    pytest.fail(f"no answer lived through {times} changes of weights, not even one of {TRIES[-1][0]} tokens")
-
-
-def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
-    """Its spans with policy seeds for versions."""
-    return [(versions.index(version) + 1 if version in versions else 0, start, end)
-            for version, start, end in completion.spans]  # fmt: skip
+async def swap(engine: RemoteEngine, mode: Any, times: int, enough: Enough) -> tuple[list[str], Answers]:
+    """As `served.swap`, with the lengths of answers that the real server needs."""
+    return await served.swap(engine, policy, mode, times, enough, TRIES)

@@ -33,9 +33,10 @@ from tapereel.finetune.train import TrainConfig, train
 from tapereel.tapes.records import Sampling
 from tapereel.tapes.store import Store
 
+from ..agents.served import CLOSE, SHOWS, Test, ask, long_one, seeds_of
 from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
 from ..loop.test_learning import climbed, rewards
-from .lab import CLOSE, Test, ask, long_one, off, policy, seeds_of, swap
+from .lab import off, policy, swap
 from .vllm_cpu import CONTEXT, ENVIRONMENT, OPTIONS, PYTHON
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
@@ -116,7 +117,7 @@ def test_a_cancelled_request_leaves_what_was_sampled(with_engine: Callable[[Test
 @pytest.mark.parametrize("way", ["reload", "transfer"])
 def test_every_token_is_stamped_with_the_weights_that_gave_it(with_engine: Callable[..., Any], way: str) -> None:
     async def test(engine: RemoteEngine) -> None:
-        versions, answers = await swap(engine, "reprefill", 3, lambda completion, _: len(completion.spans) >= 3)
+        versions, answers = await swap(engine, "reprefill", 3, SHOWS["reprefill"])
         for request, completion in answers:
             for seed, start, end in seeds_of(completion, versions):
                 assert off(seed, request, completion, start, end) < CLOSE
@@ -137,8 +138,7 @@ def test_stale_kv_gives_logprobs_of_no_model(with_engine: Callable[..., Any], wa
 
 def test_drain_lets_completions_end_with_the_weights_they_began_with(with_engine: Callable[[Test], Any]) -> None:
     async def test(engine: RemoteEngine) -> None:
-        versions, answers = await swap(engine, "drain", 1, lambda completion, versions:
-                                       completion.spans[0][0] not in versions)  # fmt: skip
+        versions, answers = await swap(engine, "drain", 1, SHOWS["drain"])
         for _, completion in answers:
             assert completion.ids is not None
             ((version, start, end),) = completion.spans
@@ -151,8 +151,7 @@ def test_drain_lets_completions_end_with_the_weights_they_began_with(with_engine
 
 def test_abort_gives_back_what_there_is(with_engine: Callable[[Test], Any]) -> None:
     async def test(engine: RemoteEngine) -> None:
-        _, answers = await swap(engine, "abort", 1, lambda completion, _: completion.finish == "abort" and
-                                bool(completion.ids))  # fmt: skip
+        _, answers = await swap(engine, "abort", 1, SHOWS["abort"])
         for request, completion in answers:
             if completion.finish == "abort" and completion.ids:
                 assert off(0, request, completion) < CLOSE

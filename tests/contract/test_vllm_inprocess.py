@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import save_file
 
 from ..agents.embedded_lab import recompute
-from .lab import CLOSE, adapted, merged, policy, run_in_vllm
+from ..agents.served import CLOSE
+from .lab import adapted, merged, policy, run_in_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 

@@ -22,8 +22,9 @@ from tapereel.agents.vllm_chat import Chat
 from tapereel.finetune.train import TrainConfig, train
 
 from ..agents.embedded_lab import worst
+from ..agents.served import CLOSE, Test, ask, long_one
 from ..loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, settings_of
-from .lab import ADAPTERS, CLOSE, Test, adapted, ask, long_one, merged, off, policy
+from .lab import ADAPTERS, adapted, merged, off, policy
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
