@@ -95,7 +95,16 @@ class Channel:
         return came
 
     async def close(self, *, goodbye: bool = True) -> None:
-        """Let the connection go, without waiting where nobody would answer. What is gone is closed."""
+        """Let the connection go, without waiting where nobody would answer. What is gone is closed. Who is cancelled
+        meanwhile leaves when it is closed too, or a connection would be left open."""
+        closing = asyncio.create_task(self._close(goodbye))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing})
+            raise
+
+    async def _close(self, goodbye: bool) -> None:
         self._reader.cancel()
         try:
             await asyncio.wait({self._reader})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,10 +26,15 @@ from tapereel.envs.remote import (
     Unreachable,
     WrongEnvironment,
 )
+from tapereel.envs.remote.channel import Channel
+from tapereel.envs.remote.client import ROUTE
+from tapereel.envs.remote.protocol import PROTOCOL
 from tapereel.tapes import CauseType, Status, Tape
 from tapereel.tapes.steps import Answer
 from tapereel.tapes.store import Store
 
+from . import spelling
+from .process import Served
 from .worlds import Blurting, Deeds, Guess, GuessNumber, Secret, Telling, Waiting, play, player, say, told, until
 
 
@@ -321,3 +327,22 @@ def test_a_token_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch):
                 assert "another-token" not in str(caught.value)
 
     asyncio.run(check())
+
+
+def test_who_is_cancelled_while_closing_leaves_no_connection_open(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    async def cut(url: str, moment: int) -> bool:
+        channel = await Channel.open(url + ROUTE, headers={}, largest=1 << 20, protocols=(PROTOCOL,))
+        closing = asyncio.create_task(channel.close())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        closing.cancel()
+        (found,) = await asyncio.gather(closing, return_exceptions=True)
+        return isinstance(found, asyncio.CancelledError)
+
+    with Served(f"{spelling.__file__}:Spelling", tmp_path / "log") as server:
+        moments = 1
+        while asyncio.run(cut(server.url, moments)):
+            moments += 1
+    assert moments > 3, "it was cut at every await before it was done"
+    gc.collect()  # what nobody closed complains here
+    assert not [warning for warning in recwarn if "nclosed" in str(warning.message)]
