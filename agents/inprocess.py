@@ -22,6 +22,9 @@ from .http import ServerFailed
 DEFAULTS: dict[str, Any] = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs",
                             "disable_log_stats": True}  # fmt: skip
 """What makes its answers training data, as `LocalServer` asks of a server."""
+WHOLE_PROMPTS = {"enable_chunked_prefill": False}
+"""What vLLM's CPU build needs: it dies of a prompt with a seed that it reads in parts, since it can't wind the generator
+back."""
 TRANSFER = {"worker_extension_cls": "tapereel.agents.vllm_worker.Extension",
             "weight_transfer_config": {"backend": "tapereel"}}  # fmt: skip
 """What brings the weight-transfer backend of `vllm_worker`."""
@@ -75,10 +78,11 @@ class InProcess:
         `patience` seconds. MissingExtra."""
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "vllm", "vllm", "vLLM inside this process") from error
-        given = {**DEFAULTS, **(TRANSFER if transfer else {}),
+        given = {**DEFAULTS, **(WHOLE_PROMPTS if current_platform.is_cpu() else {}), **(TRANSFER if transfer else {}),
                  **(lora_options(lora_rank) if lora_rank is not None else {}), **(options or {})}  # fmt: skip
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **given))
         found = cls(engine, str(model), seconds=seconds)

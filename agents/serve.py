@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,10 @@ from ..tapes.errors import TapereelError
 from .http import Server, ServerFailed
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_VERSION = """
+from importlib.metadata import distributions
+print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
+"""
 
 
 class ServerStart(TapereelError, RuntimeError):
@@ -80,7 +85,16 @@ class LocalServer:
         """What is started."""
         return [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
                 self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm",
-                "--logprobs-mode", "processed_logprobs", *self._ways, *self._options]  # fmt: skip
+                "--logprobs-mode", "processed_logprobs", *self._whole_prompts, *self._ways, *self._options]  # fmt: skip
+
+    @cached_property
+    def _whole_prompts(self) -> list[str]:
+        """vLLM's CPU build dies of a prompt with a seed that it reads in parts: it can't wind the generator back."""
+        device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
+        if device is None:
+            asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
+            device = "cpu" if "cpu" in asked.stdout or sys.platform == "darwin" else ""
+        return ["--no-enable-chunked-prefill"] if device == "cpu" else []
 
     @property
     def _ways(self) -> list[str]:

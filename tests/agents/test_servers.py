@@ -190,6 +190,15 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         LocalServer("m", transfer=True, control=False)
 
 
+def test_a_cpu_build_reads_prompts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    whole = "--no-enable-chunked-prefill"
+    assert whole in LocalServer("m", environment={"VLLM_TARGET_DEVICE": "cpu"}).command
+    assert whole not in LocalServer("m", environment={"VLLM_TARGET_DEVICE": "cuda"}).command
+    command = LocalServer("m", environment={"VLLM_TARGET_DEVICE": "cpu"}, options=["--enable-chunked-prefill"]).command
+    assert command.index(whole) < command.index("--enable-chunked-prefill"), "who says otherwise is obeyed"
+
+
 # -- versions that nobody names -----------------------------------------------------------------------------------
 
 

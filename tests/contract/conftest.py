@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents.connect import connect
+from tapereel.agents.http import Server, ServerFailed
 from tapereel.agents.serve import LocalServer
 
 from ..agents.served import Test
@@ -27,13 +28,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     vllm_is_there()
     local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, transfer=True,
                         lora_rank=ADAPTERS.rank, log=tmp_path_factory.mktemp("log") / "vllm.log", patience=540.0)
-    url = asyncio.run(local.start())
-    yield url
+    asyncio.run(local.start())
+    yield local
     local.stop()
+
+
+@pytest.fixture
+def server(vllm: LocalServer) -> Iterator[str]:
+    """Its address. A test that kills it fails with what it printed, and the next has another at the same port."""
+    yield vllm.url
+    if asyncio.run(healthy(vllm.url)):
+        return
+    told = vllm.printed(20_000)
+    vllm.stop()
+    asyncio.run(vllm.start())
+    pytest.fail(f"the server died:\n{told}")
+
+
+async def healthy(url: str) -> bool:
+    one = Server(url)
+    try:
+        await one.get("/health", seconds=30.0)
+    except ServerFailed:
+        return False
+    finally:
+        await one.close()
+    return True
 
 
 @pytest.fixture

@@ -159,6 +159,17 @@ def test_abort_gives_back_what_there_is(with_engine: Callable[[Test], Any]) -> N
     with_engine(test)
 
 
+def test_prompts_that_fill_more_than_one_batch_are_read_whole(with_engine: Callable[[Test], Any]) -> None:
+    """vLLM's CPU build dies of one with a seed that it reads in parts, which `LocalServer` forbids it to do."""
+
+    async def test(engine: RemoteEngine) -> None:
+        asked = [ask("abcd" * 700, seed, max_tokens=4) for seed in range(1, 9)]
+        for request, completion in zip(asked, await asyncio.gather(*map(engine.complete, asked)), strict=True):
+            assert off(0, request, completion) < CLOSE
+
+    with_engine(test)
+
+
 class NoReset(VLLMReload):
     """Forgets that the prefix cache holds the keys and values of older weights."""
 
