@@ -12,9 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from pydantic_core import from_json
+
 from .disk import REAL, Disk
 from .errors import Corrupt
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body
+
+PINS = "pins.json"
+"""Beside a run's other files: the heads as of the last `close`."""
+
+
+def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
+    """The heads in a file like `pins.json`, by segment. ValueError where it holds none."""
+    with disk.open(path) as file:
+        data = file.read()
+    try:
+        heads = from_json(data)
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold pins: {error}") from error
+    if not isinstance(heads, dict) or not all(isinstance(head, str) for head in heads.values()):
+        raise ValueError(f"{path} does not hold pins: it is no JSON object of segments and hashes")
+    return heads
 
 
 @dataclass(frozen=True, slots=True)

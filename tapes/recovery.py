@@ -2,8 +2,8 @@
 
 Under the folder's lock, for each segment that nobody holds: set a torn tail aside, with its bytes kept, and make the
 rest durable; then open a segment that pins every head found, and end the episodes that the dead left open as `crashed`.
-A segment whose lock is held has a live writer and is never touched; a corrupt one stops recovery before it changes
-anything.
+A segment whose lock is held has a live writer and is never touched; a corrupt one, or a head in `pins.json` that no
+segment holds, stops recovery before it changes anything.
 Every step may be cut by another crash: the next recovery does what is left.
 """
 
@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from .disk import REAL, Disk, put_file
 from .errors import Corrupt
 from .index import Index, Place, Segment, Summary
-from .reader import Break, SegmentReader
+from .reader import PINS, Break, SegmentReader, read_pin_file
 from .records import Cause, CauseType, End, Status
 from .segment import ZERO, parse_line, read_body, segment_names
 from .writer import FolderLock, SegmentWriter, new_segment
@@ -70,7 +70,7 @@ def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callab
         try:
             breaks = index.refresh()  # again: a writer may have ended before its lock was ours
             segments = index.segments()
-            _refuse_corrupt(index, segments, breaks)
+            _refuse_corrupt(index, segments, breaks, _kept_pins(folder.parent / PINS, disk))
             for name, handle in held.items():
                 _mend(folder, disk, name, handle, breaks.get(name), found)
             _clear_parts(folder, disk)
@@ -110,11 +110,21 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
     return held
 
 
-def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Break]) -> None:
+def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
+    """The heads beside the run, which the next close writes anew; none where no writer has closed yet."""
+    try:
+        return read_pin_file(disk, path)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise Corrupt(f"{error}. If you know why, move it away and open the run again") from error
+
+
+def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Break], kept: dict[str, str]) -> None:
     for broken in breaks.values():
         if broken.verdict == "corrupt":
             raise broken.error()
-    missing = unmet_pins(segments, index)
+    missing = unmet_pins(segments, index, kept)
     if missing:
         raise Corrupt(f"{missing[0]}. Bring the segment back from a copy, or go on in a new run; "
                       "`tapereel verify` lists all that is damaged")
@@ -177,10 +187,11 @@ def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
     return head.decode()
 
 
-def unmet_pins(segments: list[Segment], index: Index) -> list[str]:
-    """What the segments pin of each other and don't hold, each as a sentence."""
+def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> list[str]:
+    """What the segments pin of each other, or `kept` of them, and they don't hold; each as a sentence."""
     held = {(segment.name, segment.head) for segment in segments} | index.met()
-    wanted = {pin for segment in segments for pin in read_pins(segment).items()} - held
+    wanted = {pin for segment in segments for pin in read_pins(segment).items()} | set(kept.items())
+    wanted -= held
     found: set[tuple[str, str]] = set()
     for segment in segments:
         heads = {head for name, head in wanted if name == segment.name}

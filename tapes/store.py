@@ -24,12 +24,11 @@ from .index import Index, Place, Summary
 from .journal import Durability
 from .ledger import Ledger, Lineages
 from .media import Media
-from .reader import Break, SegmentReader
+from .reader import PINS, Break, SegmentReader
 from .records import Record, Status, parse_record
 from .recovery import Recovered, start_writer
 from .segment import parse_line, peek, segment_names
 from .tape import Tape
-from .verify import PINS
 from .writer import FolderLock, SegmentWriter
 
 _IN_TAPE = ("begin", "step", "call", "reward", "end")

@@ -13,19 +13,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
-from pydantic_core import from_json
 
 from .books import Books, BooksFold
 from .disk import REAL, Disk
 from .errors import NoRun
 from .media import Media, digest_of, references
-from .reader import SegmentReader
+from .reader import PINS, SegmentReader, read_pin_file
 from .records import DIGEST_START, Begin, Parent, fold, parse_record
 from .segment import Line, peek, segment_names
 from .writer import FolderLock
 
-PINS = "pins.json"
-"""Beside the run's other files: the heads as of the last `close`."""
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 
@@ -129,15 +126,10 @@ class _Pins:
         self.problems: list[str] = []
 
     def add_file(self, disk: Disk, path: Path) -> None:
-        """The heads in a file like `pins.json`."""
-        with disk.open(path) as file:
-            data = file.read()
-        try:
-            heads = from_json(data)
-            self.of_segment |= {(str(name), str(head)) for name, head in heads.items()}
-            self.outside += len(heads)
-        except (ValueError, AttributeError) as error:
-            self.problems.append(f"{path} does not hold pins: {error}")
+        """The heads in a file like `pins.json`. ValueError where it holds none."""
+        heads = read_pin_file(disk, path)
+        self.of_segment |= set(heads.items())
+        self.outside += len(heads)
 
     def add(self, disk: Disk, pin: str) -> None:
         """One that was given: `segment:hash`, a hash, or a file."""
@@ -148,7 +140,7 @@ class _Pins:
             return
         try:
             self.add_file(disk, Path(pin))
-        except FileNotFoundError:
+        except OSError:
             raise ValueError(f"{pin!r} is no pin (segment:hash, or a hash of 64 hex digits) and no file") from None
 
     def see(self, name: str, line: Line) -> None:
@@ -200,7 +192,10 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
     for pin in pins:
         wanted.add(disk, pin)
     with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
-        wanted.add_file(disk, path / PINS)
+        try:
+            wanted.add_file(disk, path / PINS)
+        except ValueError as error:
+            wanted.problems.append(str(error))
     for name in names:
         reader = SegmentReader(path / "tapes", name, disk=disk)
         for _ in reader:

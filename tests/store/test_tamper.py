@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from pydantic_core import from_json
+
 from tapereel.tapes import verify_tape
 from tapereel.tapes.verify import verify
 
@@ -67,6 +70,30 @@ def test_a_cut_tail_shows_with_a_pin_and_only_then() -> None:
     assert verify(RUN, disk=SimDisk(cut), pins=[head]).exit_code == 1
     assert verify(RUN, disk=SimDisk(cut), pins=[head.split(":")[1]]).exit_code == 1
     assert check(SimDisk({**image, last: cut[last]})) == 1
+
+
+def test_who_would_write_after_a_cut_tail_is_refused_and_the_pins_stay() -> None:
+    lab = Lab()
+    image = closed_run(lab, episodes=4)
+    pins = f"{RUN}/{lab.reader.PINS}"
+    last = segment_paths(image)[-1]
+    lines = image[last].splitlines(keepends=True)
+    for keep in range(1, len(lines)):
+        cut = {**image, last: b"".join(lines[:keep])}
+        disk = SimDisk(cut)
+        with pytest.raises(lab.errors.Corrupt, match="that was pinned"):
+            lab.Store.open(RUN, write=True, disk=disk, thread=False)
+        assert disk.image() == cut
+        assert check(disk) == 1
+    disk = SimDisk({**image, pins: b"[1]"})
+    with pytest.raises(lab.errors.Corrupt, match="does not hold pins"):
+        lab.Store.open(RUN, write=True, disk=disk, thread=False)
+    disk = SimDisk(image)
+    with lab.Store.open(RUN, write=True, disk=disk, thread=False) as store:
+        assert set(image) < set(disk.image()), "an unharmed run is written on"
+        assert store.recovered.torn == []
+    assert len(from_json(disk.image()[pins])) == 3
+    assert check(disk) == 0
 
 
 def test_a_rewritten_chain_shows_with_a_pin_and_only_then() -> None:
