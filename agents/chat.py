@@ -6,7 +6,6 @@ on the tape, the model is told what was wrong, and may try again.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..tapes import Action, Misread, Step, Tape, ToolCall, ToolCalls, ToolOffer
+from ..tapes.plain_json import read_plain
 from .agent import Agent
 from .llm import LLM, Reply
 
@@ -116,8 +116,8 @@ def _written(text: str) -> list[dict[str, Any]]:
     calls = []
     for body in found:
         try:
-            call = json.loads(body)
-        except json.JSONDecodeError as error:
+            call = read_plain(body)
+        except ValueError as error:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
         if not isinstance(call, dict):
             raise ValueError('A call is a JSON object with "name" and "arguments".')
@@ -127,11 +127,13 @@ def _written(text: str) -> list[dict[str, Any]]:
 
 def _function(call: dict[str, Any], k: int) -> ToolCall:
     function = call.get("function", call)
+    if not isinstance(function, dict):
+        raise ValueError('A call is a JSON object with "name" and "arguments".')
     name, arguments = function.get("name"), function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
+            arguments = read_plain(arguments or "{}")
+        except ValueError as error:
             raise ValueError(f"The arguments are not valid JSON: {error}.") from None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError('A call is a JSON object with "name" and "arguments".')

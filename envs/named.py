@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
+import traceback
+from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..tapes.console import UsageError
+from ..tapes.errors import TapereelError
 
 
 def load_named(name: str) -> Any:
@@ -29,16 +33,35 @@ def load_named(name: str) -> Any:
         raise UsageError(f"{home} has no {path!r}; it has {', '.join(public[:20]) or 'nothing'}") from error
 
 
+def listed_tasks(text: str) -> Iterable[Any]:
+    """What `--tasks` gives: a JSON list, or the name of an iterable or of a function that gives one. UsageError where
+    it is neither."""
+    if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
+        try:
+            tasks = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"--tasks is {text!r:.60}, which is no JSON: {error}") from error
+        if not isinstance(tasks, list):
+            raise UsageError(f"--tasks is {text!r:.60}; give a JSON list, as [1, 2]")
+        return tasks
+    found = load_named(text)
+    given = found() if callable(found) and not isinstance(found, Iterable) else found
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UsageError(f"--tasks {text} is {given!r:.60}; name a list of tasks, or a function that gives one")
+    return given
+
+
 def _from_package(name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    here = _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise UsageError(f"there is no module {name!r} (looked in {here} too)") from error
+    except TapereelError:
         raise
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (name == absent or name.startswith(f"{absent}.")):
+            raise UsageError(f"there is no module {name!r} (looked in {here} too)") from error
+        raise _not_loaded(name, error) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -53,10 +76,30 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
+    _look_in(Path.cwd())
+    _look_in(path.parent)  # first, as for `python path`
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[path.stem]
-        raise
+        if isinstance(error, TapereelError) or not isinstance(error, Exception):
+            raise
+        raise _not_loaded(str(path), error) from error
     return module
+
+
+def _look_in(folder: Path) -> str:
+    """Have modules looked for there; the folder."""
+    here = str(folder)
+    if here not in sys.path and not ("" in sys.path and folder == Path.cwd()):
+        sys.path.insert(0, here)
+    return here
+
+
+def _not_loaded(name: str, error: Exception) -> UsageError:
+    """Says what the caller's own code raised, and where: the line that can be mended."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if frame.filename != __file__ and not frame.filename.startswith("<frozen ")]  # fmt: skip
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error}{at}")

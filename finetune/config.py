@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..agents.limits import Limits
 from ..tapes.config import Config
@@ -126,6 +126,14 @@ class LoopConfig(Config):
     """The oldest go until all that stay take no more; None: no bound."""
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group before the update."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _trainable(cls, sampling: Sampling) -> Sampling:
+        if not sampling.exact:
+            raise ValueError("what is sampled so can't be trained on: its log-probs are not those of the distribution "
+                             "drawn from. Sample with a temperature above 0, and no top_p, top_k or extra beside `stop`")
+        return sampling
 
     @model_validator(mode="after")
     def _agrees(self) -> LoopConfig:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...tapes.errors import TapereelError
+from ...tapes.plain_json import read_plain
 from ...tapes.records import Message
 from ..chat import _TOOL_CALL, _function, _written
 
@@ -26,7 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that are accepted with these values only."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PIECE = re.compile(r"\s*\S+|\s+$")
 
 
@@ -73,10 +73,8 @@ class ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """The request in a body. Refused says which field is wrong."""
     try:
-        data = json.loads(body, parse_constant=_no_number)
-        if _SURROGATE.search(body):
-            json.dumps(data, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        data = read_plain(body)
+    except ValueError as error:
         raise _bad(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(data, dict):
         raise _bad("the body is not a JSON object")
@@ -103,10 +101,6 @@ def read_request(body: bytes) -> ChatRequest:
     if unknown:
         raise _bad(f"{', '.join(unknown)}: not supported here; leave it out", unknown[0])
     return found
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _a(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:

@@ -200,7 +200,7 @@ class Served:
             with pytest.raises(EngineError, match="without prompt ids"):
                 await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
             with pytest.raises(EngineError, match="400"):
-                await engine.complete(ask(top_p=7.0))
+                await engine.complete(ask(extra={"presence_penalty": 7.0}))
             outside = Request(messages=[], prompt=array("i", [70_000]), sampling=Sampling(), seed=0)
             with pytest.raises(EngineError, match="400"):
                 await engine.complete(outside)

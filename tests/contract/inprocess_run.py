@@ -45,11 +45,12 @@ class Lab:
         return await connect_channels([self.channel], self.renderer, model_folder=self.model, weights=True, way=way,
                                       adapters=ADAPTERS)  # fmt: skip
 
-    def ask(self, seed: int, on_partial: Any = None, *, length: int = 48, temperature: float = 1.0) -> Request:
+    def ask(self, seed: int, on_partial: Any = None, *, length: int = 48, temperature: float = 1.0,
+            **extra: Any) -> Request:  # fmt: skip
         messages = [{"role": "user", "content": "abcdabcd" * 4}]
         return Request(messages=messages, prompt=self.renderer.prompt(messages).ids, seed=seed, on_partial=on_partial,
                        sampling=Sampling(temperature=temperature, max_tokens=length,
-                                         extra={"ignore_eos": True, "stop_token_ids": []}))  # fmt: skip
+                                         extra={"ignore_eos": True, "stop_token_ids": [], **extra}))  # fmt: skip
 
     def note(self, what: str, request: Request, completion: Completion) -> None:
         assert request.prompt is not None
@@ -104,7 +105,7 @@ async def adapters(lab: Lab) -> None:
 async def refusals(lab: Lab, engine: RemoteEngine) -> list[str]:
     """What is said to requests that can't be served, and after the engine has ended."""
     told = []
-    for request in (lab.ask(0, length=-1), lab.ask(0, temperature=-1.0)):
+    for request in (lab.ask(0, presence_penalty=7.0), lab.ask(0, repetition_penalty=-1.0)):
         try:
             await engine.complete(request)
         except EngineError as error:

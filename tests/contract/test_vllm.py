@@ -224,7 +224,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(with_engine: Callable[
         with pytest.raises(EngineError, match="without prompt ids"):
             await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
         with pytest.raises(EngineError, match="400"):
-            await engine.complete(ask(top_p=7.0))
+            await engine.complete(ask(extra={"presence_penalty": 7.0}))
         with pytest.raises(EngineError, match="400"):
             await engine.complete(Request(messages=[], prompt=array("i", [70_000]), sampling=Sampling(), seed=0))
         weights = policy(1).state_dict()

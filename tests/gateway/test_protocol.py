@@ -90,8 +90,16 @@ def test_a_pair_of_surrogates_is_a_character():
 
 
 def test_a_body_nested_without_end_is_refused():
-    with pytest.raises(Refused):
-        read_request(b"[" * 100_000)
+    for body in (b"[" * 100_000, json.dumps({"messages": [USER], "tools": [nested(400)]}).encode()):
+        with pytest.raises(Refused, match="inside each other"):
+            read_request(body)
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return {"type": "function", "function": {"name": "add", "parameters": value}}
 
 
 def test_a_stream_holds_what_the_whole_answer_holds():
@@ -113,7 +121,8 @@ def test_calls_are_read_from_what_a_model_wrote():
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert read_calls((), said, "n")[1][0]["id"] == call["id"] != read_calls((), said, "m")[1][0]["id"]
     assert read_calls((), '{"name": "add", "arguments": {}}', "n")[0] == ""
-    for plain in ("no call", "<tool_call>{broken</tool_call>", '{"a": 1}', "{"):
+    for plain in ("no call", "<tool_call>{broken</tool_call>", '{"a": 1}', "{",
+                  "<tool_call>" + "[" * 3000 + "</tool_call>", '{"name": "add", "arguments": {"a": NaN}}'):
         assert read_calls((), plain, "n") == (plain, ())
 
 

@@ -33,3 +33,12 @@ def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: C
     assert ("conversation" in plain) == bool(isinstance(record, Call) and record.conversation)
     assert record.sampling is not None
     assert ("first_temperature" in plain["sampling"]) == (record.sampling.first_temperature is not None)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -0.5}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"max_tokens": 0},
+    {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"first_temperature": 0.0}, {"first_temperature": float("inf")},
+])  # fmt: skip
+def test_sampling_that_no_engine_could_do_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling.model_validate(wrong)

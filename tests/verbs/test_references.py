@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,29 @@ def test_an_agent_is_an_instance_a_class_or_a_factory(tmp_path: Path, monkeypatc
     agents = [load_agent(f"named_agents:{name}") for name in ("Mute", "one", "make")]
     assert all(isinstance(agent, Agent) for agent in agents)
     assert [agent.path for agent in agents] == ["mute"] * 3
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_file_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool):
+    name = f"beside_{inside}".lower()
+    (tmp_path / f"{name}_helper.py").write_text("made = 7\n")
+    (tmp_path / f"{name}.py").write_text(f"from {name}_helper import made\n")
+    monkeypatch.chdir(tmp_path if inside else tmp_path.parent)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert load_named(f"{tmp_path / name}.py:made") == 7
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("x = 1\nimport no_such_thing_at_all", r"ModuleNotFoundError: No module named 'no_such_thing_at_all' \(.*:2\)"),
+    ("x = 1\n\nx.y", r"AttributeError: .* \(.*broken_\d.py:3\)"),
+    ("x = (", "SyntaxError"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tmp_path: Path, text: str, says: str):
+    path = tmp_path / f"broken_{len(text)}.py"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=says.replace(r"broken_\d", path.stem)):
+        load_named(f"{path}:x")
+    assert path.stem not in sys.modules
 
 
 @pytest.mark.parametrize(("name", "says"), [

@@ -138,6 +138,8 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     (("loop.forks={}",), "compares by group"),
     (("loop.demonstrations=3",), "no nll regulariser"),
     (("loop.rollouts=2", "loop.minibatches=2"), "exclude each other"),
+    (("loop.sampling.top_p=0.9",), "can't be trained on"),
+    (("loop.sampling.temperature=0",), "can't be trained on"),
 ])  # fmt: skip
 def test_a_wrong_configuration_is_refused_before_anything_is_written(
     model: str, more: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
