@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ SLOWEST = 30.0
 OURS = frozenset({"model", "messages", "tools", "api_base", "base_url", "timeout", "stream", "n", "mock_response",
                   "max_retries", "num_retries", "drop_params", "client", "extra_headers", "headers"})  # fmt: skip
 """Arguments of litellm that the engine itself sets, or that would change what is recorded."""
+_LASTS = re.compile(r"quota|missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
+"""In the words of errors that litellm gives the status of a passing one: no waiting mends them."""
 
 
 class HostedFailed(EngineError):
@@ -193,7 +196,8 @@ class LiteLLMEngine:
         if isinstance(error, self._litellm.ContextWindowExceededError):
             return PromptTooLong(message)
         self.stats.limited += status == 429
-        return HostedFailed(message, retry=status in TRIED_AGAIN and "quota" not in text, after=_asked_for(error))
+        lasts = _LASTS.search(text) is not None
+        return HostedFailed(message, retry=status in TRIED_AGAIN and not lasts, after=_asked_for(error))
 
     def _wait(self, error: EngineError, tries: int) -> float:
         after = error.after if isinstance(error, HostedFailed) else None

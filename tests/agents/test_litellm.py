@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def test_what_goes_wrong_is_tried_again_where_that_helps_and_recorded_in_any_cas
     assert errors[-1] is None
     assert all(error is not None and match in error for error in errors[:-1])
     assert len({json.dumps(body) for body in provider.asked}) == 1, "a retry is the same request"
+
+
+@pytest.mark.parametrize("model", ["openai/gpt-4o-mini", "gemini/gemini-2.0-flash", "anthropic/claude-sonnet-4-5"])
+def test_a_key_that_nobody_set_is_not_waited_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.endswith(("_API_KEY", "_AUTH_TOKEN")):
+            monkeypatch.delenv(name)
+    with pytest.raises(HostedFailed, match="(?i)missing.*key|missing credentials") as found:
+        asyncio.run(LiteLLMEngine(model, retries=3).complete(ask("hi")))
+    assert len(found.value.attempts) == 1
 
 
 def test_retries_and_patience_end() -> None:
