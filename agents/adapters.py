@@ -90,7 +90,7 @@ class AdapterEngine(RemoteEngine):
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, self._model_folder)
             with self.stats.timed("publish"):
                 await self._load(version, folder)
-            self._versions.add(version)
+            self._note_version(version)
             self._loaded[version] = folder
             self.version = self._current = version
             self.stats.publishes += 1

@@ -13,46 +13,55 @@ from typing import TYPE_CHECKING, Any
 
 from .adapter_config import AdapterConfig
 from .adapters import AdapterEngine
-from .engines import PublishWay
+from .engines import NCCLConfig, PublishWay
 from .http import Channel, Server
 from .probe import NotTrainable, probe
-from .publishing import VLLMReload, WeightSync
+from .publishing import UNKNOWN, VLLMReload, WeightSync
 from .remote import Capabilities, RemoteEngine, weight_version
 from .sglang import SGLangWeights
 from .sleeping import Rests, SGLangRest, VLLMRest
-from .transfer import SHARED_MEMORY, VLLMTransfer
+from .transfer import SHARED_MEMORY, NCCLTransfer, VLLMTransfer, ports
 
 if TYPE_CHECKING:
     from .render import Renderer
 
+DIFFERENT = f"{UNKNOWN}the servers' weights differ"
+"""The version of an engine whose servers, one of them started anew, have different weights until the first publish."""
+
 __all__ = ["NotTrainable", "PublishWay", "connect", "connect_channels", "probe"]
+
 
 async def connect(
     urls: Sequence[str], renderer: Renderer, *, model_folder: Path, version: str = "", weights: bool = False,
     weights_folder: Path | None = None, key_variable: str | None = None, seconds: float = 600.0,
     patience: float = 300.0, control_seconds: float = 120.0, way: PublishWay = "reload",
-    adapters: AdapterConfig | None = None,
+    adapters: AdapterConfig | None = None, nccl: NCCLConfig | None = None,
 ) -> RemoteEngine:  # fmt: skip
     """An engine of the servers at `urls`, which serve the model of `model_folder`.
 
     `version` names their weights (default: the servers' own label). With `weights`, new ones can be published to them,
-    by that `way`, through folders in `weights_folder`; `adapters` describes those of the way `lora`. Raises
-    NotTrainable, or EngineError when a server can't be reached."""
+    by that `way`, through folders in `weights_folder`; servers whose weights differ sample once that was done, and one
+    that was left paused is freed. `adapters` describes those of the way `lora`, `nccl` says where the way `nccl` meets
+    them. Raises NotTrainable, CannotSend, or EngineError when a server can't be reached."""
     if not urls:
         raise ValueError("no server addresses")
     servers = [Server(url, key_variable=key_variable, seconds=seconds) for url in urls]
     return await connect_channels(servers, renderer, model_folder=model_folder, version=version, weights=weights,
                                   weights_folder=weights_folder, patience=patience, control_seconds=control_seconds,
-                                  way=way, adapters=adapters)  # fmt: skip
+                                  way=way, adapters=adapters, nccl=nccl)  # fmt: skip
 
 
 async def connect_channels(
     servers: Sequence[Channel], renderer: Renderer, *, model_folder: Path, version: str = "", weights: bool = False,
     weights_folder: Path | None = None, patience: float = 300.0, control_seconds: float = 120.0,
-    way: PublishWay = "reload", adapters: AdapterConfig | None = None,
+    way: PublishWay = "reload", adapters: AdapterConfig | None = None, nccl: NCCLConfig | None = None,
 ) -> RemoteEngine:  # fmt: skip
     """As `connect`, of servers that are asked by whatever channel. They close with the engine, or when this fails."""
     try:
+        if weights:
+            make = VLLMReload if way in ("reload", "lora") else VLLMTransfer
+            for server in servers:
+                await make(server, seconds=control_seconds).free()
         found = [await probe(server, renderer) for server in servers]
         kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
         if len(kinds) > 1:
@@ -63,18 +72,23 @@ async def connect_channels(
                                "or a private network only, since those routes know no API key")  # fmt: skip
         labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
         if len(labels) > 1 and not version:
-            raise NotTrainable(f"the servers have different weights, {sorted(map(str, labels))}")
+            if not weights or way == "lora":
+                raise NotTrainable(f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
+                                   "with the same ones")  # fmt: skip
+            labels = {DIFFERENT}
         label = labels.pop() or "default"
+        if weights and way == "lora" and label.startswith(UNKNOWN):
+            raise NotTrainable(f"the weights under the adapters would be {label!r}: start {list(servers)} anew")
         given: dict[str, Any] = {"model_folder": model_folder, "version": version or label, "patience": patience,
                                  "weights_folder": weights_folder,
                                  "rests": _rests(servers, capabilities, control_seconds)}  # fmt: skip
         if weights and way == "lora":
             return AdapterEngine(servers, dialect, renderer, capabilities, adapters=adapters or AdapterConfig(),
                                  base_label=label, control_seconds=control_seconds, **given)  # fmt: skip
-        syncs = _syncs(servers, capabilities, way, control_seconds) if weights else []
+        syncs = _syncs(servers, capabilities, way, control_seconds, nccl or NCCLConfig()) if weights else []
         for sync in syncs:
             await sync.init()
-        if way == "transfer" and weights_folder is None and SHARED_MEMORY.is_dir():
+        if way in ("transfer", "nccl") and weights_folder is None and SHARED_MEMORY.is_dir():
             given["temporary_in"] = SHARED_MEMORY
         return RemoteEngine(servers, dialect, renderer, capabilities, syncs=syncs, **given)
     except BaseException:
@@ -84,12 +98,15 @@ async def connect_channels(
 
 
 def _syncs(
-    servers: Sequence[Channel], capabilities: Capabilities, way: PublishWay, seconds: float
+    servers: Sequence[Channel], capabilities: Capabilities, way: PublishWay, seconds: float, nccl: NCCLConfig
 ) -> list[WeightSync]:
     if capabilities.server.startswith("SGLang"):
         if way != "reload":
             raise NotTrainable(f"{capabilities.server} takes weights by engine.publish=reload only, not by {way!r}")
         return [SGLangWeights(server, seconds=seconds) for server in servers]
+    if way == "nccl":
+        return [NCCLTransfer(server, address=nccl.address, port=port, seconds=seconds)
+                for server, port in zip(servers, ports(nccl.address, nccl.port, len(servers)), strict=True)]
     make = VLLMTransfer if way == "transfer" else VLLMReload
     return [make(server, seconds=seconds) for server in servers]
 

@@ -163,8 +163,10 @@ class EmbeddedEngine:
             if generation.key == cache_key:
                 generation.key = ""
 
-    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
-        """Make `state` the weights of the engine between two decoding steps; tokens from then on carry `version`.
+    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *,
+                      again: bool = False) -> None:  # fmt: skip
+        """Make `state` the weights of the engine between two decoding steps; tokens from then on carry `version`, which
+        is refused if it was published before; with `again`, whoever calls vouches that it names the same weights.
 
         `state` must not change until this returns: publish a copy of what is being trained. Raises `WrongWeights`,
         before anything has changed, when it isn't the model's state dict. Parked KV is dropped: it is recomputed when
@@ -172,7 +174,7 @@ class EmbeddedEngine:
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
-        if version in self._versions:
+        if version in self._versions and not again:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
         self._decoder.check(state)
         self._versions.add(version)
@@ -225,10 +227,6 @@ class EmbeddedEngine:
         if set(sampling.extra) - {"stop"}:  # the door cuts at a stop
             raise EngineError(f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
                               "temperature, max_tokens, top_p and top_k")
-        if not (0.0 <= sampling.temperature < float("inf") and 0.0 < sampling.top_p <= 1.0 and sampling.top_k >= 0
-                and sampling.max_tokens >= 1):
-            raise EngineError(f"sampling out of range: {sampling!r}; temperature and top_k must be at least 0, top_p "
-                              "in (0, 1], max_tokens at least 1")
         if len(prompt) >= self.context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the engine holds {self.context} for prompt and "
                                 "completion together; shorten the conversation or make the engine with more capacity")

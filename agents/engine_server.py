@@ -244,7 +244,8 @@ class EngineServer:
         else:
             self._need_pause()
             weights, self._weights = self._weights, None
-            await self.engine.publish(weights, version, self._mode)
+            # A trainer that died in mid-update publishes this version again.
+            await self.engine.publish(weights, version, self._mode, again=True)
         return {}
 
     async def _resume(self, request: web.Request) -> Any:

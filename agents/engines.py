@@ -17,7 +17,7 @@ from ..tapes.config import Config
 from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Publish
-from ..tapes.redact import has_userinfo
+from ..tapes.redact import holds_secret, names_secret
 from .adapter_config import AdapterConfig
 from .engine import Engine, EngineError, Request
 from .scripted import Policy, ScriptedEngine
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def _without_password(url: str) -> str:
-    if has_userinfo(url):
-        raise ValueError("an address with a user and a password would be recorded with the run; name the environment "
-                         "variable that holds the key instead: key_variable")  # fmt: skip
+    if holds_secret(url):
+        raise ValueError("an address with a user, a password or a key would be recorded with the run; name the "
+                         "environment variable that holds the key instead: key_variable")  # fmt: skip
     return url
 
 
@@ -38,9 +38,20 @@ Address = Annotated[str, AfterValidator(_without_password)]
 """Where a server is, without what opens it."""
 
 
-PublishWay = Literal["reload", "lora", "transfer"]
+PublishWay = Literal["reload", "lora", "transfer", "nccl"]
 """How weights get to the servers. `reload`: all of them reload a folder. `transfer`: vLLM's weight-transfer routes,
-with the files in shared memory. `lora`: adapters alone, each version under its own name."""
+with the files in shared memory. `lora`: adapters alone, each version under its own name. `nccl`: a broadcast from this
+process's GPU to vLLM's."""
+
+
+class NCCLConfig(Config):
+    """Where the trainer and the workers of vLLM servers meet."""
+
+    address: str = "127.0.0.1"
+    """Of this machine, as the workers reach it. Whoever else reaches it could take a worker's place: loopback, or a
+    private network."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """That of the first server; the next ones follow, one for each. None: free ones."""
 
 
 class RendererConfig(Config):
@@ -105,7 +116,7 @@ class _Served(Config):
     renderer: RendererConfig = RendererConfig()
     publish: PublishWay = "reload"
     """How new weights get there: all servers `reload` a folder, or vLLM takes them by its weight-`transfer` routes from
-    shared memory, or `lora` adapters alone are trained, each version under its own name."""
+    shared memory, or over `nccl`, or `lora` adapters alone are trained, each version under its own name."""
     lora: AdapterConfig | None = None
     """The adapters of `publish: lora`."""
     weights_folder: str | None = None
@@ -114,6 +125,8 @@ class _Served(Config):
     """Bound of one request."""
     patience: float = Field(default=300.0, gt=0)
     """So long, in seconds, is a server asked again that is paused or full."""
+    control_seconds: float = Field(default=120.0, gt=0)
+    """Bound of each step of publishing, as pausing a server or loading weights there."""
     slots: int = Field(default=64, ge=1)
     """Of the embedded engine that evaluates in training, while the servers have the loop's weights."""
     capacity: int | None = Field(default=None, ge=2)
@@ -137,6 +150,20 @@ class VLLMConfig(_Served):
     """Their addresses, as in `http://127.0.0.1:8000`."""
     key_variable: str | None = None
     """The environment variable with their API key."""
+    nccl: NCCLConfig | None = None
+    """Of `publish: nccl`; None: loopback and free ports."""
+
+    @model_validator(mode="after")
+    def _nccl_is_used(self) -> VLLMConfig:
+        if self.nccl is None:
+            return self
+        if self.publish != "nccl":
+            raise ValueError(f"nccl says where weights are broadcast from, but publish is {self.publish!r}: set "
+                             "publish=nccl, or leave nccl out")  # fmt: skip
+        if self.nccl.port is not None and self.nccl.port + len(self.urls) - 1 > 65535:
+            raise ValueError(f"nccl.port={self.nccl.port}: {len(self.urls)} servers take as many ports from there on, "
+                             "and 65535 is the last")  # fmt: skip
+        return self
 
 
 class SGLangConfig(_Served):
@@ -161,6 +188,22 @@ class VLLMInProcessConfig(_Served):
     kind: Literal["vllm_inprocess"] = "vllm_inprocess"
     options: dict[str, JsonValue] = Field(default={})
     """Arguments of vLLM's AsyncEngineArgs, as in `{"max_model_len": 8192, "gpu_memory_utilization": 0.5}`."""
+
+    @model_validator(mode="after")
+    def _no_keys(self) -> Self:
+        refused = sorted(name for name, value in self.options.items() if names_secret(name) and isinstance(value, str))
+        if refused:
+            raise ValueError(f"options {', '.join(refused)} would be recorded with the run; set the environment variable "
+                             "that vLLM reads instead, as HF_TOKEN")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _sees_our_gpus(self) -> VLLMInProcessConfig:
+        if self.publish == "nccl":
+            raise ValueError("publish: nccl is between a trainer and servers that have GPUs of their own; vLLM inside "
+                             "this process takes the GPUs that the trainer is on, and NCCL refuses two ranks on one: "
+                             "publish=transfer or reload")  # fmt: skip
+        return self
 
 
 class LiteLLMConfig(Config):
@@ -220,10 +263,13 @@ async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEn
     folder, renderer = config.weights_folder, config.renderer.make(load_tokenizer(config.model))
     how: dict[str, Any] = {
         "model_folder": Path(config.model), "weights": weights, "patience": config.patience, "way": config.publish,
+        "control_seconds": config.control_seconds,
         "weights_folder": Path(folder) if folder is not None else None, "adapters": config.lora,
     }  # fmt: skip
     if not isinstance(config, VLLMInProcessConfig):
-        return await connect(config.urls, renderer, key_variable=config.key_variable, seconds=config.seconds, **how)
+        nccl = config.nccl if isinstance(config, VLLMConfig) else None
+        return await connect(config.urls, renderer, key_variable=config.key_variable, seconds=config.seconds,
+                             nccl=nccl, **how)  # fmt: skip
     from .inprocess import InProcess
 
     rank = config.lora.rank if config.lora is not None else None

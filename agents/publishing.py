@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..tapes.errors import TapereelError
-from .http import Channel
+from .http import Channel, ServerFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,10 @@ PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
 """What becomes of completions in flight. `reprefill`: their KV is computed again under the new weights (exact).
 `drain`: they are finished first (exact, slower). `abort`: they end with what they have, which is recorded. `stale_kv`:
 they go on over the old KV, and their log-probs are those of no model; for experiments that want to show it."""
+
+
+UNKNOWN = "unknown: "
+"""What the name of weights begins with that nobody can name."""
 
 
 class PublishFailed(TapereelError, RuntimeError):
@@ -96,8 +100,24 @@ class VLLMReload:
 
     async def abandon(self, version: str) -> None:
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
-        await self._post("/update_weight_version", {"new_version": version})
+        await self._call_weights(version)
         await self._post("/resume")
+
+    async def _call_weights(self, version: str) -> None:
+        """Name the weights, such as they are."""
+        await self._post("/update_weight_version", {"new_version": version})
+
+    async def free(self) -> None:
+        """Bring the server out of a pause that nobody will end, as that of a trainer which died in mid-update. Its
+        weights may be of two versions, so they are called unknown. Nothing where it isn't paused, or can't say so."""
+        try:
+            found = await self.server.get("/is_paused", seconds=self._seconds)
+        except ServerFailed as error:
+            if error.status in (403, 404, 405):
+                return
+            raise
+        if isinstance(found, dict) and found.get("is_paused"):
+            await self.abandon(f"{UNKNOWN}the server was found paused")
 
     async def _post(self, route: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
         return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
@@ -120,10 +140,12 @@ async def publish(
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         if failed is not None:
             sync, error = failed
-            left = await _on_all(syncs, lambda sync: sync.abandon(f"unknown: publishing {version} failed"))
+            left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             told = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
             raise PublishFailed(f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
-                                f"{error}{told}") from error  # fmt: skip
+                                f"{error}{told}. Nothing is sampled any more, since nobody could name the weights; see "
+                                "that the server is well, start it anew if it isn't, and connect to all of them again "
+                                "(a training run: --resume)") from error  # fmt: skip
 
 
 async def _on_all(

@@ -61,6 +61,11 @@ class Capabilities:
     """Where it is asked: a route that takes token ids, or one of chat, which takes messages and gives ids."""
 
 
+class ForeignWeights(EngineError):
+    """A server sampled with other weights than those that were published last. One that was started anew has them until
+    the next publish."""
+
+
 @dataclass(slots=True)
 class Flight:
     """One request under way."""
@@ -115,7 +120,8 @@ class RemoteEngine:
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
         """What is under way, by request id."""
-        self._versions = {version}
+        self._versions = {version: 0}
+        """What was published, and its place in the order of that."""
         self._written: list[Path] = []
         self._publishing = asyncio.Lock()
         self._moment = 0
@@ -159,14 +165,15 @@ class RemoteEngine:
                 raise
             except EngineError as error:
                 self.stats.failed += 1
-                if isinstance(error, ServerFailed):
-                    self._note(error, flight.server, request)
+                self._note(error, flight.server, request)
                 raise
 
-    def _note(self, error: ServerFailed, server: Channel, request: Request) -> None:
-        if error.status == 400 and _too_long(str(error)):
+    def _note(self, error: EngineError, server: Channel, request: Request) -> None:
+        status = error.status if isinstance(error, ServerFailed) else 0
+        if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
-        if error.status is None:  # let another server take the conversation, and new ones
+        if status is None or isinstance(error, ForeignWeights):
+            # Another server takes the conversation, and new ones.
             self._homes.pop(request.cache_key, None)
             self._wellness.lost(server)
 
@@ -185,7 +192,7 @@ class RemoteEngine:
         async with self._publishing:
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, self._model_folder)
-            self._versions.add(version)
+            self._note_version(version)
             steps: dict[str, float] = {}
             self._moment += 1
             if mode != "drain":
@@ -210,6 +217,9 @@ class RemoteEngine:
     def _check_version(self, version: str) -> None:
         if version in self._versions:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
+
+    def _note_version(self, version: str) -> None:
+        self._versions[version] = len(self._versions)
 
     def _folder_of(self, version: str) -> Path:
         return self._folder / version.replace("/", "_").replace(":", "_")
@@ -300,10 +310,12 @@ class RemoteEngine:
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         if found.spans is not None or not found.ids:
-            unknown = {version for version, _, _ in found.spans or ()} - self._versions
-            if unknown:
-                raise EngineError(f"the server sampled with weights {sorted(unknown)}, which were not published here; "
-                                  "does someone else publish to it?")  # fmt: skip
+            oldest = self._versions[flight.version]
+            foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}
+            if foreign:
+                raise ForeignWeights(f"{flight.server} sampled with weights {sorted(foreign)}, which were not "
+                                     f"published here since {flight.version!r}; was it started anew, or does someone "
+                                     "else publish to it?", retry=True)  # fmt: skip
             return found
         if flight.moment % 2 or self._mixed > flight.moment:
             raise EngineError("the weights changed under way and the server doesn't say which token came from which: "

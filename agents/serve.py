@@ -24,6 +24,7 @@ from ..tapes.errors import TapereelError
 from .http import Server, ServerFailed
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
@@ -138,6 +139,9 @@ class LocalServer:
         try:
             while True:
                 if self._process.poll() is not None:
+                    if _NO_VLLM in self.printed():
+                        raise ServerStart(f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
+                                          "interpreter that has it (--python)")  # fmt: skip
                     raise ServerStart(f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n"
                                       f"{self.printed()}")  # fmt: skip
                 with contextlib.suppress(ServerFailed):

@@ -11,14 +11,23 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from ..tapes.console import Exit, UsageError, answer, say
+from ..tapes.console import Exit, UsageError, answer, check_port, say
+
+NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
+"""What makes a vLLM server join a trainer's NCCL group."""
 
 EXAMPLE = """
 tapereel serve models/qwen --port 8000
 tapereel serve models/tiny --engine embedded
 tapereel serve models/qwen --port 8000 --options '--max-model-len 8192 --gpu-memory-utilization 0.6'
 """
+
+
+_OF_VLLM: dict[str, Any] = {"no_weights": False, "transfer": False, "nccl": False, "lora": None, "options": "",
+                            "log": Path("vllm.log"), "patience": 600.0, "python": sys.executable}  # fmt: skip
+"""Arguments that mean nothing to the embedded engine, as they are where nobody gives them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="without the routes that take new weights, which know no API key")  # fmt: skip
     parser.add_argument("--transfer", action="store_true",
                         help="take weights by vLLM's weight-transfer routes too (engine.publish=transfer)")  # fmt: skip
+    parser.add_argument("--nccl", action="store_true",
+                        help="take weights by NCCL from the trainer's GPU too (engine.publish=nccl)")  # fmt: skip
     parser.add_argument("--lora", type=int, metavar="RANK",
                         help="take LoRA adapters of that rank (engine.publish=lora)")  # fmt: skip
     parser.add_argument("--python", default=sys.executable, help="an interpreter with vLLM (default: this one)")
@@ -48,12 +59,17 @@ def run(args: argparse.Namespace) -> int:
 
     if not Path(args.model).is_dir():
         raise UsageError(f"there is no model folder {args.model!r}")
+    check_port(args.port)
     if args.engine == "embedded":
         return _embedded(args)
+    if args.nccl and (args.transfer or args.no_weights):
+        raise UsageError("a vLLM server has one backend of its weight-transfer routes, and none with --no-weights: "
+                         "--nccl alone, or --transfer alone")  # fmt: skip
+    options = [*(NCCL if args.nccl else ()), *shlex.split(args.options)]
     try:
         server = LocalServer(args.model, port=args.port, host=args.host, key_variable=args.key, python=args.python,
                              control=not args.no_weights, transfer=args.transfer, lora_rank=args.lora,
-                             options=shlex.split(args.options), log=args.log, patience=args.patience)  # fmt: skip
+                             options=options, log=args.log, patience=args.patience)  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -76,6 +92,10 @@ def _embedded(args: argparse.Namespace) -> int:
     from .engine_server import EngineServer
     from .pretrained import load_pretrained
 
+    for name, unset in _OF_VLLM.items():
+        if getattr(args, name) != unset:
+            raise UsageError(f"--{name.replace('_', '-')} is for vLLM; the embedded engine takes weights by its own "
+                             "routes and has nothing to set there: leave it out")  # fmt: skip
     token = os.environ.get(args.key) if args.key is not None else None
     if args.key is not None and not token:
         raise UsageError(f"the environment variable {args.key} with the API key is not set")

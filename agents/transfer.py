@@ -9,16 +9,22 @@ not run. Pausing, resuming and caches are as in `VLLMReload`.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..tapes.errors import MissingExtra
-from .http import Channel
+from ..envs.threads import EnvironmentThread
+from ..tapes.errors import MissingExtra, TapereelError
+from .http import Channel, ServerFailed
 from .publishing import PublishMode, VLLMReload
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where files are memory, on Linux."""
+
+
+class CannotSend(TapereelError, RuntimeError):
+    """This process can't send weights in the way that was asked for."""
 
 
 class VLLMTransfer(VLLMReload):
@@ -38,6 +44,18 @@ class VLLMTransfer(VLLMReload):
         if mode != "stale_kv":
             await self._post("/reset_prefix_cache")
         await self._post("/finish_weight_update", {"weight_version": version})
+
+    async def _call_weights(self, version: str) -> None:
+        # An update that was begun keeps every later one from beginning, and its layers from running, until it is
+        # finished with what came: the layers without new weights get back their own.
+        try:
+            await self._post("/finish_weight_update", {"weight_version": version})
+        except ServerFailed as error:
+            if error.status != 500:
+                raise
+            # None is at work: there was none, or loading ended it and left the layers open.
+            await self._post("/start_weight_update")
+            await self._post("/finish_weight_update", {"weight_version": version})
 
 
 # -- NCCL -------------------------------------------------------------------------------------------------------------
@@ -70,37 +88,92 @@ def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
 
 
 class NCCLTransfer(VLLMTransfer):
-    """One server that receives by NCCL from the trainer's GPU. Not run: it needs two GPUs and vLLM here and there."""
+    """One server that receives by NCCL from the trainer's GPU, in a group of their own. Not run: it needs two GPUs and
+    vLLM here and there."""
 
     def __init__(self, server: Channel, *, address: str, port: int, seconds: float = 120.0) -> None:
         """`address` and `port`: where this process waits for the workers."""
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
         self._group: Any = None
+        # Python can't end a thread that waits in NCCL for a worker that died, so nobody may have to wait for it.
+        self._thread = EnvironmentThread("nccl")
 
     async def init(self) -> None:
-        try:
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init  # pyright: ignore[reportMissingImports]
-        except ModuleNotFoundError as error:
-            raise MissingExtra(error.name or "vllm", "vllm", "publishing weights over NCCL") from error
+        device = sending_device()
         await VLLMReload.init(self)
         size = (await self.server.get("/get_world_size", seconds=self._seconds))["world_size"]
         info = worker_info(address=self._address, port=self._port, workers=size)
-        self._group, _ = await self._together(
-            asyncio.to_thread(trainer_init, info), self._post("/init_weight_transfer_engine", {"init_info": info}))
+        try:
+            self._group, _ = await self._together(
+                self._thread.run(_join(info, device)), self._post("/init_weight_transfer_engine", {"init_info": info}))
+        except ServerFailed as error:
+            raise CannotSend(f"{self.server} doesn't take weights by NCCL ({error}): start it with tapereel serve "
+                             "--nccl, or vLLM's --weight-transfer-config '{\"backend\": \"nccl\"}'") from error
 
     async def update(self, folder: Path) -> None:
         from safetensors.torch import load_file
-        from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
-            packed_nccl_broadcast_producer,
-        )
 
-        pairs = [(name, tensor.cuda()) for name, tensor in load_file(folder / "model.safetensors").items()]
-        send = asyncio.to_thread(packed_nccl_broadcast_producer, iterator=iter(pairs), group=self._group, src=0,
-                                 post_iter_func=lambda pair: pair[1])  # fmt: skip
-        await self._together(send, self._post("/update_weights", {"update_info": update_info(pairs)}))
+        pairs = list(load_file(folder / "model.safetensors").items())
+        await self._together(self._thread.run(_broadcast(pairs, self._group)),
+                             self._post("/update_weights", {"update_info": update_info(pairs)}))  # fmt: skip
 
     async def _together(self, ours: Awaitable[Any], theirs: Awaitable[Any]) -> tuple[Any, Any]:
         """Both sides of a collective call, each of which waits for the other."""
-        async with asyncio.timeout(self._seconds):
-            return await asyncio.gather(ours, theirs)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.gather(ours, theirs)
+        except TimeoutError as error:
+            raise CannotSend(f"{self.server} and this process did not get done over NCCL at {self._address}:"
+                             f"{self._port} within {self._seconds:g} s (engine.control_seconds): do its workers live, "
+                             "do they reach that address (engine.nccl.address), and has each a GPU of its own, other "
+                             "than ours?") from error  # fmt: skip
+
+
+def sending_device() -> int:
+    """The GPU of this process that sends. MissingExtra without vLLM, CannotSend without CUDA."""
+    import torch
+
+    try:
+        import vllm.distributed.weight_transfer.nccl_common  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "vllm", "vllm", "publishing weights over NCCL") from error
+    if not torch.cuda.is_available():
+        raise CannotSend("engine.publish=nccl broadcasts weights from a GPU of this process, and torch finds no CUDA "
+                         f"device here (torch {torch.__version__}): train where there is one that no server uses, or "
+                         "publish by engine.publish=reload, or =transfer on one machine")  # fmt: skip
+    return torch.cuda.current_device()
+
+
+async def _join(info: dict[str, Any], device: int) -> Any:
+    """Wait for the workers, as rank 0 of the group with them."""
+    import torch
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init  # pyright: ignore[reportMissingImports]
+
+    torch.cuda.set_device(device)
+    return trainer_init(info)
+
+
+async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
+    """Send them, in that order. Each is on the GPU from when it is packed until it is sent."""
+    from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
+        packed_nccl_broadcast_producer,
+    )
+
+    packed_nccl_broadcast_producer(iterator=((name, tensor.cuda()) for name, tensor in pairs), group=group, src=0,
+                                   post_iter_func=lambda pair: pair[1])  # fmt: skip
+
+
+def ports(address: str, first: int | None, count: int) -> list[int]:
+    """Where this process waits for the workers of each of so many servers: `first` and those after it, or free ones."""
+    return [free_port(address) if first is None else first + k for k in range(count)]
+
+
+def free_port(address: str) -> int:
+    """A port that was free at that address a moment ago. CannotSend where this machine doesn't have the address."""
+    try:
+        with socket.create_server((address, 0)) as probe:
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise CannotSend(f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "
+                         f"({error}): give an address of this machine that they reach") from error  # fmt: skip

@@ -54,7 +54,7 @@ class FaultyServer:
     @asynccontextmanager
     async def up(self) -> AsyncIterator[str]:
         app = web.Application()
-        for route in ("/version", "/v1/models", "/weight_info", "/health"):
+        for route in ("/version", "/v1/models", "/weight_info", "/health", "/is_paused"):
             app.router.add_get(route, self.about)
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/inference/v1/abort_requests", self.abort)

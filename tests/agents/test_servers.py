@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
 
+from tapereel.agents import transfer
 from tapereel.agents.adapter_config import AdapterConfig, add_adapters
 from tapereel.agents.adapters import AdapterEngine, adapters_in, write_adapter
-from tapereel.agents.connect import connect
+from tapereel.agents.connect import DIFFERENT, NotTrainable, connect
 from tapereel.agents.engine import EngineError
-from tapereel.agents.engines import VLLMConfig, VLLMInProcessConfig
+from tapereel.agents.engines import NCCLConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig
 from tapereel.agents.inprocess import lora_options
 from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.serve import LocalServer
+from tapereel.agents.remote import ForeignWeights, RemoteEngine
+from tapereel.agents.serve import LocalServer, ServerStart
 from tapereel.agents.tiny import tiny_model
-from tapereel.agents.transfer import update_info, worker_info
+from tapereel.agents.transfer import CannotSend, ports, update_info, worker_info
+from tapereel.cli import main
+from tapereel.tapes.errors import MissingExtra
 
 from ..loop.lab import RENDERER, WORDS
 from .faulty import FaultyServer, dropped, status
@@ -88,7 +95,8 @@ def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
             await engine.complete(ask())
 
     using([server], test, way="transfer", weights_folder=tmp_path)
-    assert server.control[-3:] == ["/pause", "/update_weight_version", "/resume"]
+    assert server.control[-3:] == ["/pause", "/finish_weight_update", "/resume"]
+    assert server.version == "unknown: publishing run:1 failed"
 
 
 def test_what_is_said_over_nccl() -> None:
@@ -99,6 +107,149 @@ def test_what_is_said_over_nccl() -> None:
         worker_info(address="10.0.0.1", port=1, workers=0)
     state = [("a", torch.zeros(2, 3, dtype=torch.bfloat16)), ("b", torch.zeros(4))]
     assert update_info(state) == {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
+
+
+def test_nccl_is_a_setting_of_vllm_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Up to the first call of CUDA, which needs a GPU here and there."""
+    given: dict[str, Any] = {"model": "m", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}
+    config = VLLMConfig.model_validate({**given, "publish": "nccl", "nccl": {"address": "10.0.0.1", "port": 29500}})
+    assert config.nccl == NCCLConfig(address="10.0.0.1", port=29500)
+    assert VLLMConfig.model_validate({**given, "publish": "nccl"}).nccl is None
+    with pytest.raises(ValueError, match="publish is 'reload'"):
+        VLLMConfig.model_validate({**given, "nccl": {}})
+    with pytest.raises(ValueError, match="65535 is the last"):
+        VLLMConfig.model_validate({**given, "publish": "nccl", "nccl": {"port": 65535}})
+    with pytest.raises(ValueError, match="NCCL refuses two ranks on one"):
+        VLLMInProcessConfig.model_validate({"model": "m", "publish": "nccl"})
+    assert main(["serve", str(tmp_path), "--nccl", "--transfer"]) == 64
+    assert "--nccl alone, or --transfer alone" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="SGLang servers reload a folder"):
+        SGLangConfig.model_validate({**given, "publish": "nccl"})
+
+
+def test_each_server_has_a_group_of_its_own_at_a_port_of_its_own() -> None:
+    assert ports("127.0.0.1", 29500, 3) == [29500, 29501, 29502]
+    free = ports("127.0.0.1", None, 2)
+    assert all(0 < port <= 65535 for port in free)
+    with pytest.raises(CannotSend, match=r"engine\.nccl\.address='192\.0\.2\.1'.*an address of this machine"):
+        ports("192.0.2.1", None, 1)
+
+
+def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(engine: Any) -> None:
+        raise AssertionError("it was connected")
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtra, match=r"publishing weights over NCCL.*tapereel\[vllm\]"):
+        using([FaultyServer()], never, way="nccl")
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer",
+                 "vllm.distributed.weight_transfer.nccl_common"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CannotSend, match=r"no CUDA device here.*engine\.publish=reload"):
+        using([FaultyServer()], never, way="nccl")
+
+
+def test_workers_that_never_come_are_waited_for_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of vLLM's that waits for them can't be ended; nobody waits for it."""
+    release = threading.Event()
+    monkeypatch.setattr(transfer, "sending_device", lambda: 0)
+
+    async def blocked(info: Any, device: int) -> None:
+        release.wait(60)
+
+    monkeypatch.setattr(transfer, "_join", blocked)
+
+    class Quiet:
+        """Starts no workers."""
+
+        in_flight = 0
+
+        async def get(self, route: str, **more: Any) -> Any:
+            return {"world_size": 1, "weight_version": "default"}
+
+        async def post(self, route: str, body: Any = None, **more: Any) -> Any:
+            assert body == {"init_info": worker_info(address="127.0.0.1", port=1, workers=1)}
+            await asyncio.Event().wait()
+
+    server: Any = Quiet()
+    sync = transfer.NCCLTransfer(server, address="127.0.0.1", port=1, seconds=0.2)
+    try:
+        with pytest.raises(CannotSend, match=r"at 127\.0\.0\.1:1 within 0\.2 s"):
+            asyncio.run(sync.init())
+    finally:
+        release.set()
+
+
+def test_a_server_that_was_started_anew_gives_nothing_until_it_has_the_weights() -> None:
+    """It says the label that it had at first, which was right then."""
+    anew, well = FaultyServer(), FaultyServer()
+
+    async def test(engine: RemoteEngine) -> None:
+        await engine.publish(WEIGHTS, "run:1")
+        anew.version = "default"
+        # The first of two equal servers is asked first.
+        with pytest.raises(ForeignWeights, match=r"weights \['default'\], which were not published here since 'run:1'"):
+            await engine.complete(ask("a"))
+        for text in "abcd":
+            assert (await engine.complete(ask(text))).spans == (("run:1", 0, 5),), "others are asked, in its place too"
+        await engine.publish(WEIGHTS, "run:2")
+        assert anew.version == "run:2"
+
+    using([anew, well], test)
+
+
+@pytest.mark.parametrize(("way", "begun"), [("reload", False), ("transfer", True), ("transfer", False)])
+def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool) -> None:
+    class Paused(FaultyServer):
+        """A trainer died when it had paused it, or later."""
+
+        paused = True
+
+        async def about(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/is_paused":
+                return web.json_response({"is_paused": self.paused})
+            return await super().about(request)
+
+        async def step(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/resume":
+                self.paused = False
+            if request.path == "/finish_weight_update" and not begun and self.control[-1] != "/start_weight_update":
+                self.control.append(request.path)
+                return web.Response(status=500, text="finish_weight_update called without a matching start")
+            return await super().step(request)
+
+    server = Paused()
+
+    async def test(engine: RemoteEngine) -> None:
+        assert engine.version == "unknown: the server was found paused"
+        assert not server.paused
+
+    using([server], test, way=way)
+    named = {"reload": ["/update_weight_version"], "transfer": ["/finish_weight_update"]}[way]
+    named += ["/start_weight_update", *named] if way == "transfer" and not begun else []
+    assert server.control[:len(named) + 2] == ["/pause", *named, "/resume"]
+    server.paused = True
+    with pytest.raises(NotTrainable, match="under the adapters"):
+        using([server], test, way="lora", adapters=ADAPTERS)
+
+
+def test_servers_with_different_weights_are_connected_for_training_alone() -> None:
+    ahead, anew = FaultyServer(), FaultyServer()
+    ahead.version = "run:7"
+
+    async def test(engine: RemoteEngine) -> None:
+        assert engine.version == DIFFERENT
+        with pytest.raises(EngineError, match="not published here"):
+            await engine.complete(ask())
+        await engine.publish(WEIGHTS, "run:7")
+        assert (await engine.complete(ask())).spans == (("run:7", 0, 5),)
+        assert (ahead.version, anew.version) == ("run:7", "run:7")
+
+    using([ahead, anew], test)
+    ahead.version, anew.version = "run:7", "default"
+    with pytest.raises(NotTrainable, match="start them anew"):
+        using([ahead, anew], test, way="lora", adapters=ADAPTERS)
 
 
 # -- adapters -----------------------------------------------------------------------------------------------------
@@ -190,6 +341,12 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         LocalServer("m", transfer=True, control=False)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
+def test_an_interpreter_without_vllm_is_told_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ServerStart, match=r"install the extra tapereel.vllm., or name an interpreter"):
+        asyncio.run(LocalServer(tmp_path).start())
+
+
 def test_a_cpu_build_reads_prompts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     whole = "--no-enable-chunked-prefill"
@@ -278,3 +435,12 @@ def test_health_is_asked_and_new_conversations_avoid_a_server_that_was_lost() ->
         assert (len(first.asked), len(second.asked)) == (1, 4)
 
     using([first, second], test)
+
+
+@pytest.mark.parametrize("more", [("--lora", "4"), ("--transfer",), ("--nccl",), ("--no-weights",), ("--patience", "3"),
+                                  ("--log", "elsewhere"), ("--options=--dtype float32",)])  # fmt: skip
+def test_what_the_embedded_engine_would_ignore_is_refused(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path), "--engine", "embedded", *more]) == 64
+    assert f"{more[0].partition('=')[0]} is for vLLM" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 IDS = (8, 9, 10, 11, 8, 9)
 SCENES = ("healthy", "breaks", "says_error", "paused_once", "full", "aborted", "nan", "minus_infinity", "no_logprobs",
-          "mixed", "hole", "foreign", "silent", "dies")  # fmt: skip
+          "mixed", "hole", "foreign", "silent", "old", "dies")  # fmt: skip
 """By seed, from 100 on; any other seed is healthy."""
 
 
@@ -59,6 +59,9 @@ class Stub(EngineClient):
             raise RetryableRequestError("Generation is paused")
         if scene == "dies":
             os._exit(7)
+        begun = len(self.versions)
+        while scene == "mixed" and len(self.versions) == begun:  # new weights come in the midst of it
+            await asyncio.sleep(0.01)
         ids = IDS[:min(len(IDS), params.max_tokens)]
         broken = scene in ("breaks", "says_error")
         if params.output_kind == RequestOutputKind.DELTA:
@@ -94,8 +97,9 @@ class Stub(EngineClient):
 
     def spans(self, scene: str, count: int) -> list[WeightVersionSpan] | None:
         now = self.versions[-1]
-        two = [(self.versions[-2] if len(self.versions) > 1 else now, 0, 2), (now, 2, count)]
-        found = {"mixed": two, "hole": [(now, 0, 2), (now, 3, count)], "foreign": [("somebody's", 0, count)]}
+        before = self.versions[-2] if len(self.versions) > 1 else now
+        found = {"mixed": [(before, 0, 2), (now, 2, count)], "hole": [(now, 0, 2), (now, 3, count)],
+                 "foreign": [("somebody's", 0, count)], "old": [(before, 0, count)]}  # fmt: skip
         if scene == "silent":
             return None
         return [WeightVersionSpan(*span) for span in found.get(scene, [(now, 0, count)])]

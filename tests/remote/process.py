@@ -1,4 +1,5 @@
-"""`tapereel serve-env` as a process of its own, which can be killed and started again at the same address."""
+"""A verb that serves (`tapereel serve-env`, `tapereel serve`) as a process of its own, which can be killed and started
+again at the same address."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from typing import Self
 class Served:
     """`with Served("file.py:Env") as server:`, as a user would start it."""
 
-    def __init__(self, name: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, name: str, log: Path, *options: str, verb: str = "serve-env",
+                 environment: dict[str, str] | None = None) -> None:  # fmt: skip
         self.url = ""
-        self._name, self._log, self._options = name, log, options
+        self._verb, self._name, self._log, self._options = verb, name, log, options
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Come up, at the same port as before if there was one."""
         port = self.url.rpartition(":")[2] or "0"
-        command = [sys.executable, "-m", "tapereel.cli", "serve-env", self._name, "--json", "--port", port]
+        command = [sys.executable, "-m", "tapereel.cli", self._verb, self._name, "--json", "--port", port]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True,
                                              env=self._environment)  # fmt: skip
@@ -34,6 +36,11 @@ class Served:
             raise RuntimeError(f"it did not come up:\n{self._log.read_text()[-3000:]}")
         self.told = json.loads(line)
         self.url = self.told["url"]
+
+    def hang(self) -> None:
+        """Stand still, with all connections open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> int:
         """Its exit code."""

@@ -1,0 +1,36 @@
+"""Runs in the environment with vLLM: `train` with vLLM inside the process, then resumed and verified.
+
+    python inprocess_train.py MODEL RUN WEIGHTS-FOLDER PUBLISH
+
+Prints one JSON object with what each of the three came to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tapereel.finetune.train import TrainConfig, train
+from tapereel.tapes.verify import verify
+
+LAB = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
+
+
+def main() -> None:
+    model, run, weights, publish = sys.argv[1:]
+    config = TrainConfig.model_validate({
+        "agent": f"{LAB}:Speaker", "env": f"{LAB}:Letters", "tasks": ["a", "b", "c", "d", "ab", "cd"],
+        "evaluation": {"fraction": 0.34},
+        "engine": {"kind": "vllm_inprocess", "model": model, "publish": publish, "weights_folder": weights,
+                   "options": {"enforce_eager": True, "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 64}},
+        "loop": {"updates": 3, "groups": 4, "group_size": 4, "sampling": {"max_tokens": 2}, "max_lag": 1,
+                 "optimiser": {"lr": 1e-2}, "limits": {"turns": 6, "seconds": 120.0}, "checkpoint_every": 1,
+                 "keep_checkpoints": None},
+    })  # fmt: skip
+    told = [train(config, run, resume=resume).model_dump(mode="json") for resume in (False, True)]
+    print(json.dumps({"trained": told[0], "resumed": told[1], "verify": verify(run).exit_code}))
+
+
+if __name__ == "__main__":
+    main()

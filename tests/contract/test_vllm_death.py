@@ -1,0 +1,120 @@
+"""The real vLLM dies in mid-update, under `train`: its engine's process is killed as it is told to load weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tapereel.agents.connect import connect
+from tapereel.agents.publishing import PublishFailed
+from tapereel.agents.remote import RemoteEngine
+from tapereel.agents.serve import LocalServer
+from tapereel.finetune.train import TrainConfig, train
+from tapereel.tapes.store import Store
+from tapereel.tapes.verify import verify
+
+from ..agents.served import CLOSE, ask
+from ..loop.deadly_proxy import DeadlyProxy, Moment
+from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, settings_of
+from ..loop.versions import assert_versions_true
+from .lab import off, policy, vllm_is_there
+from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def mortal(folder: Path, tmp_path: Path) -> Iterator[LocalServer]:
+    vllm_is_there()
+    server = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, log=tmp_path / "log",
+                         patience=300.0)  # fmt: skip
+    asyncio.run(server.start())
+    yield server
+    server.stop()
+
+
+def kill_engine(server: LocalServer) -> None:
+    """The process in which the model is, which the server's own started."""
+    assert server._process is not None
+    family = psutil.Process(server._process.pid).children(recursive=True)
+    (core,) = [child for child in family if "EngineCore" in child.name() or any("EngineCore" in word
+                                                                               for word in child.cmdline())]
+    os.kill(core.pid, signal.SIGKILL)
+
+
+def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with DeadlyProxy(lambda: mortal.url) as proxy:
+        config = TrainConfig(
+            agent=f"{Speaker.__module__}:Speaker", env=f"{Letters.__module__}:Letters", tasks=("ab", "cd", "ac", "db"),
+            evaluation={"fraction": 0}, loop=settings_of(updates=4, checkpoint_every=1, keep_checkpoints=None),
+            engine={"kind": "vllm", "model": str(folder), "urls": [proxy.url], "control_seconds": 60.0,
+                    "weights_folder": str(tmp_path / "weights")},
+        )  # fmt: skip
+        proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
+        with pytest.raises(PublishFailed, match=rf"failed at `update` on {proxy.url}.*start it anew"):
+            train(config, run)
+        assert proxy.moment.happened
+        assert verify(run).exit_code == 0
+        proxy.moment = None
+        mortal.stop()
+        asyncio.run(mortal.start())
+        summary = train(config, run, resume=True)
+    assert (summary.updates, summary.books_close) == (4, True)
+    assert_books_close(run)
+    with Store.open(run) as store:
+        assert [use.update for use in store.ledger(summary.lineage).uses] == list(range(4))
+        assert all(tape.status is not None for tape in store.tapes())
+    assert_versions_true(run, tmp_path / "fresh", folder, summary.lineage, 4)
+
+
+@pytest.mark.parametrize("way", ["reload", "transfer"])
+def test_a_server_whose_update_was_cut_off_takes_the_next_one(
+    with_engine: Callable[..., Any], server: str, folder: Path, tmp_path: Path, way: Any
+) -> None:
+    """A trainer died when weights were to come, or another server did; this one lives, paused, in mid-update."""
+
+    async def test(engine: RemoteEngine) -> None:
+        (sync,) = engine._syncs
+        await sync.pause("reprefill")
+        await sync.start()
+        later = await connect([server], RENDERER, model_folder=folder, weights=True, way=way,
+                              weights_folder=tmp_path / "later")  # fmt: skip
+        try:
+            assert later.version == "unknown: the server was found paused"
+            for k, cut_off in enumerate((True, True, False)):
+                version = f"{way}/{tmp_path.name}/{k}"
+                if cut_off:
+                    whole = later._syncs[0].update
+                    later._syncs[0].update = partial(cut, whole if (way, k) == ("transfer", 1) else None)
+                    with pytest.raises(PublishFailed, match="failed at `update`"):
+                        await later.publish(policy(1).state_dict(), version)
+                    await later.close()
+                    later = await connect([server], RENDERER, model_folder=folder, weights=True, way=way,
+                                          weights_folder=tmp_path / f"later-{k}")  # fmt: skip
+                    assert later.version.startswith("unknown: publishing")
+                    continue
+                await later.publish(policy(1).state_dict(), version)
+                request = ask(max_tokens=24)
+                completion = await later.complete(request)
+                assert [name for name, _, _ in completion.spans] == [version]
+                assert off(1, request, completion) < CLOSE
+        finally:
+            await later.close()
+
+    with_engine(test, way)
+
+
+async def cut(update: Any, folder: Path) -> None:
+    """Another server dies meanwhile; or this one can't read the files."""
+    if update is None:
+        raise OSError("the other server died")
+    await update(folder / "nowhere")
