@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,14 @@ from ..tapes.config import Config, load_config
 from ..tapes.console import Exit, UsageError, answer, number, safe, say, table
 from ..tapes.diff import TapeDiff, diff_tapes
 from ..tapes.forks import Fork, tree
+from ..tapes.records import Publish
 from ..tapes.rundir import recorded_settings
 from ..tapes.store import Store
 from .agent import Agent
 from .branch import SPLIT, PrefixUnverified, branch, cut, doubt_of, recorded_limits
-from .engines import EngineConfig, Made, make_engine
+from .engines import EngineConfig
 from .limits import Limits
+from .partners import PartnerConfig, Partners, make_team, speaker_of
 from .recorded import import_steps, recorded_agent
 from .references import load_env
 
@@ -43,6 +45,8 @@ class BranchConfig(Config):
     """What the continuations are rolled out with. Whatever isn't set is as it was recorded."""
 
     engine: EngineConfig
+    players: Partners = Field(default={})
+    """As in a run."""
     sampling: Sampling
     limits: Limits
     n: int = Field(default=1, ge=1)
@@ -133,11 +137,12 @@ def _scene(args: argparse.Namespace, store: Store) -> _Scene:
 
 def _config(args: argparse.Namespace, tape: Tape) -> BranchConfig:
     begin = tape.begin
-    recorded = _recorded_engine(args.run)
+    recorded, players = _recorded(args.run, "engine"), _recorded(args.run, "players")
     if not _keeps_engine(args):
         recorded = {"renderer": recorded["renderer"]} if "renderer" in recorded else {}
     base: dict[str, Any] = {
-        "engine": recorded, "sampling": (begin.sampling or Sampling()).model_dump(mode="json"),
+        "engine": recorded, "players": _speaking(players),
+        "sampling": (begin.sampling or Sampling()).model_dump(mode="json"),
         "limits": recorded_limits(tape).model_dump(mode="json"), "seed": begin.seed, "env_seed": begin.env_seed,
     }  # fmt: skip
     sets = [f"{key}={json.dumps(value)}" for key, value in base.items() if value != {}]
@@ -157,11 +162,11 @@ def _keeps_engine(args: argparse.Namespace) -> bool:
     return args.model is None and not any(text.startswith(others) for text in args.sets)
 
 
-def _recorded_engine(run: str) -> dict[str, Any]:
-    """The settings of the run's engine, nested; empty where there are none."""
+def _recorded(run: str, group: str) -> dict[str, Any]:
+    """The settings of the run in that group, nested; empty where there are none."""
     made: dict[str, Any] = {}
     for keys, value in recorded_settings(run).items():
-        if keys[0] == "engine" and len(keys) > 1:
+        if keys[0] == group and len(keys) > 1:
             node = made
             for key in keys[1:-1]:
                 node = node.setdefault(key, {})
@@ -169,37 +174,57 @@ def _recorded_engine(run: str) -> dict[str, Any]:
     return made
 
 
+def _speaking(players: dict[str, Any]) -> dict[str, Any]:
+    """What of the players' settings says how they speak; how they learn plays no part."""
+    known = PartnerConfig.model_fields
+    return {name: {key: value for key, value in own.items() if key in known} for name, own in players.items()}
+
+
 async def _branch(args: argparse.Namespace, scene: _Scene) -> list[Tape]:
     """The continuations. Nothing is written to the run before it is sure that there will be some."""
     config = scene.config
     seeds: dict[str, Any] = {"env_seed": config.env_seed, "limits": config.limits}
-    made = await make_engine(config.engine)
+    engine, publishes = await make_team(config.engine, config.players)
     try:
-        if _keeps_engine(args):
-            _check_weights(scene.tape, made)
+        _check_weights(args, scene, publishes)
         doubt = None if args.unverified else await doubt_of(scene.tape, scene.turn, scene.env, **seeds)
         if doubt is not None:
             raise doubt
         with Store.open(args.run, write=True) as store:
             known = {stored.record.version for stored in store.run_records("publish")}
-            if made.publish is not None and made.publish.version not in known:
-                store.append_layer(made.publish)
+            for publish in publishes.values():
+                if publish.version not in known:
+                    store.append_layer(publish)
+                    known.add(publish.version)
             return await branch(
-                scene.tape, scene.turn, scene.agent, scene.env, engine=made.engine, n=config.n, seed=config.seed,
+                scene.tape, scene.turn, scene.agent, scene.env, engine=engine, n=config.n, seed=config.seed,
                 sampling=config.sampling, split=config.split, journal=store.writer, concurrency=config.concurrency,
                 unverified=args.unverified, **seeds,
             )  # fmt: skip
     finally:
-        await made.engine.close()
+        await engine.close()
 
 
-def _check_weights(tape: Tape, made: Made) -> None:
+def _check_weights(args: argparse.Namespace, scene: _Scene, publishes: Mapping[str, Publish]) -> None:
     """A run's configuration names the weights that it began with, which need not be those that sampled this tape."""
-    versions = {version for call in tape.calls for version, _, _ in call.spans}
-    if made.publish is not None and versions and made.publish.version not in versions:
-        raise UsageError(f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
-                         f"configuration names other weights ({made.publish.version}): say which ones are meant, as in "
-                         "--model RUN/checkpoints/update-000080/hf")  # fmt: skip
+    tape, players = scene.tape, scene.config.players
+    for name, publish in publishes.items():
+        if not _as_recorded(args, name):
+            continue
+        versions = {version for call in tape.calls if speaker_of(call.by, players) == name
+                    for version, _, _ in call.spans}  # fmt: skip
+        if versions and publish.version not in versions:
+            how = f"--set players.{name}.engine.model=RUN/checkpoints/{name}" if name else "--model RUN/checkpoints"
+            raise UsageError(f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
+                             f"configuration names other weights ({publish.version}): say which ones are meant, as in "
+                             f"{how}/update-000080/hf")  # fmt: skip
+
+
+def _as_recorded(args: argparse.Namespace, name: str) -> bool:
+    """Whether the model of that player is to be the one of the run's configuration."""
+    if not name:
+        return _keeps_engine(args)
+    return not any(text.startswith(("players=", f"players.{name}=", f"players.{name}.engine")) for text in args.sets)
 
 
 # What people see

@@ -35,6 +35,8 @@ class Completion:
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     """Every try, the one that answered last, of an engine that tries again by itself; empty: there was one."""
+    engine: str = ""
+    """Name of the engine that answered, where another one was asked, as a team is; empty: the one that was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -380,7 +380,7 @@ class _CallWriter:
 
     def __call__(self, completion: Completion, attempts: tuple[Attempt, ...], *, finish: Any, engine: str = "") -> None:
         llm, request, rendered = self.llm, self.request, self.rendered
-        engine = engine or (llm._engine.name if llm._engine is not None else "")
+        engine = engine or completion.engine or (llm._engine.name if llm._engine is not None else "")
         common: dict[str, Any] = {
             "sampling": request.sampling, "seed": request.seed, "tools": self.tools, "attempts": attempts,
             "finish": finish,

@@ -1,13 +1,14 @@
 """Several models on one tape: an engine for each agent path, behind one door.
 
-The path of who asks decides which engine answers: its own, or that of the nearest agent above it. A tape names one
-tokenizer and one chat template, so the engines must have the same. Which of the models is trained is not known here.
+The path of who asks decides which engine answers: its own, or that of the nearest agent above it, or the one under the
+empty path. A tape names one tokenizer and one chat template, so the engines that have any must have the same; what an
+engine without them says is recorded in those of the others. Which of the models is trained is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tapes.errors import TapereelError
@@ -30,12 +31,13 @@ class TeamEngine:
     """`TeamEngine({"match/white": white, "match/black": black})`: an `Engine` for a rollout of several agents.
 
     `lead`: the path whose engine takes the weights that the loop publishes; by default the first. The others keep
-    theirs, unless somebody publishes to them.
+    theirs, unless somebody publishes to them. `lent`: those of the engines that the team leaves open when it closes.
     """
 
     name = "team"
 
-    def __init__(self, engines: Mapping[str, Engine], *, lead: str | None = None) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, lead: str | None = None,
+                 lent: Collection[Engine] = ()) -> None:  # fmt: skip
         if not engines:
             raise BadTeam("a team without engines: give at least one, by the path of the agent that it speaks for")
         lead = next(iter(engines)) if lead is None else lead
@@ -44,15 +46,13 @@ class TeamEngine:
         self.engines = dict(engines)
         self.lead: Any = self.engines[lead]
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
-        seen = {_writing(engine.renderer) for engine in self._distinct}
-        if len(seen) > 1:
-            raise BadTeam(f"the engines of {_names(engines)} have different tokenizers or chat templates, and a tape "
-                          "has one: give models of one family the same renderer")  # fmt: skip
+        self._lent = {id(engine) for engine in lent}
+        check_writing({path: engine.renderer for path, engine in self.engines.items()})
 
     @property
     def renderer(self) -> Any | None:
-        """The one that all have."""
-        return self.lead.renderer
+        """The one of all that have any."""
+        return next((engine.renderer for engine in self._distinct if engine.renderer is not None), None)
 
     @property
     def context(self) -> int | None:
@@ -73,14 +73,21 @@ class TeamEngine:
         """The engine that speaks for the agent at `path`. EngineError where nobody does."""
         above = path
         while above not in self.engines:
-            if "/" not in above:
+            if not above:
                 raise EngineError(f"no engine speaks for the agent {path!r}; there are some for {_names(self.engines)}")
             above = above.rpartition("/")[0]
         return self.engines[above]
 
     async def complete(self, request: Request) -> Completion:
-        """As the engine of `request.path` answers."""
-        return await self.of(request.path).complete(request)
+        """As the engine of `request.path` answers, in its name."""
+        engine = self.of(request.path)
+        tell = request.on_partial
+
+        def partial(completion: Completion) -> None:
+            if tell is not None:
+                tell(replace(completion, engine=engine.name))
+
+        return replace(await engine.complete(replace(request, on_partial=partial)), engine=engine.name)
 
     async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         """New weights for the lead's engine."""
@@ -92,12 +99,21 @@ class TeamEngine:
 
     async def close(self) -> None:
         for engine in self._distinct:
-            await engine.close()
+            if id(engine) not in self._lent:
+                await engine.close()
 
 
-def _writing(renderer: Any | None) -> tuple[str, str] | None:
-    return None if renderer is None else (renderer.tokenizer_hash, renderer.template_hash)
+def check_writing(renderers: Mapping[str, Any | None]) -> None:
+    """BadTeam where engines, by what to call them, would not write alike; those without a renderer write as others."""
+    seen = {name: _writing(renderer) for name, renderer in renderers.items() if renderer is not None}
+    if len(set(seen.values())) > 1:
+        raise BadTeam(f"the engines of {_names(seen)} have different tokenizers or chat templates, and a tape has one: "
+                      "give models of one family the same renderer")
 
 
-def _names(engines: Mapping[str, Engine]) -> str:
+def _writing(renderer: Any) -> tuple[str, str]:
+    return renderer.tokenizer_hash, renderer.template_hash
+
+
+def _names(engines: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, engines))

@@ -22,9 +22,10 @@ from ..tapes.records import Status
 from ..tapes.rundir import RunDir, open_run
 from ..tapes.store import Store
 from .engine import Engine
-from .engines import EngineConfig, make_engine
+from .engines import EngineConfig
 from .limits import Limits
 from .llm import derive_seed
+from .partners import Partners, make_team
 from .passk import Scores, check_k, evaluate_rewards
 from .references import Loaded, Scene
 from .rollout import rollout
@@ -34,6 +35,9 @@ class RunConfig(Scene):
     """What to roll out."""
 
     engine: EngineConfig
+    """What speaks for every agent that no player has."""
+    players: Partners = Field(default={})
+    """Other models in the episodes, by names of your choice, each for agents of its own."""
     attempts: int = Field(default=1, ge=1)
     """Episodes of each task; they are one group, and share the environment's seed."""
     split: str = "eval"
@@ -114,13 +118,16 @@ def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: P
 
 async def _run(config: RunConfig, scene: Loaded, out: Path, resume: bool, progress: Progress,
                started: float) -> RunSummary:  # fmt: skip
-    made = await make_engine(config.engine)
+    engine, publishes = await make_team(config.engine, config.players)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
-        if made.publish is not None and made.publish.version not in _published(store):
-            store.append_layer(made.publish)
+        known = _published(store)
+        for publish in publishes.values():
+            if publish.version not in known:
+                store.append_layer(publish)
+                known.add(publish.version)
         places = Places(config, scene, directory)
-        recorded = await _fill(places, made.engine, progress)
+        recorded = await _fill(places, engine, progress)
         await _compare(places, store)
         store.writer.sync()
         return _summary(config, len(scene.tasks), recorded, store, out, time.perf_counter() - started)

@@ -162,6 +162,12 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda c: c.update)
 
 
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Where a run has checkpoints: of its own policy first, then of its players, each in a folder of its name."""
+    own = run / "checkpoints"
+    return [own, *sorted({path.parent.parent for path in own.glob(f"*/update-*/{STATE}")})]
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in that directory. BadCheckpoint where there is none."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ def reward_curve(name: str, metrics: Path) -> Curve:
     """Mean reward of each update of the loop; NaN where a batch was not scored."""
     rewards = [_number(line.get("reward")) for line in read_metrics(metrics) if line.get("phase") == "rl"]
     return Curve(name=name, x=tuple(float(k + 1) for k in range(len(rewards))), y=tuple(rewards), mean_of=MEAN_OF)
+
+
+def agent_curves(paths: Sequence[str], metrics: Path) -> list[Curve]:
+    """The same of the agents at these paths, each of which is compared with itself."""
+    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    return [Curve(name=path, x=tuple(float(k + 1) for k in range(len(lines))),
+                  y=tuple(_number(line.get(f"reward/{path}")) for line in lines), mean_of=MEAN_OF)
+            for path in paths]  # fmt: skip
 
 
 def held_out_levels(results: dict[str, Any], evaluation: str) -> tuple[Level, ...]:

@@ -35,6 +35,7 @@ try:
     from .checkpoint import checkpoints
     from .config import LoopConfig, OptimiserConfig, WarmStartConfig
     from .history import History
+    from .policy import Policy
     from .recipes import get_recipe
     from .rows import Row, rows
     from .schedule import Schedule
@@ -96,13 +97,14 @@ def demo_training(config: DemoConfig, directory: RunDir, train_tasks: Sequence[T
                   held_out: Sequence[Task] = (), *, progress: Progress = silent) -> Training:  # fmt: skip
     """All that trains in a demo, with the base weights; without tasks it can only go over what is recorded."""
     tokenizer, sampling = char_tokenizer(), config.loop.sampling
+    model = tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context)
     return Training(
-        directory, tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context), tokenizer,
-        Renderer(tokenizer), calculator_agent(), calculator, train_tasks, held_out, config.loop,
-        get_recipe(config.algo, config.loop.changes), config.warm, seed=config.seed, slots=256,
+        directory, Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=config.context),
+        calculator_agent(), calculator, train_tasks, held_out, config.loop,
+        get_recipe(config.algo, config.loop.changes), config.warm, seed=config.seed,
         evaluations={"sampled": sampling.model_copy(update={"temperature": 1.0}),
                      "greedy": sampling.model_copy(update={"temperature": 0.0})},
-        capacity=config.context, progress=progress,
+        progress=progress,
     )  # fmt: skip
 
 

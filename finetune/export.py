@@ -9,7 +9,7 @@ the tokenizer of the model that will be trained. Running tapes are left out. The
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ..tapes.console import Exit, UsageError, answer, say
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Status
 from .interchange import FORMATS, write
+from .interchange.files import nothing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,9 +51,11 @@ class Exported(BaseModel):
     """Tapes that recorded text and no token ids, left out for want of a tokenizer."""
 
 
-def export(tapes: Iterable[Tape], path: str | Path, *, renderer: Any | None = None) -> Exported:
-    """Write the rows of closed `tapes`; `renderer` tokenizes those that recorded text only. ValueError where `path`
-    exists or its ending is neither .jsonl, .parquet nor none (a dataset folder)."""
+def export(tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | None = None,
+           renderer: Any | None = None) -> Exported:  # fmt: skip
+    """Write the rows of closed `tapes`; `agents`, by path, are those whose tokens are labels (None: all), `renderer`
+    tokenizes tapes that recorded text only. ValueError where `path` exists or its ending is neither .jsonl, .parquet
+    nor none (a dataset folder); NothingToExport, and nothing written, where no tape has a row."""
     path = Path(path)
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
@@ -69,10 +72,13 @@ def export(tapes: Iterable[Tape], path: str | Path, *, renderer: Any | None = No
     for tape in tapes:
         if renderer is None and _has_text_only(tape):
             untokenized += 1
-        elif found := rows(tape, renderer=renderer):
+        elif found := rows(tape, agents=agents, renderer=renderer):
             kept.append((tape, found))
         else:
             empty += 1
+    if not kept:
+        why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
+        raise nothing(path, untokenized + empty, {reason: n for reason, n in why.items() if n})
     every = [row for _, found in kept for row in found]
     dataset = to_dataset(every, [episode_of(tape) for tape, _ in kept])
     _write(_with_tape_columns(dataset, kept), path)
@@ -92,6 +98,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--status", choices=[status.value for status in Status], metavar="STATUS",
                         help="only tapes that ended so (`finished`, `truncated`, ...)")  # fmt: skip
     parser.add_argument("--min-reward", type=float, metavar="R", help="only tapes with at least this reward")
+    parser.add_argument("--agent", metavar="PATH", action="append", dest="agents", help="only this agent's tokens are "
+                        "labels, as pair/guide; the others' are context; repeatable, for --format rows")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="DIR", help="a saved tokenizer with a chat template, for tapes of text")
 
 
@@ -103,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     renderer = _renderer(args.tokenizer) if args.tokenizer is not None else None
     with Store.open(args.run) as store:
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
-        done = export(tapes, args.out, renderer=renderer)
+        done = export(tapes, args.out, agents=args.agents, renderer=renderer)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids and were left out: give --tokenizer")
     answer(args, done, f"{done.path}: {done.rows:,} rows of {done.tapes:,} tapes, {done.tokens:,} tokens, "
@@ -114,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _run_format(args: argparse.Namespace) -> int:
     from ..tapes.store import Store
 
+    if args.agents is not None:
+        raise UsageError(f"--agent is for --format rows: {args.format} has the words of all agents")
     if args.tokenizer is not None:
         raise UsageError(f"--tokenizer is for --format rows: {args.format} has the tokens that were recorded, or none")
     with Store.open(args.run) as store:

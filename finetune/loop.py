@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from .pacing import stale_before
 from .perf import Timers, perf
 from .players import Player, check_players
 from .recipes import BadRecipe, Recipe, get_recipe
+from .rows import Row
 from .sft import batch_of
 from .updates import UpdateStats
 
@@ -63,6 +64,14 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
                         f"loop.demonstrations is {config.demonstrations}"
                         f"{f' and {shown} tapes are there to be imitated' if short else ''}: give all of them (a warm "
                         "start brings tapes) or none")
+
+
+def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
+    """UnknownAgent where others spoke in these rows, but none of `agents`, which stand in that setting."""
+    paths = {path for row in rows for path in row.agents}
+    if paths and not paths.intersection(agents):
+        raise UnknownAgent(f"{setting} names {', '.join(map(repr, agents))}, but those who spoke are "
+                           f"{', '.join(map(repr, sorted(paths)))}: name some of these paths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +253,10 @@ class Loop:
         for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
             await player.engine.publish(theirs, name.version, self.config.publish)
         self.rollouts.applied(plan.every)
-        line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line(), **self._perf()}
-        for told in (stats, *(other[0] for other in others)):
-            line |= reward_by_agent(told.stream)
+        line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line(), **self._perf(),
+                **reward_by_agent(stats.stream)}  # fmt: skip
+        for player, (told, *_) in zip(self.players, others, strict=True):
+            line |= player.line(told)
         return UpdateReport(self.history.updates, line["reward"], line)
 
     def _perf(self) -> dict[str, float]:
@@ -256,11 +266,11 @@ class Loop:
     def _trains_somebody(self, plan: Plan) -> None:
         if plan.agents is None or self._heard:
             return
-        paths = {path for tape in plan.tapes for row in self.rollouts.converted[tape][0] for path in row.agents}
-        self._heard = not paths or bool(paths.intersection(plan.agents))
-        if not self._heard:
-            raise UnknownAgent(f"loop.agents names {', '.join(map(repr, plan.agents))}, but those who spoke are "
-                               f"{', '.join(map(repr, sorted(paths)))}: name some of these paths")
+        rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
+        check_speaks(plan.agents, rows)
+        for player in self.players:
+            check_speaks(player.agents, rows, f"the player {player.called}")
+        self._heard = True
 
     def _check(self, stats: UpdateStats) -> None:
         """Of the first step only: after it the weights are no longer those that sampled."""

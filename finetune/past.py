@@ -21,6 +21,8 @@ from ..tapes.rundir import CONFIG, RESULTS, RunDir
 from ..tapes.store import Store
 from .checkpoint import checkpoints
 from .history import History
+from .redo import BrokenHistory
+from .team import lineage_of
 from .training import Training
 
 Settings = TypeVar("Settings", bound=Config)
@@ -47,9 +49,16 @@ class Past:
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)
             raise Unknown(f"{run} has no {CONFIG} that says how its weights were trained")
-        directory = RunDir(scratch, {**_results(run), "lineage": lineage}, store, resumed=True)
-        training, base = _begin(run, directory)
-        return cls(training, training.history, base)
+        results = _results(run)
+        player = next((name for name in results.get("players", {})
+                       if lineage_of(results.get("lineage", ""), name) == lineage), None)  # fmt: skip
+        own = results if player is not None else {**results, "lineage": lineage}
+        training, base = _begin(run, RunDir(scratch, own, store, resumed=True))
+        if player is None:
+            return cls(training, training.history, base)
+        if player not in training.team.histories:
+            raise Unknown(f"{run / CONFIG} has no player {player!r} that is trained, and {run / RESULTS} has one")
+        return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
 
     @classmethod
     def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
@@ -103,7 +112,7 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
     config = _read(TrainConfig, run)
     try:
         training = train_training(config, directory)
-    except (UsageError, BadModel) as error:
+    except (UsageError, BadModel, BrokenHistory) as error:
         raise Unknown(f"the base weights are gone: {error}") from error
     found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
     if begun not in (None, found):

@@ -119,5 +119,6 @@ class Plan:
             if episode.reward is not None:
                 batch.filtered.extend(own_ranges(found))
         for tape in self.shown:
-            batch.shown.extend(source(tape)[0])
+            found, _ = source(tape)
+            batch.shown.extend(found if self.agents is None else drop_others(found, self.agents)[0])
         return batch

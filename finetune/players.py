@@ -16,6 +16,7 @@ from typing import Any
 from ..tapes.errors import TapereelError
 from ..tapes.records import Publish, Use
 from ..tapes.store import Store
+from .by_agent import reward_by_agent
 from .history import BrokenHistory, History
 from .pacing import stale_before
 from .plan import Plan, Source
@@ -34,8 +35,15 @@ class Player:
     """Of a lineage of its own, in the loop's store; with a model, a trainer and a folder of checkpoints of its own."""
     engine: Any
     """What samples for its agents; takes its weights."""
-    agents: tuple[str, ...]
+    agents: tuple[str, ...] = ()
     """Paths of the agents that it speaks for."""
+    name: str = ""
+    """What its metrics are called by; empty: as its lineage."""
+
+    @property
+    def called(self) -> str:
+        """Its name, or else its lineage."""
+        return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
         """What it makes of an update of the loop. Groups that were set aside are booked by the loop."""
@@ -45,6 +53,13 @@ class Player:
         """(account, records, copied weights, their record): one update beside the loop's. May run in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
+
+    def line(self, stats: UpdateStats) -> dict[str, Any]:
+        """What a line of metrics says of its update."""
+        told = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "skipped": stats.skipped,
+                "mismatch": stats.mismatch, "ess": stats.ess}  # fmt: skip
+        own = {f"players/{self.called}/{what}": value for what, value in told.items()}
+        return own | reward_by_agent(stats.stream)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
         """Make the updates that `lineage` recorded and this history didn't."""

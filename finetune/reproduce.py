@@ -27,7 +27,16 @@ from ..tapes.ledger import Ledger
 from ..tapes.progress import Progress, silent
 from ..tapes.records import Use
 from ..tapes.store import Store
-from .checkpoint import STATE, BadCheckpoint, Checkpoint, checkpoints, copied_weights, read_checkpoint, weights_digest
+from .checkpoint import (
+    STATE,
+    BadCheckpoint,
+    Checkpoint,
+    checkpoint_folders,
+    checkpoints,
+    copied_weights,
+    read_checkpoint,
+    weights_digest,
+)
 from .history import History
 from .past import Past, Unknown
 from .redo import BrokenHistory, Differs, GoneTape, apply_again, elsewhere
@@ -77,12 +86,16 @@ class Reproduction(BaseModel):
     reason: str | None = None
     """Why it can't be told; None but for `unverifiable`."""
     seconds: float = 0.0
+    players: dict[str, Reproduction] = {}
+    """Of the last checkpoints of the run's other policies, by name, where the run as a whole was asked for."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 verified, 1 diverged, 2 unverifiable."""
-        return {"verified": Exit.HOLDS, "diverged": Exit.BROKEN, "unverifiable": Exit.UNVERIFIABLE}[self.outcome]
+        """0 verified, 1 diverged, 2 unverifiable; of several policies, that of one that diverged, else unverifiable."""
+        every = {self.outcome, *(one.outcome for one in self.players.values())}
+        codes = {"diverged": Exit.BROKEN, "unverifiable": Exit.UNVERIFIABLE}
+        return next((code for outcome, code in codes.items() if outcome in every), Exit.HOLDS)
 
     def __str__(self) -> str:
         if self.difference is not None:
@@ -99,8 +112,17 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     """
     run = Path(run)
     if checkpoint is None and (run / STATE).exists():
-        run, checkpoint = run.resolve().parent.parent, run.resolve()
-    found = checkpoints(run / "checkpoints")
+        run, checkpoint = _run_of(run.resolve()), run.resolve()
+    found = _one(run, run / "checkpoints", checkpoint, progress)
+    if checkpoint is not None:
+        return found
+    players = {folder.name: _one(run, folder, None, progress) for folder in checkpoint_folders(run)[1:]}
+    return found.model_copy(update={"players": players})
+
+
+def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress) -> Reproduction:
+    """Of one of the checkpoints in `folder`."""
+    found = checkpoints(folder)
     wanted = find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
@@ -112,6 +134,11 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
                                 base="unknown", updates=0, of=wanted.update, reason=str(error))  # fmt: skip
         return retrace(past.history, until=wanted.update, files=[*(among if checkpoint is None else ()), wanted],
                        base=past.base, progress=progress)  # fmt: skip
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run in which a checkpoint lies."""
+    return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 
 def find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint] | None = None) -> Checkpoint:

@@ -20,7 +20,7 @@ from ..agents.pretrained import load_pretrained, weights_digest
 from ..tapes import Tape
 from ..tapes.records import Publish
 from ..tapes.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
-from .checkpoint import Checkpoint, checkpoints
+from .checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from .rows import Row, rows
 from .score import score
 
@@ -46,9 +46,9 @@ class Policies:
     """From policy versions to weights: the run's checkpoints and model folders, or one that is given."""
 
     def __init__(self, run: Path, published: Sequence[Publish], *, only: str | None = None,
-                 begun: str | None = None) -> None:  # fmt: skip
+                 begun: Sequence[str] = ()) -> None:  # fmt: skip
         """only: a checkpoint or model folder that all tokens are put to, whatever the tapes say of them. begun: the
-        folder that the run was begun with."""
+        folders that the run was begun with."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self.only = _folder(Path(only)) if only is not None else None
@@ -64,8 +64,8 @@ class Policies:
         if digest is None:
             return f"version {version!r} was never published in {self.run}"
         if self._known is None:
-            found = [_checkpoint(one) for one in checkpoints(self.run / "checkpoints")]
-            found += [_folder(Path(self._begun))] if self._begun is not None and Path(self._begun).is_dir() else []
+            found = [_checkpoint(one) for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
+            found += [_folder(Path(folder)) for folder in self._begun if Path(folder).is_dir()]
             self._known = {policy.digest: policy for policy in found}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 

@@ -63,12 +63,12 @@ def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
     return named or [summary.id for summary in store.summaries(split=args.split, closed=True) if summary.sampled]
 
 
-def _begun(run: Any) -> str | None:
-    """The model folder that the run was begun with."""
+def _begun(run: Any) -> list[str]:
+    """The model folders that the run was begun with, those of its players too."""
     from ..tapes.rundir import recorded_settings
 
-    folder = recorded_settings(run).get(("engine", "model"))
-    return folder if isinstance(folder, str) else None
+    told = {keys: value for keys, value in recorded_settings(run).items() if keys[-2:] == ("engine", "model")}
+    return [folder for keys, folder in told.items() if keys[0] in ("engine", "players") and isinstance(folder, str)]
 
 
 def _lines(found: list[Verdict], tolerance: float) -> list[str]:

@@ -36,16 +36,18 @@ def warm_start(
     start: int = 0,
     updates: int | None = None,
     checkpoint_every: int = 100,
+    agents: tuple[str, ...] | None = None,
     on_update: Callable[[int, dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train until the history has `start + updates` updates (default: the configuration's), or `stop()` is true.
 
-    Goes on from where the history is. Each update is in the ledger; the last one is checkpointed and kept.
+    Goes on from where the history is. Each update is in the ledger; the last one is checkpointed and kept. `agents`:
+    paths of those whose words are imitated, None: of all.
     """
     target = start + (config.updates if updates is None else updates)
     while history.updates < target and not stop():
-        plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates - start, config.batch, seed))
+        plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates - start, config.batch, seed), agents=agents)
         stats, uses = history.update(plan, source)
         for use in uses:
             store.append_layer(use)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from ..agents.adapter_config import add_adapters
-from ..agents.engines import EmbeddedConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig, connect_to
+from ..agents.partners import check_together, threads_of
 from ..agents.passk import check_k
 from ..agents.references import Scene, load_tasks
 from ..envs.taskset import Taskset, overlap
@@ -30,19 +28,22 @@ from ..tapes.rundir import CONFIG, METRICS, RunDir, open_run, read_metrics
 try:
     import torch
 
-    from ..agents.pretrained import Pretrained, load_pretrained, weights_digest
+    from ..agents.pretrained import weights_digest
     from .config import LoopConfig, ProcessesConfig, WarmStartConfig
     from .crew import Crew, launched
-    from .curves import held_out_levels, reward_curve
+    from .curves import agent_curves, held_out_levels, reward_curve
     from .drawing import RATES, CurriculumConfig, drawn, rates_of
-    from .history import BrokenHistory
+    from .history import History
     from .loop import UpdateReport, check_recipe
     from .phases import Phases
+    from .player_config import Players, TrainedEngine, check_adapters, check_players_of
     from .plots import Curve, plot_curve
+    from .policy import Policy, check_begun, load_policy
     from .ranks import Ranks
     from .recipes import get_recipe
+    from .team import NO_WARM_START, Team
     from .trackers import TrackerName, check_trackers, tracking
-    from .training import NO_WARM_START, Training, new_results
+    from .training import Training, new_results
     from .warm import bring_in, choose
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
@@ -93,26 +94,6 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes with at least this reward."""
 
 
-def kind(given: Any) -> str:
-    """Which engine is meant; the embedded one where nothing says so."""
-    return given.get("kind", "embedded") if isinstance(given, dict) else given.kind
-
-
-def _trainable(given: Any) -> Any:
-    if (given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)) == "litellm":
-        raise ValueError("a hosted model can't be trained: its answers come without the ids that were sampled and "
-                         "their log-probs, and its weights are not ours. Record it with `tapereel run` and imitate its "
-                         "tapes with a model of yours: warm.tapes=RUN")  # fmt: skip
-    return given
-
-
-TrainedEngine = Annotated[
-    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VLLMConfig, Tag("vllm")]
-    | Annotated[SGLangConfig, Tag("sglang")] | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")],
-    Discriminator(kind), BeforeValidator(_trainable),
-]  # fmt: skip
-
-
 class TrainConfig(Scene):
     """What to train, on what, and how."""
 
@@ -120,6 +101,9 @@ class TrainConfig(Scene):
     """The model, which is trained, and how it is sampled: embedded, or by servers that take its weights."""
     seed: int = 0
     loop: LoopConfig = LoopConfig()
+    players: Players = Field(default={})
+    """Other models in the episodes, by names of your choice: each learns as its agents, or is frozen. The model of
+    `engine` learns as those in `loop.agents`, and speaks for everybody whom no player has."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
     """Draw tasks by how hard they are; None: each in turn."""
@@ -130,12 +114,30 @@ class TrainConfig(Scene):
     """Draw the metrics there too; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
-    def _adapters_drain(self) -> TrainConfig:
-        adapters = not isinstance(self.engine, EmbeddedConfig) and self.engine.publish == "lora"
-        if adapters and self.loop.publish != "drain":
-            raise ValueError(f"loop.publish={self.loop.publish} can't be done with adapters: a completion keeps the "
-                             "one it began with, so set loop.publish=drain, or engine.publish=reload")  # fmt: skip
+    def _agree(self) -> TrainConfig:
+        check_adapters(self.engine, self.loop, "engine")
+        check_players_of(self.players, self.loop, warm=self.warm is not None)
+        for name, player in self.players.items():
+            if not player.frozen:
+                check_adapters(player.engine, self.loop, f"players.{name}.engine")
         return self
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of the process."""
+        return threads_of([self.engine, *(player.engine for player in self.players.values())])
+
+
+class PlayerSummary(BaseModel):
+    """What became of another model in the episodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    agents: tuple[str, ...]
+    lineage: str | None
+    """None: it was frozen."""
+    updates: int
+    model: str | None
+    """The folder with the trained model, or with the frozen one; None where the engine has no folder."""
 
 
 class TrainSummary(BaseModel):
@@ -149,6 +151,9 @@ class TrainSummary(BaseModel):
     """Of the loop; those of the warm start are not counted."""
     reward: dict[str, float | None]
     """Mean reward of the loop's `first` and `last` five updates."""
+    agents: dict[str, dict[str, float | None]]
+    """The same for each agent that is compared with itself (`loop.by_agent`), by path."""
+    players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks; `every`:
     {update: mean reward}. None where nothing was measured."""
@@ -166,7 +171,7 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progres
     Raises UsageError before anything is written where the configuration names what isn't there. Started as one of
     several processes (`accelerate launch`, `torchrun`), rank 0 does this and the others help it; all give the summary.
     """
-    torch.set_num_threads(config.engine.threads)
+    torch.set_num_threads(config.threads)
     with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
         run = _Run(config, Path(out), progress, ranks)
         if ranks.rank:
@@ -178,33 +183,24 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progres
 
 
 def train_training(
-    config: TrainConfig, directory: RunDir, policy: Pretrained | None = None, *, agent: Any = None, env: Any = None,
-    train_tasks: Sequence[Task] = (), held_out: Sequence[Task] = (), progress: Progress = silent,
-    crew: Crew | None = None,
+    config: TrainConfig, directory: RunDir, policy: Policy | None = None, team: Team | None = None, *,
+    agent: Any = None, env: Any = None, train_tasks: Sequence[Task] = (), held_out: Sequence[Task] = (),
+    progress: Progress = silent, crew: Crew | None = None,
 ) -> Training:  # fmt: skip
     """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
-    recorded. `policy`: the model that the configuration names, where it is loaded already."""
-    policy, evaluation = policy or load_policy(config), config.evaluation
+    recorded. `policy` and `team`: the models that the configuration names, where they are loaded already."""
+    evaluation = config.evaluation
     sampled = evaluation.sampling or config.loop.sampling
     every = {"sampled": sampled}
     if evaluation.greedy:
         every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
     return Training(
-        directory, policy.model, policy.tokenizer, config.engine.renderer.make(policy.tokenizer), agent, env,
-        train_tasks, held_out, config.loop, get_recipe(config.loop.recipe, config.loop.changes),
-        config.warm or NO_WARM_START, evaluations=every if held_out else {}, concurrent=evaluation.concurrency,
-        attempts=evaluation.attempts, k=evaluation.k, success=evaluation.success,
-        seed=config.seed, slots=config.engine.slots, capacity=config.engine.capacity, progress=progress,
-        crew=crew,
-        servers=None if isinstance(config.engine, EmbeddedConfig) else partial(connect_to, config.engine, weights=True),
+        directory, policy or load_policy(config.engine, config.seed), agent, env, train_tasks, held_out, config.loop,
+        get_recipe(config.loop.recipe, config.loop.changes), config.warm or NO_WARM_START,
+        evaluations=every if held_out else {}, concurrent=evaluation.concurrency, attempts=evaluation.attempts,
+        k=evaluation.k, success=evaluation.success, seed=config.seed, progress=progress, crew=crew,
+        team=team or Team(config.players, seed=config.seed),
     )  # fmt: skip
-
-
-def load_policy(config: TrainConfig) -> Pretrained:
-    """The model that the configuration names, with its adapters where those are what is trained."""
-    found = load_pretrained(config.engine.model)
-    lora = None if isinstance(config.engine, EmbeddedConfig) else config.engine.lora
-    return found if lora is None else Pretrained(add_adapters(found.model, lora, seed=config.seed), found.tokenizer)
 
 
 class _Run:
@@ -216,8 +212,12 @@ class _Run:
         self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
-        self.policy = load_policy(config)
-        self.renderer = config.engine.renderer.make(self.policy.tokenizer)
+        check_together(config.engine, config.players)
+        if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
+            raise UsageError("several processes compute the updates of one policy, and players that learn have theirs "
+                             "computed by one: start a single process, or set players.NAME.frozen")  # fmt: skip
+        self.policy = load_policy(config.engine, config.seed)
+        self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.crew = Crew(ranks, self.policy.model, phases.trainer)
         self.rates: dict[str, list[int]] | None = None
@@ -230,7 +230,8 @@ class _Run:
                 self.rates = rates_of(self.config.curriculum, self.train_tasks)
                 drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
-        free = ("engine.threads", "processes", "trackers")
+        threads = ("engine.threads", *(f"players.{name}.engine.threads" for name in self.config.players))
+        free = (*threads, "processes", "trackers")
         with open_run(self.out, self.config, resume=resume, begin=new_results, free=free) as directory:
             with directory.timed("total"), tracking(directory, self.config.trackers):
                 self.work(directory)
@@ -243,7 +244,7 @@ class _Run:
     def work(self, directory: RunDir) -> None:
         self._same_model(directory)
         self.training = training = train_training(
-            self.config, directory, self.policy, agent=self.scene.agent, env=self.scene.env,
+            self.config, directory, self.policy, self.team, agent=self.scene.agent, env=self.scene.env,
             train_tasks=self.train_tasks, held_out=self.held_out, progress=self.progress,
             crew=self.crew,
         )  # fmt: skip
@@ -264,18 +265,15 @@ class _Run:
         return drawn(config, self.train_tasks, directory.results[RATES], self.config.seed)
 
     def _same_model(self, directory: RunDir) -> None:
-        digest = weights_digest(self.policy.model.state_dict())
-        begun = directory.results.setdefault("base", digest)
-        if begun != digest:
-            raise BrokenHistory(f"{directory.path} began with weights of digest {begun[:12]}; those in "
-                                f"{self.config.engine.model} have {digest[:12]} now: its updates don't apply to them")
+        check_begun(directory.results, weights_digest(self.policy.model.state_dict()), directory.path,
+                    self.config.engine.model)  # fmt: skip
 
     def tapes_to_imitate(self) -> Sequence[str]:
         """Ids of the tapes in the other run; none without a warm start."""
         warm = self.config.warm
         if warm is None:
             return ()
-        tapes = choose(warm.tapes, self.renderer, split=warm.split, min_reward=warm.min_reward)
+        tapes = choose(warm.tapes, self.policy.renderer, split=warm.split, min_reward=warm.min_reward)
         if len(tapes) < warm.batch:
             raise UsageError(f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
                              "more, or make the batch smaller")
@@ -286,11 +284,15 @@ class _Run:
         warm = self.config.warm
         if warm is not None and "imitated" not in directory.results:
             tapes = self.tapes_to_imitate()
-            directory.results["imitated"] = bring_in(warm.tapes, tapes, directory.store, self.renderer)
+            directory.results["imitated"] = bring_in(warm.tapes, tapes, directory.store, self.policy.renderer)
             directory.save()
         return directory.results.get("imitated", ())
 
     async def _improve(self, directory: RunDir) -> None:
+        async with self.team.opened(directory):
+            await self._improve_together()
+
+    async def _improve_together(self) -> None:
         measured = _Evaluations(self.training, self.config.evaluation.every if self.held_out else None)
         if self.held_out:
             await self.training.before()
@@ -305,7 +307,8 @@ class _Run:
 
     def draw(self, directory: RunDir) -> None:
         """Write reward.png."""
-        curves = [reward_curve(self.recipe.name, self.out / METRICS)]
+        metrics = self.out / METRICS
+        curves = [reward_curve(self.recipe.name, metrics), *agent_curves(self.training.trained, metrics)]
         every: Mapping[str, Any] = directory.results.get("evaluations", {})
         if every:
             means = [part["sampled"]["mean"] for part in every.values()]
@@ -316,16 +319,25 @@ class _Run:
 
     def summary(self, directory: RunDir) -> TrainSummary:
         results, history = directory.results, self.training.history
-        rewards = [line["reward"] for line in read_metrics(self.out / METRICS)
-                   if line.get("phase") == "rl" and line["reward"] is not None]  # fmt: skip
+        lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
         return TrainSummary(
             run=str(self.out), lineage=results["lineage"], recipe=self.recipe.name,
             updates=history.updates - self.training.warm.updates,
-            reward={"first": _mean(rewards[:5]), "last": _mean(rewards[-5:])}, held_out=_held_out(results),
+            reward=_ends(lines, "reward"),
+            agents={path: _ends(lines, f"reward/{path}") for path in self.training.trained},
+            players={name: self._player(name) for name in self.config.players}, held_out=_held_out(results),
             seconds=results["seconds"], tokens=self.training.token_counts(), episodes=results["books"]["begun"],
             books_close=results["books_close"],
-            model=str(self.out / "checkpoints" / f"update-{history.updates:06d}" / "hf"),
+            model=_model(history),
         )  # fmt: skip
+
+    def _player(self, name: str) -> PlayerSummary:
+        player, history = self.config.players[name], self.team.histories.get(name)
+        if history is None:
+            folder = getattr(player.engine, "model", None)
+            return PlayerSummary(agents=player.agents, lineage=None, updates=0, model=folder)
+        return PlayerSummary(agents=player.agents, lineage=history.lineage, updates=history.updates,
+                             model=_model(history))  # fmt: skip
 
 
 class _Evaluations:
@@ -394,6 +406,15 @@ def _held_out(results: Mapping[str, Any]) -> dict[str, Any]:
     last = results.get("after") or results.get("before")
     every = {k: part["sampled"]["mean"] for k, part in results.get("evaluations", {}).items()}
     return {**found, "n": last["sampled"]["n"] if last else 0, "every": every}
+
+
+def _model(history: History) -> str:
+    return str(history.directory / f"update-{history.updates:06d}" / "hf")
+
+
+def _ends(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return {"first": _mean(values[:5]), "last": _mean(values[-5:])}
 
 
 def _mean(values: Sequence[float]) -> float | None:

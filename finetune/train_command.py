@@ -51,6 +51,8 @@ def _table(summary: TrainSummary) -> Any:
     held_out = summary.held_out
     made.add_row("the loop's first and last five updates", _number(summary.reward["first"]),
                  _number(summary.reward["last"]))  # fmt: skip
+    for path, ends in summary.agents.items():
+        made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]))
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
             made.add_row(f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")),
@@ -66,6 +68,7 @@ def _lines(summary: TrainSummary) -> list[str]:
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
         safe(f"The model: {summary.model}"),
+        *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
         pin_line(summary.run),
         safe(f"Next: tapereel explain {summary.run}"),
     ]

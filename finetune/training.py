@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..agents import Agent
-from ..agents.embedded import EmbeddedEngine
+from ..agents import Agent, Engine
 from ..agents.llm import derive_seed
-from ..agents.render import Renderer
 from ..envs.base import Environment
-from ..tapes import Sampling, Task
+from ..tapes import Sampling, Tape, Task
 from ..tapes.progress import Progress, silent
 from ..tapes.records import Use
 from ..tapes.rundir import METRICS, RunDir, drop_metrics, read_metrics
 from ..tapes.store import Store
-from .checkpoint import copied_weights
+from .by_agent import reward_by_agent, rewards_of
 from .config import LoopConfig, WarmStartConfig
 from .crew import Crew
 from .evaluate import evaluate
 from .history import History, Plan, Source
 from .lines import imitation_line, rollout_line
-from .loop import Loop, UpdateReport, check_recipe
+from .loop import Loop, UpdateReport, check_recipe, check_speaks
 from .phases import Phases, recipes_by_phase
+from .policy import Policy
 from .ranks import Ranks
 from .recipes import Recipe
 from .recipes.files import write_recipes
 from .sft import warm_start
+from .team import NO_WARM_START, Team
 from .trainer import UpdateStats
-
-if TYPE_CHECKING:
-    from ..agents.remote import RemoteEngine
-
-NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
 
 def new_results() -> dict[str, Any]:
@@ -54,10 +49,8 @@ class Training:
     """One run directory at work. Torch's threads are the caller's choice."""
 
     run: RunDir
-    model: Any
-    """With the base weights; updates change it in place."""
-    tokenizer: Any
-    renderer: Renderer
+    policy: Policy
+    """With the base weights; updates change them in place."""
     agent: Agent
     env: Callable[[], Environment[Any]]
     train_tasks: Sequence[Task]
@@ -78,8 +71,6 @@ class Training:
     concurrent: int = 256
     """Episodes of an evaluation in flight."""
     seed: int = 0
-    slots: int = 64
-    capacity: int | None = None
     progress: Progress = silent
     shown: Sequence[str] = ()
     """Tapes in the run that the loop may imitate beside its rollouts."""
@@ -87,8 +78,8 @@ class Training:
     """The processes that compute its updates; None: this one alone."""
     draw: Callable[[int], Task] | None = None
     """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that follows from the seed."""
-    servers: Callable[[], Awaitable[RemoteEngine]] | None = None
-    """Connects to the servers that sample for the loop; None: an engine in this process does."""
+    team: Team = field(default_factory=Team)
+    """The other models in its episodes."""
 
     def __post_init__(self) -> None:
         check_recipe(self.loop, self.recipe)
@@ -96,28 +87,32 @@ class Training:
             phases = Phases(self.model, self.loop, self.recipe, self.warm)
             self.crew = Crew(Ranks(), self.model, phases.trainer)
         self.history = self.history_in(self.run.store, self.run.results["lineage"], self.run.path)
+        self.team.begin(self.run, self.loop, self.recipe)
+
+    @property
+    def model(self) -> Any:
+        """Of the policy."""
+        return self.policy.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the policy."""
+        return self.policy.tokenizer
+
+    @property
+    def renderer(self) -> Any:
+        """Of the policy."""
+        return self.policy.renderer
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
         """The history of `lineage` in `store`, checkpointed under `out`."""
         assert self.crew is not None
         write_recipes(out, recipes_by_phase(self.recipe))
-        return History(store, lineage, out / "checkpoints", self.model, self.crew.lead, renderer=self.renderer,
-                       tokenizer=self.tokenizer, keep=self.loop.keep_checkpoints,
-                       keep_bytes=self.loop.keep_checkpoint_bytes)  # fmt: skip
+        return self.policy.history(store, lineage, out / "checkpoints", self.crew.lead, self.loop)
 
-    def engine(self, history: History) -> EmbeddedEngine:
-        """An engine with a copy of the weights as they are now."""
-        return EmbeddedEngine(self.model, self.renderer, version=history.version, slots=self.slots,
-                              capacity=self.capacity)  # fmt: skip
-
-    async def sampler(self, history: History) -> EmbeddedEngine | RemoteEngine:
-        """The engine of the loop, with the weights as they are now."""
-        if self.servers is None:
-            return self.engine(history)
-        engine = await self.servers()
-        if engine.version != history.version:
-            await engine.publish(copied_weights(self.model), history.version)
-        return engine
+    def engine(self, history: History) -> Engine:
+        """An engine with a copy of the weights as they are now, those of the team included."""
+        return self.team.measuring(self.policy.copy(history.version))
 
     def restore(self) -> None:
         """Bring the weights to the last recorded update, and metrics.jsonl to one line for each."""
@@ -125,12 +120,13 @@ class Training:
         told = {line["update"] for line in lines if line.get("phase") != "evaluation"}
 
         def report(stats: UpdateStats, uses: Sequence[Use]) -> None:
-            if uses[0].update + 1 not in told:
-                self.run.metrics(self._line(stats, uses))
+            if (update := uses[0].update + 1) not in told:
+                self.run.metrics({**self._line(stats, uses), **others.get(update, {})})
 
         with self.run.timed("restore"):
-            again = self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
-                                         report=report)  # fmt: skip
+            again, others = self.team.restore(self.progress)
+            again += self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
+                                          report=report)  # fmt: skip
         # A line may be on the disk whose update is not: that update is made anew, and tells again.
         drop_metrics(self.run.path / METRICS,
                      lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates)
@@ -146,15 +142,17 @@ class Training:
         """Tell the history how well its versions did on held-out tasks, so that the best one's checkpoint stays."""
         for update, found in self.run.results.get("evaluations", {}).items():
             mean = found.get("sampled", {}).get("mean")
-            if mean is not None:
-                self.history.scores[self.warm.updates + int(update)] = mean
+            if mean is None:
+                continue
+            for history in (self.history, *self.team.histories.values()):
+                history.scores[self.warm.updates + int(update)] = mean
 
     def _line(self, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
         plan = Plan.of(uses[0].info)
         if plan.phase.startswith("sft"):
             return imitation_line(stats, uses)
         tapes = [self.run.store.tape(tape, refresh=False) for tape in plan.every]
-        return rollout_line(stats, uses, tapes, None)
+        return rollout_line(stats, uses, tapes, None) | reward_by_agent(stats.stream)
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """The warm start's updates that are not done yet, on these tapes: the same ones, in the same order, at every
@@ -169,9 +167,11 @@ class Training:
             self.run.metrics(line)
             self.progress("imitating recorded tapes (SFT)", done, target, f"loss {line['loss']:.3f}")
 
+        if self.loop.agents is not None:
+            check_speaks(self.loop.agents, (row for tape in tapes[:self.warm.batch] for row in source(tape)[0]))
         with self.run.timed("sft"):
             warm_start(self.warm, store=self.run.store, history=self.history, tapes=tapes, source=source,
-                       seed=self.seed, on_update=report)  # fmt: skip
+                       seed=self.seed, agents=self.loop.agents, on_update=report)  # fmt: skip
         self.run.save()
 
     async def before(self) -> None:
@@ -194,7 +194,10 @@ class Training:
         """The loop's updates that are not done yet. `on_update` is called between two updates, in the event loop."""
         start, results = self.warm.updates, self.run.results
         if self.history.updates >= start + self.loop.updates:
+            if self.team.behind(self.history.updates):
+                await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
             self.history.settle()
+            self.team.settle()
             return
 
         def report(update: UpdateReport) -> None:
@@ -211,7 +214,12 @@ class Training:
     async def run_loop(self, history: History, config: LoopConfig, on_update: Callable[[UpdateReport], None], *,
                        name: str, start: int, stop: Callable[[], bool] = lambda: False) -> Loop:  # fmt: skip
         """The loop by `config` on `history` and in its store, which began at update `start`; `stop` as in `Loop`."""
-        engine = await self.sampler(history)
+        engine = await self.policy.sampler(history.version)
+        try:
+            engine, players = await self.team.playing(engine)
+        except BaseException:
+            await engine.close()
+            raise
         _, publish = history.publish_record("start")
         if publish.version not in history.published:
             history.store.append_layer(publish)
@@ -226,7 +234,7 @@ class Training:
         loop = Loop(
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
             tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]), recipe=self.recipe,
-            shown=self.shown, seed=self.seed, start=start, on_update=report, stop=stop,
+            shown=self.shown, players=players, seed=self.seed, start=start, on_update=report, stop=stop,
         )  # fmt: skip
         try:
             await loop.run()
@@ -239,22 +247,32 @@ class Training:
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
             line[name] = part["mean"]
+            line |= {f"{name}/{path}": mean for path, mean in part.get("agents", {}).items()}
             line |= {f"{name}/pass@{k}": share and share["value"] for k, share in part["pass_at"].items()}
         self.run.metrics(line)
 
-    async def evaluate(self, engine: EmbeddedEngine, when: str) -> dict[str, Any]:
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Paths of the agents that are trained, each by its own reward; empty where an episode is one whole."""
+        others = (path for name in self.team.policies for path in self.team.players[name].agents)
+        return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
+
+    async def evaluate(self, engine: Engine, when: str) -> dict[str, Any]:
         """Every evaluation on the held-out tasks, by that engine, which is closed then."""
         found: dict[str, Any] = {}
         phase = f"evaluating on held-out tasks, {when}"
-        done = 0
+        done, earned = 0, dict[str, list[float]]()
 
-        def count(_: Any) -> None:
+        def count(tape: Tape) -> None:
             nonlocal done
             done += 1
+            for path, reward in rewards_of(tape, self.trained).items():
+                earned.setdefault(path, []).extend(() if reward is None else (reward,))
             self.progress(phase, done, len(self.held_out) * len(self.evaluations) * self.attempts, "")
 
         try:
             for name, sampling in self.evaluations.items():
+                earned.clear()
                 with self.run.timed("evaluation"):
                     result = await evaluate(
                         self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
@@ -265,6 +283,8 @@ class Training:
                 scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
                 found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
                                "metrics": result.metrics, **scores}  # fmt: skip
+                if earned:
+                    found[name]["agents"] = {path: sum(own) / len(own) if own else None for path, own in earned.items()}
         finally:
             await engine.close()
         return found

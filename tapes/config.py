@@ -16,12 +16,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from .config_yaml import YamlProblem, read_value, read_yaml, write_yaml
 from .console import UsageError
-from .redact import without_secrets
+from .redact import holds_secret, without_secrets
 
+NAME = "NAME"
+"""Stands for any key of a mapping of groups."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
 
@@ -30,6 +32,24 @@ class Config(BaseModel):
     """Base of a group of settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_secret_in_an_address(cls, value: Any) -> Any:
+        if any(holds_secret(text) for text in _texts(value)):
+            raise ValueError("an address with a user, a password or a key in it would be recorded; leave that out, and "
+                             "name the environment variable that holds it: by key_variable where there is one, or in a "
+                             "module of your own that this setting names")  # fmt: skip
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a setting; groups in it look after theirs."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
 
 
 class ConfigError(UsageError):
@@ -184,7 +204,7 @@ def _nearest(cls: type[BaseModel], name: str) -> str:
     known = config_keys(cls)
     *above, leaf = name.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    siblings = [key for key in known if key.split(".")[:-1] == above]
+    siblings = [key for key in known if _is_beside(key.split(".")[:-1], above)]
     beside = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in siblings], n=3, cutoff=0.6)
     close = [".".join((*above, key)) for key in beside] or same_leaf
     if not close and not siblings:
@@ -193,6 +213,10 @@ def _nearest(cls: type[BaseModel], name: str) -> str:
     if close:
         return "; did you mean " + " or ".join(close[:3]) + "?"
     return "; there are: " + ", ".join(dict.fromkeys(siblings or [key for key in known if "." not in key]))
+
+
+def _is_beside(group: list[str], above: list[str]) -> bool:
+    return len(group) == len(above) and all(k in (name, NAME) for k, name in zip(group, above, strict=True))
 
 
 def _given(value: Any) -> Any:
@@ -218,9 +242,10 @@ def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) 
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))
         yield keys, inner
+        below = (*keys, NAME) if get_origin(info.annotation) is dict else keys
         for model in inner:
             if model not in seen:
-                yield from _walk(model, keys, (*seen, cls))
+                yield from _walk(model, below, (*seen, cls))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -138,13 +138,13 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, A
 
 
 def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The settings without those that `keys` name, dotted."""
+    """The settings without those that `keys` name, dotted; what isn't there is without it already."""
     for key in keys:
         *above, last = key.split(".")
-        group = values
+        group: Any = values
         for name in above:
-            group = group[name]
-        group.pop(last)
+            group = group.get(name, {})
+        group.pop(last, None)
     return values
 
 

@@ -119,12 +119,15 @@ class RunView:
         return self._uses
 
     def curve(self) -> dict[str, Any]:
-        """A point for each update: the mean recorded reward of its tapes. Without updates, no points."""
+        """A point for each update: the mean recorded reward of its tapes. Without updates, no points. Where several
+        policies learned, the phases of each are told apart."""
         rewards = self.store.index.rewards()
+        several = len({update.lineage for update in self.uses.updates}) > 1
         points = []
         for k, update in enumerate(self.uses.updates):
             scored = [r for r in map(rewards.get, update.tapes) if r is not None]
-            points.append({"k": k, "lineage": update.lineage, "update": update.update, "phase": update.phase,
+            phase = f"{update.phase}, {update.lineage}" if several else update.phase
+            points.append({"k": k, "lineage": update.lineage, "update": update.update, "phase": phase,
                            "skipped": update.skipped, "tapes": len(update.tapes), "scored": len(scored),
                            "reward": sum(scored) / len(scored) if scored else None})  # fmt: skip
         return {"points": points}

@@ -3,11 +3,7 @@ tests/contract has the real one."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +13,17 @@ from tapereel.finetune.reproduce import reproduce
 from tapereel.finetune.train import TrainConfig, train
 
 from ..agents.faulty import FaultyServer
+from .hosting import in_thread
 from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@contextmanager
-def served(server: FaultyServer) -> Iterator[str]:
-    """The server in a thread of its own; its address."""
-    urls: list[str] = []
-    up, done = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with server.up() as url:
-            urls.append(url)
-            up.set()
-            await done.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    try:
-        assert up.wait(30)
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(30)
-        loop.close()
 
 
 def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again(tmp_path: Path) -> None:
     folder, server = tmp_path / "model", FaultyServer()
     model().save_pretrained(folder)
     WORDS.save_pretrained(folder)
-    with served(server) as url:
+    with in_thread(server.up) as url:
         scene: dict[str, Any] = {
             "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
             "tasks": ("a", "b", "c", "d"), "evaluation": {"fraction": 0.25},
