@@ -193,8 +193,8 @@ class VLLMInProcessConfig(_Served):
     def _no_keys(self) -> Self:
         refused = sorted(name for name, value in self.options.items() if names_secret(name) and isinstance(value, str))
         if refused:
-            raise ValueError(f"options {', '.join(refused)} would be recorded with the run; set the environment variable "
-                             "that vLLM reads instead, as HF_TOKEN")  # fmt: skip
+            raise ValueError(f"options {', '.join(refused)} would be recorded with the run; set the environment "
+                             "variable that vLLM reads instead, as HF_TOKEN")  # fmt: skip
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from ..tapes.extras import raise_missing
-from ..tapes.redact import has_userinfo, without_secrets
+from ..tapes.redact import holds_secret, without_secrets
 from .engine import EngineError
 
 try:
@@ -74,9 +74,9 @@ class Server:
         """`key_variable` names the environment variable with the API key. Every request is bounded by `seconds`."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
-        if has_userinfo(url):
-            raise ValueError(f"server address {without_secrets(url)!r} holds a user and a password, which would be "
-                             "recorded with it; give the key by its variable: key_variable=")  # fmt: skip
+        if holds_secret(url):
+            raise ValueError(f"server address {without_secrets(url)!r} holds a user, a password or a key, which would "
+                             "be recorded with it; give the key by its variable: key_variable=")  # fmt: skip
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
         self._key_variable = key_variable

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Attempt, Message, Usage
-from ..tapes.redact import has_userinfo, names_secret, without_secrets
+from ..tapes.redact import holds_secret, names_secret, without_secrets
 from .engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature, told
 
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -90,9 +90,9 @@ class LiteLLMEngine:
         it). Each request is bounded by `seconds`, the tries of one completion by `retries` and `patience` seconds.
         `budget` is in US dollars; `prices` are dollars for a million prompt and completion tokens, for a model whose
         prices litellm doesn't know. `options` go to litellm with each request."""
-        if base_url is not None and has_userinfo(base_url):
-            raise ValueError(f"base_url {without_secrets(base_url)!r} holds a user and a password, which would be "
-                             "recorded with it; give the key by its variable: key_variable=")  # fmt: skip
+        if base_url is not None and holds_secret(base_url):
+            raise ValueError(f"base_url {without_secrets(base_url)!r} holds a user, a password or a key, which would "
+                             "be recorded with it; give the key by its variable: key_variable=")  # fmt: skip
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
             raise ValueError(f"options {', '.join(refused)}: the engine sets these itself; a key is given by the name "

@@ -1,7 +1,9 @@
 """The process side of the sandbox: run as a script, it walls itself in, runs one command, and tells how that ended.
 
-    python -I -S jail.py '{"command": [...], "folder": ..., "seconds": ..., "report": FD, ...}'
+    python -I -S jail.py <<< '{"command": [...], "folder": ..., "seconds": ..., "report": FD, ...}'
 
+What the command finds in the folder was made by commands before it, which are not to be trusted: only the command's own
+process, once it has no more rights than they had, enters the folder, and writes a file there where the order has one.
 Imports nothing but the standard library, since it starts for every snippet. Where namespaces are to be had:
 
     jail ── init (pid 1 of its own process namespace; its death kills all) ── the command (no privileges, limits)
@@ -83,20 +85,42 @@ def wall_in(folder: str) -> None:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     except OSError:  # a container that masks parts of /proc forbids a new one: better none than everybody's
         mount("none", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
-    os.chdir(folder)
+
+
+def bound(what: int, value: float) -> None:
+    """One limit of this process, and of every one that it starts."""
+    hard = resource.getrlimit(what)[1]
+    least = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
+    resource.setrlimit(what, (least, least))
 
 
 def limit(order: dict[str, Any]) -> None:
-    """Of this process, and of every one that it starts."""
+    """All limits but that of files' sizes, which comes last."""
     seconds = int(order["seconds"]) + 2
     for what, value in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, order["memory"]), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, order["file_size"]), (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_NPROC, order["processes"] + order["others"]),
+        (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_NPROC, order["processes"] + order["others"]),
     ):  # fmt: skip
-        hard = resource.getrlimit(what)[1]
-        value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
-        resource.setrlimit(what, (value, value))
+        bound(what, value)
+
+
+def settle(order: dict[str, Any]) -> None:
+    """Enter the folder and write the order's file, with the command's own rights: what stands in the way, a command
+    before this one has put there. Then it reads so, as the output of this one."""
+    name, text = order["file"] or ("", "")
+    doing = "its working directory can't be entered"
+    try:
+        os.chmod(order["folder"], 0o700)
+        os.chdir(order["folder"])
+        if name:
+            doing = f"{name} can't be written"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            with open(name, "x", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.write(text)
+    except OSError as error:
+        os.write(2, f"{doing}: {error.strerror}\n".encode())
+        os._exit(1)
 
 
 def become(order: dict[str, Any]) -> None:
@@ -114,6 +138,8 @@ def become(order: dict[str, Any]) -> None:
         if os.getuid() == 0:
             os.setresuid(order["uid"], order["uid"], order["uid"])
         check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        settle(order)
+        bound(resource.RLIMIT_FSIZE, order["file_size"])
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execv(order["command"][0], order["command"])
     except BaseException as error:
@@ -174,9 +200,11 @@ def kill_all() -> None:
 
 
 def run_apart(order: dict[str, Any]) -> None:
-    """With namespaces: this process waits for the one that is init in there."""
+    """With namespaces: this process waits for the one that is init in there, and for all that end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # given up by whoever started it: nothing may stay
     init = os.fork()
     if init == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
         try:
             wall_in(order["folder"])
@@ -189,7 +217,12 @@ def run_apart(order: dict[str, Any]) -> None:
             os._exit(1)
         tell(order, {"code": code, "isolated": True})
         os._exit(0)
-    os.waitpid(init, 0)
+    try:
+        os.waitpid(init, 0)
+    except SystemExit:
+        os.kill(init, signal.SIGKILL)
+        os.waitpid(init, 0)
+        raise
 
 
 def run_beside(order: dict[str, Any]) -> None:
@@ -221,8 +254,6 @@ def processes_of(uid: int) -> int:
 def main(order: dict[str, Any]) -> None:
     """Carry out the order."""
     order["others"] = 0
-    if os.getuid() == 0:
-        hand_over(order["folder"], order["uid"])
     apart = order["isolation"] != "none"
     if apart:
         try:
@@ -237,12 +268,8 @@ def main(order: dict[str, Any]) -> None:
     (run_apart if apart else run_beside)(order)
 
 
-def hand_over(folder: str, uid: int) -> None:
-    """The folder and all in it to the user; links are not followed."""
-    for place, folders, files in os.walk(folder):
-        for name in ("", *folders, *files):
-            os.chown(os.path.join(place, name), uid, uid, follow_symlinks=False)
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    told = json.load(sys.stdin)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    main(told)

@@ -1,6 +1,8 @@
 """A sandbox: snippets of Python or shell that a model wrote, run in processes with bounds, as tools.
 
-What holds, and what doesn't, is in `Sandbox`; the process side is in `jail.py`. This module knows nothing of agents.
+What holds, and what doesn't, is in `Sandbox`; the process side is in `jail.py`. Once a snippet has run, nothing here
+touches its folder any more but to delete it: what lies there is the snippet's work, links and pipes among it. This
+module knows nothing of agents.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +28,10 @@ from .tools import CHARACTERS, Tool, ToolFailed, ToolsLost, cut, tool
 
 GRACE_SECONDS = 30.0
 """Beyond its own time, that a jail may take to start and to clear away."""
+LONGEST_WORD = (128 << 10) - 1
+"""Bytes of one word of a command, a shell command for one: more the system doesn't take."""
 _CHUNK = 1 << 16
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NoSandbox(ToolsLost):
@@ -57,7 +63,10 @@ class Sandbox:
 
     Everywhere on Linux: a time limit, after which every process of the snippet is killed; an address space limit for
     each process, a limit of files' sizes, of open files and of processes; an empty environment; a folder of its own,
-    the same for the whole episode, which is deleted with it; output cut at `limit`.
+    the same for the whole episode, which is deleted with it, however deep, many or locked its files are; output cut at
+    `limit`. Nothing that a snippet leaves in its folder, be it a link to elsewhere, a pipe or a locked directory, makes
+    the rest of this process follow it, wait for it or fail: programs are written by a process that has only the rights
+    of the snippets before.
 
     Where the system allows namespaces (as root, or with unprivileged user namespaces; many containers forbid them),
     also: no network, not even loopback; a file system that is read-only but for that folder; no other process to see
@@ -67,7 +76,8 @@ class Sandbox:
     can be read (where this process is root, what everybody may read). Memory is bounded for each process, so all of
     them together may take `processes` times as much; disk is bounded for each file only. Without namespaces a snippet
     can reach the network, write wherever this user may (where this process is root: wherever everybody may), and
-    signal this user's processes. Run what is truly hostile in a virtual machine, and this in there.
+    signal this user's processes, this one too unless it is root's. Run what is truly hostile in a virtual machine, and
+    this in there.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class Sandbox:
                 raise ValueError(f"files: {name!r} lies outside the sandbox's folder; give a path inside it")
         self._isolation = isolation
         self._folder: Path | None = None
+        self._uid = 0
         self._count = 0
 
     @property
@@ -103,18 +114,27 @@ class Sandbox:
     async def open(self) -> Sequence[Tool]:
         if sys.platform != "linux":
             raise NoSandbox(f"the sandbox needs Linux, this is {sys.platform}: run it in a container")
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-"))
+        # In a folder that snippets can't write: so theirs can't be moved, nor another thing be put in its place.
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-")) / "work"
+        folder.mkdir(0o700)
         for name, content in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        self._uid = jail.FIRST_UID + folder.stat().st_ino % (1 << 30)
+        if os.getuid() == 0:
+            _hand_over(folder, self._uid)
         offered = {"python": self.python, "shell": self.shell}
         slack = self._bounds["seconds"] + 2 * GRACE_SECONDS
         return [tool(offered[name], timeout=slack, limit=self._limit + 1000) for name in self._names]
 
     async def close(self) -> None:
         folder, self._folder = self._folder, None
-        if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if folder is None:
+            return
+        try:
+            await asyncio.to_thread(_delete, folder.parent)
+        except OSError as error:
+            raise NoSandbox(f"the sandbox's folder {folder.parent} couldn't be deleted: {error}") from error
 
     async def python(self, code: str) -> str:
         """Run a Python program and give what it prints. Files in the working directory stay for the next call.
@@ -123,9 +143,8 @@ class Sandbox:
             code: the whole program
         """
         self._count += 1
-        script = self._place() / f"program_{self._count}.py"
-        script.write_text(code, encoding="utf-8", errors="backslashreplace")
-        return self._told(await self.run([self._python, "-B", "-s", "-E", script.name]))
+        name = f"program_{self._count}.py"
+        return self._told(await self._run([self._python, "-B", "-s", "-E", name], (name, code)))
 
     async def shell(self, command: str) -> str:
         """Run a shell command and give what it prints. Files in the working directory stay for the next call.
@@ -146,15 +165,21 @@ class Sandbox:
         return self._folder
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """One command in the sandbox. NoSandbox where the jail itself fails, or can't isolate and must."""
+        """One command in the sandbox. ToolFailed where it is too long; NoSandbox where the jail itself fails, or can't
+        isolate and must."""
+        return await self._run(command, None)
+
+    async def _run(self, command: Sequence[str], file: tuple[str, str] | None) -> Ran:
+        """`file`: name and text of one that is written before, by the command's process."""
+        words = [_sendable(word) for word in command]
         folder = self._place()
         report, told = os.pipe()
-        order = json.dumps({**self._bounds, "command": list(command), "folder": str(folder), "report": told,
-                            "isolation": self._isolation, "uid": jail.FIRST_UID + folder.stat().st_ino % (1 << 30)})
+        order = json.dumps({**self._bounds, "command": words, "folder": str(folder), "file": file, "report": told,
+                            "isolation": self._isolation, "uid": self._uid})  # fmt: skip
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", jail.__file__, order, cwd=folder, env=_environment(folder),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                sys.executable, "-I", "-S", jail.__file__, cwd="/", env=_environment(folder),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(told,), start_new_session=True,
             )  # fmt: skip
         except BaseException:
@@ -164,6 +189,7 @@ class Sandbox:
             os.close(told)
         try:
             async with asyncio.timeout(self._bounds["seconds"] + GRACE_SECONDS):
+                await _give(process, order.encode())
                 output = await _read(process, self._limit)
                 await process.wait()
         except TimeoutError as error:
@@ -187,10 +213,88 @@ def _interpreter() -> str:
     return sys.executable if open_to_all else shutil.which("python3", path="/usr/local/bin:/usr/bin") or sys.executable
 
 
+def _hand_over(folder: Path, uid: int) -> None:
+    """The folder and all in it, which no snippet has seen yet, to the sandbox's user, who may pass the one above."""
+    folder.parent.chmod(0o711)
+    for place, _, files in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in files)):
+            os.chown(path, uid, uid)
+
+
+def _delete(place: Path) -> None:
+    """Delete the folder above the snippets' one, with all in it. No link is followed, and one folder is open at a time:
+    depth costs neither stack nor files."""
+    here, left = os.open(place, _FOLDER), list[str]()
+    path: list[tuple[str, list[str], os.stat_result]] = []
+    """(name of a folder, what else is left in the one above, which that is), down to here."""
+    try:
+        while True:
+            if left := left or _folders_of(here):
+                name = left.pop()
+                _unlock(name, here)
+                path.append((name, left, os.fstat(here)))
+                here, left = _step(name, here), []
+            elif path:
+                name, left, above = path.pop()
+                here = _step("..", here)
+                if not os.path.samestat(os.fstat(here), above):
+                    raise OSError(f"{name!r:.80} was moved away meanwhile")
+                os.rmdir(name, dir_fd=here)
+            else:
+                break
+    finally:
+        os.close(here)
+    place.rmdir()
+
+
+def _step(name: str, here: int) -> int:
+    """From one open folder to another."""
+    there = os.open(name, _FOLDER, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def _folders_of(here: int) -> list[str]:
+    """The names of some folders in a folder, none where it is empty; what is no folder on the way there is deleted.
+    Never all of it at once, which could be too much to hold."""
+    while True:
+        with os.scandir(here) as entries:
+            some = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in islice(entries, 1000)]
+        for name, is_folder in some:
+            if not is_folder:
+                os.unlink(name, dir_fd=here)
+        folders = [name for name, is_folder in some if is_folder]
+        if folders or not some:
+            return folders
+
+
+def _unlock(name: str, above: int) -> None:
+    """To be opened and emptied. Root needs no such thing, and so follows no link that was put there meanwhile."""
+    if os.getuid() != 0:
+        os.chmod(name, 0o700, dir_fd=above)
+
+
+def _sendable(word: str) -> str:
+    """A word of a command as it can be sent to another process. ToolFailed where it is too long."""
+    sent = word.encode("utf-8", "backslashreplace")
+    if len(sent) > LONGEST_WORD:
+        raise ToolFailed(f"the command is too long: {len(sent):,} bytes, and at most {LONGEST_WORD:,} are taken; write "
+                         "what is long to a file, in pieces or with the tool python, and have the command read that")
+    return sent.decode()
+
+
 def _environment(folder: Path) -> dict[str, str]:
     """Nothing of this process's: it may hold secrets."""
     return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+
+
+async def _give(process: asyncio.subprocess.Process, data: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it failed before it read that, and says why elsewhere
+        process.stdin.write(data)
+        await process.stdin.drain()
+    process.stdin.close()
 
 
 async def _read(process: asyncio.subprocess.Process, limit: int) -> str:

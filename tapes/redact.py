@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from typing import TypeVar
+from urllib.parse import unquote
 
 HIDDEN = "[secret]"
 """What stands in a secret's place."""
@@ -23,11 +24,15 @@ _SHAPES = (
     (("://",), re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)"), HIDDEN),
     (("earer", "asic"), re.compile(r"\b([Bb](?:earer|asic))\s+(?=\S*[\d=])[\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
     (("key=", "oken=", "ecret=", "word="),
-     re.compile(r"([?&](?:api_?key|key|(?:access_)?token|secret|password)=)(?!\[secret\])[^&\s'\"]+"), rf"\1{HIDDEN}"),
+     re.compile(r"([?&](?:[\w-]*[_-])?(?:api_?key|key|token|secret|password)=)(?!\[secret\])[^&\s'\"]+"),
+     rf"\1{HIDDEN}"),
     (("sk-", "hf_", "gh", "xox", "AKIA", "AIza"),
      re.compile(r"\b(?:sk-|hf_|gh[pousr]_|xox[a-z]-|AKIA|AIza)[\w-]{12,}"), HIDDEN),
 )  # fmt: skip
 """(text that must be there at all, what is searched then, what takes its place)."""
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+_LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
+_QUERY = re.compile(r"[?&;]([^=&;]+)=[^&;]")
 _KEYLIKE = re.compile(r"(?<!\S)(?=\S*\d)(?=\S*[A-Za-z])\S{12,}")
 
 ValueT = TypeVar("ValueT")
@@ -38,9 +43,13 @@ def names_secret(name: str) -> bool:
     return _NAMES.search(name) is not None
 
 
-def has_userinfo(url: str) -> bool:
-    """Whether an address carries a user and a password."""
-    return _SHAPES[0][1].search(url) is not None
+def holds_secret(text: str) -> bool:
+    """Whether a text is an address that opens what it leads to: by a user, by a query like `?api_key=`, or by a key
+    that is known as one. A longer text that has such an address in it is none."""
+    if not _ADDRESS.fullmatch(text):
+        return False
+    named = any(names_secret(unquote(name)) for name in _QUERY.findall(text))
+    return named or _LOGIN.match(text) is not None or without_secrets(text) != text
 
 
 def environment_secrets() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from ...tapes.config import Config, add_config_arguments, dump_config, load_config
-from ...tapes.console import Exit, UsageError, answer, say
+from ...tapes.console import Exit, UsageError, answer, check_port, say
 from ...tapes.records import Sampling
 from ...tapes.rundir import open_run
 from ...tapes.stopping import told_to_end
@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
-    if not 0 <= args.port < 65536:
-        raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
+    check_port(args.port)
     token = os.environ.get(args.token) or secrets.token_urlsafe(24)
     if len(token) < 16:
         raise UsageError(f"the token in {args.token} has fewer than 16 characters, which can be guessed")

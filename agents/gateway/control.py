@@ -187,7 +187,9 @@ class Control:
         """`token` is the admin's. `most`: tapes open at once."""
         if len(token) < 16:
             raise ValueError("the admin token has fewer than 16 characters, which can be guessed; give a longer one")
-        self._token, self._engine, self._journal = token, engine, journal
+        self.token = token
+        """The admin's."""
+        self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
         self._idle, self._split, self._most = idle, split, most
         self._open: dict[str, _Open] = {}
@@ -223,7 +225,7 @@ class Control:
 
     def _route(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
-            if not knows(request, self._token):
+            if not knows(request, self.token):
                 raise Refused(401, "the admin token is needed here", kind="authentication_error",
                               code="invalid_api_key")  # fmt: skip
             return web.Response(body=to_json(await route(request)), content_type="application/json")
@@ -330,9 +332,11 @@ def _task(told: JsonValue) -> Task:
 
 async def _body(request: web.Request, gateway: Gateway, model: Any) -> Any:
     try:
-        return model.model_validate_json(await gateway.read(request) or b"{}")
+        told = model.model_validate_json(await gateway.read(request) or b"{}")
     except ValidationError as error:
         raise _invalid(error) from None
+    gateway.without_keys(told.model_dump())
+    return told
 
 
 def _invalid(error: ValidationError) -> Refused:

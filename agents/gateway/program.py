@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from ...tapes import Answer, Step, Tape
 from ...tapes.errors import TapereelError
+from ...tapes.redact import without_secrets
 from ..agent import Agent
 from ..guard import outside
 from ..llm import LLM
@@ -30,6 +32,12 @@ LONGEST = 1024 * 1024
 """Bytes that a program may say."""
 GRACE = 2.0
 """Seconds between asking a program to end and ending it."""
+KILL = 10.0
+"""Seconds that the system may take to end what it was told to."""
+DRAIN = 1.0
+"""Seconds in which what a program printed must have come once it and what it started are gone."""
+_ERRORS = 4000
+"""Bytes of what it complained about last that are kept."""
 
 
 class ProgramFailed(TapereelError, RuntimeError):
@@ -49,9 +57,12 @@ Function = Callable[[str, Endpoint], Awaitable[str]]
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
-    A command reads the task on stdin, or as the argument `{task}` where it has one; what it prints is its answer. It
-    runs in a session of its own, all of which is ended with it. With `follow=False` the run's own temperature and top_p
-    hold, whatever the program asks for.
+    A command reads the task on stdin, or as the argument `{task}` where it has one; what it prints until it ends is its
+    answer, without secrets that are known as such. It has all variables of this process's environment, and its address
+    and key. What it started and left running is ended with it: the session it runs in, and (on Linux) whatever else
+    has its key in its environment. A process that has put itself into another session and its key away goes on.
+
+    With `follow=False` the run's own temperature and top_p hold, whatever the program asks for.
     """
 
     patience = 10.0
@@ -79,7 +90,7 @@ class Program(Agent):
         try:
             async for exchange in session.exchanges():
                 yield exchange
-            yield Answer(text=await _outcome(running, session))
+            yield Answer(text=without_secrets((await _outcome(running, session)).replace(key, "[key]")))
         finally:
             gateway.shut(key)
             running.cancel()
@@ -115,57 +126,93 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     """Run a command to its end, and give what it printed."""
     inline = any("{task}" in word for word in words)
-    process = await asyncio.create_subprocess_exec(
-        *(word.replace("{task}", task) for word in words), stdin=asyncio.subprocess.PIPE,
+    transport, ran = await asyncio.get_running_loop().subprocess_exec(
+        _Ran, *(word.replace("{task}", task) for word in words), stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
     try:
-        said, complained, _ = await asyncio.gather(
-            _read(process.stdout, keep=LONGEST + 1), _read(process.stderr, keep=None),
-            _write(process.stdin, b"" if inline else task.encode()),
-        )  # fmt: skip
-        code = await process.wait()
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(b"" if inline else task.encode())
+        stdin.write_eof()
+        await ran.exited.wait()
     finally:
-        await _end(process)
-    shown = complained.decode(errors="replace").replace(endpoint.api_key, "[key]").strip()
+        await _end(transport.get_pid(), ran, endpoint.api_key)
+        transport.close()
+    code = transport.get_returncode()
+    shown = ran.complained.decode(errors="replace").replace(endpoint.api_key, "[key]").strip()
     if code != 0:
         raise ProgramFailed(f"{words[0]} ended with exit code {code}: {shown[-1500:] or 'it printed no error'}")
-    if len(said) > LONGEST:
+    if len(ran.said) > LONGEST:
         raise ProgramFailed(f"{words[0]} printed more than {LONGEST} bytes; an answer is shorter than that")
-    return said.decode(errors="replace").replace(endpoint.api_key, "[key]").strip()
+    return ran.said.decode(errors="replace").strip()
 
 
-async def _write(stdin: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it need not read its task
-        stdin.write(data)
-        await stdin.drain()
-        stdin.close()
-        await stdin.wait_closed()
+class _Ran(asyncio.SubprocessProtocol):
+    """What a command says, and that it has ended, whoever still holds its pipes."""
+
+    def __init__(self) -> None:
+        self.said, self.complained = bytearray(), b""
+        self.exited, self.drained = asyncio.Event(), asyncio.Event()
+        self._pipes = {1, 2}
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        assert isinstance(data, bytes)
+        if fd == 1:
+            self.said += data[: LONGEST + 1 - len(self.said)]
+        else:
+            self.complained = (self.complained + data)[-_ERRORS:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._pipes.discard(fd)
+        if not self._pipes:
+            self.drained.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
 
 
-async def _read(stream: asyncio.StreamReader, *, keep: int | None) -> bytes:
-    """The first `keep` bytes, or (None) the last 4,000; the rest is read and dropped, so that the program goes on."""
-    held = b""
-    while chunk := await stream.read(65536):
-        held = (held + chunk)[-4000:] if keep is None else held + chunk[: keep - len(held)]
-    return held
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """The program, and whatever it started."""
-    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+async def _end(pid: int, ran: _Ran, key: str) -> None:
+    """The command where it hasn't ended, and whatever it started; then what they said is here."""
+    if not ran.exited.is_set():
+        _signal(pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), seconds)
-            if number is signal.SIGTERM:
-                continue  # what it started may not have heard
+            await asyncio.wait_for(ran.exited.wait(), GRACE)
+    _signal(pid, signal.SIGKILL)
+    await asyncio.to_thread(_end_strays, key.encode())
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ran.exited.wait(), KILL)
+    with contextlib.suppress(TimeoutError):  # somebody who got away holds a pipe: what was said counts
+        await asyncio.wait_for(ran.drained.wait(), DRAIN)
+
+
+def _signal(session: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(session, number)
+
+
+def _end_strays(key: bytes) -> None:
+    """Whoever left the session has the key of this tape in its environment still, as nobody else has."""
+    for _ in range(10):  # what is killed may be starting another one
+        found = [pid for pid in map(int, filter(str.isdigit, _processes())) if key in _environment(pid)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _processes() -> list[str]:
+    return os.listdir("/proc") if sys.platform == "linux" else []
+
+
+def _environment(pid: int) -> bytes:
+    """That a process began with; empty where it isn't ours, or is gone."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _is_async(function: Any) -> bool:

@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from pydantic_core import to_json
 
 from ...tapes import StoreFailed
 from ...tapes.extras import raise_missing
+from ...tapes.redact import without_secrets
 from .linking import USES, Use
 from .protocol import ChatAnswer, Refused, read_request
 from .session import Session, ended
@@ -44,6 +45,9 @@ log = logging.getLogger("tapereel.gateway")
 REMEMBERED = 10_000
 """Keys of ended tapes that are told from keys that never were."""
 USE_HEADER = "X-Tapereel-Use"
+PREFIX = "sk-tape-"
+"""What every key of a tape begins with."""
+_KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -117,7 +121,7 @@ class Gateway:
 
     def open(self, session: Session) -> str:
         """A new key, which opens this session until `shut`."""
-        key = f"sk-tape-{secrets.token_urlsafe(24)}"
+        key = f"{PREFIX}{secrets.token_urlsafe(24)}"
         self._sessions[_digest(key)] = session
         return key
 
@@ -129,12 +133,22 @@ class Gateway:
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
 
-    def _session(self, request: web.Request) -> tuple[Session, str]:
+    def without_keys(self, *values: Any) -> None:
+        """Refused where a text in these JSON values, which would be recorded, holds a tape's key or the admin token."""
+        admin = self._control.token if self._control is not None else None
+        for text in _texts(values):
+            if admin is not None and admin in text:
+                raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
+            if PREFIX in text and any(_digest(key) in self._sessions or _digest(key) in self._ended
+                                      for key in set(_KEY.findall(text))):  # fmt: skip
+                raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
+
+    def _session(self, request: web.Request) -> Session:
         key = bearer(request)
         # By digest: how long the look-up takes says nothing of a key that is there.
         session = self._sessions.get(_digest(key))
         if session is not None:
-            return session, key
+            return session
         if _digest(key) in self._ended:
             raise ended()
         raise Refused(401, "this is no key of a tape here", kind="authentication_error", code="invalid_api_key")
@@ -194,8 +208,9 @@ class Gateway:
 
     def _refuse(self, request: web.Request, error: Refused) -> web.Response:
         self.refused += 1
-        log.info("refused %s %r from %s: %d %s", request.method, request.path[:100], request.remote, error.status,
-                 error)  # fmt: skip
+        known = [self._control.token] if self._control is not None else []
+        log.info("refused %s %r from %s: %d %s", request.method, without_secrets(request.path, known)[:100],
+                 request.remote, error.status, without_secrets(str(error), known))  # fmt: skip
         response = web.Response(status=error.status, body=to_json(error.body), content_type="application/json",
                                 headers=error.headers)  # fmt: skip
         if not request.content.is_eof():
@@ -209,11 +224,10 @@ class Gateway:
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, key = self._session(request)
+        session = self._session(request)
         body = await self.read(request)
-        if key.encode() in body:
-            raise Refused(400, "the request's own API key stands in its body, and would be recorded; leave it out")
         asked = read_request(body)
+        self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
         answer = await session.ask(asked, use=use)
@@ -260,6 +274,20 @@ def bearer(request: web.Request) -> str:
 def knows(request: web.Request, token: str) -> bool:
     """Whether the request brings this token; takes as long whatever it brings."""
     return hmac.compare_digest(bearer(request).encode(), token.encode())
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names too."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            left += one
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
 
 
 def _digest(key: str) -> bytes:

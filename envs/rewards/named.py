@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from ...tapes import Tape
 from ...tapes.console import UsageError
+from ...tapes.redact import holds_secret, without_secrets
 from ..named import load_named
 from .sources import NoReward, Rewards, RewardSource, Scorer
 
@@ -36,7 +37,12 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
 
 
 def load_reward(name: str) -> Rewards[Tape]:
-    """What `name` names: `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`."""
+    """What `name` names: `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`. UsageError
+    where it names none, or is an address that holds a secret: names are recorded with what they score."""
+    if holds_secret(name):
+        raise UsageError(f"{without_secrets(name)} has a user, a password or a key in it, which would be recorded; "
+                         "name the environment variable that holds it, as in http_reward(url, key_variable=...) in a "
+                         "module, and that module here: module:name")  # fmt: skip
     if name.startswith(("http://", "https://")):
         from .remote import http_reward
 

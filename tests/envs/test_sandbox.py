@@ -240,9 +240,9 @@ def test_a_user_without_privileges_has_it_too(isolation: str, tmp_path: Path):
     report, told = os.pipe()
     order = {"command": ["/bin/sh", "-c", "echo x > in; cat in; id -u; f(){ f|f& }; f; exec sleep 1000"],
              "folder": str(folder), "seconds": 2, "memory": 300 << 20, "processes": 20, "file_size": 1000,
-             "report": told, "isolation": isolation, "uid": 0}  # fmt: skip
+             "file": None, "report": told, "isolation": isolation, "uid": 0}  # fmt: skip
     try:
-        done = subprocess.run([python, "-I", "-S", script, json.dumps(order)], pass_fds=(told,), user=65534,
+        done = subprocess.run([python, "-I", "-S", script], input=json.dumps(order), pass_fds=(told,), user=65534,
                               group=65534, extra_groups=[], cwd=folder, capture_output=True, text=True,
                               timeout=60)  # fmt: skip
         os.close(told)

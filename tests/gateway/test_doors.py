@@ -142,20 +142,67 @@ def test_bodies_that_make_no_sense_begin_and_end_nothing(tmp_path: Path):
     assert books_close(tmp_path).begun == 1
 
 
-def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path):
+def escaped(text: str) -> str:
+    """As a JSON string, each character as its number."""
+    return '"' + "".join(f"\\u{ord(letter):04x}" for letter in text) + '"'
+
+
+def bodies(secret: str) -> dict[str, bytes]:
+    """Requests that hold it, by where."""
+    def asking(content: Any, **more: Any) -> bytes:
+        return json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode()
+
+    def calling(**function: str) -> bytes:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}
+        return json.dumps({"messages": [{"role": "user", "content": "x"},
+                                        {"role": "assistant", "content": "", "tool_calls": [call]},
+                                        {"role": "tool", "tool_call_id": "1", "content": "y"}]}).encode()  # fmt: skip
+
+    def offering(parameters: Any) -> bytes:
+        return asking("x", tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+    half = len(secret) // 2
+    parts = [{"type": "text", "text": text} for text in (secret[:half], secret[half:])]
+    return {
+        "in a sentence": asking(f"my key is {secret}, yes"), "within a word": asking(f"xsk-tape-{secret}x"),
+        "escaped": asking("SECRET").replace(b'"SECRET"', escaped(secret).encode()),
+        "in parts": asking(parts), "a tool's argument": calling(arguments=json.dumps({"key": secret})),
+        "a tool's name": calling(name=secret), "a schema": offering({"properties": {"a": {"default": secret}}}),
+        "a name in a schema": offering({"properties": {secret: {}}}), "stop": asking("x", stop=[secret]),
+        "a field that isn't taken": asking("x", n=secret),
+    }  # fmt: skip
+
+
+def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("DEBUG")
+
     async def scene() -> list[str]:
         async with served(tmp_path, Told()) as there:
             tape, client = await there.begin(task="t")
-            status, answer = await client.ask(f"my key is {client.key}")
-            assert status == 400
-            assert client.key not in json.dumps(answer)
-            assert (await client.ask("my key is secret"))[0] == 200
-            await there.end(tape)
-            return [client.key, TOKEN]
+            open_, other = await there.begin(task="t")
+            ended, third = await there.begin(task="t")
+            await there.end(ended)
+            keys = [client.key, other.key, third.key, TOKEN]
+            for key in keys:
+                for where, body in bodies(key).items():
+                    status, answer = await client("POST", "/v1/chat/completions", body)
+                    assert status == 400, where
+                    assert (key in json.dumps(answer)) is (where == "a field that isn't taken")
+            for nobodys in ("secret", "sk-tape-", f"sk-tape-{'x' * 32}", client.key[:-1], TOKEN[:-1]):
+                assert (await client.ask(f"my key is {nobodys}"))[0] == 200
+            for path, told in (("", {"task": {"public": ["x", {"a": client.key}]}}), ("", {"task": TOKEN}),
+                               (f"/{open_}/end", {"answer": f"it is {other.key}"}),
+                               (f"/{open_}/end", {"status": "error", "message": TOKEN}),
+                               (f"/{open_}/rewards", {"metrics": {client.key: 1.0}})):  # fmt: skip
+                status, answer = await there.admin("POST", f"/tapereel/tapes{path}", told)
+                assert (status, "would be recorded" in answer["error"]["message"]) == (400, True), told
+            for tape_id in (tape, open_):
+                await there.end(tape_id)
+            return keys
 
     keys = asyncio.run(scene())
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert [key for key in keys if key.encode() in everything] == []
+    assert [key for key in keys if key.encode() in everything or key in caplog.text] == []
 
 
 def test_so_many_tapes_are_open_at_once_and_no_more(tmp_path: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,18 @@ def test_a_command_that_prints_its_key_prints_none_to_the_tape():
     assert "sk-tape" not in failed.model_dump_json()
 
 
+def test_what_a_program_says_is_recorded_without_known_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_opensesame0123456789")
+    monkeypatch.setenv("DATABASE_PASSWORD", "speak-friend-42")
+    prints = command("import os; print(os.environ['HF_TOKEN'], os.environ['DATABASE_PASSWORD'], os.environ['PATH'])")
+
+    async def says(task: str, endpoint: Endpoint) -> str:
+        return f"{endpoint.api_key} {os.environ['DATABASE_PASSWORD']}"
+
+    assert str(rolled(prints).last) == f"[secret] [secret] {os.environ['PATH']}"
+    assert str(rolled(says).last) == "[key] [secret]"
+
+
 def test_a_program_that_fails_is_the_agents_fault_and_scored_as_such():
     async def fails(task: str, endpoint: Endpoint) -> str:
         await chat(task, endpoint)
@@ -198,6 +212,40 @@ def test_a_program_out_of_time_is_ended_with_all_that_it_started(tmp_path: Path)
         await until(lambda: not any(_alive(pid) for pid in map(int, pids.read_text().split())))
 
     asyncio.run(scene())
+
+
+LEAVES = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], OPTIONS)
+open(PIDS, "w").write(str(child.pid))
+print("x" * 300_000 + sys.stdin.read())
+"""
+
+
+def left_running(tmp_path: Path, options: str) -> tuple[Tape, int]:
+    """The tape of a program that answers while what it started goes on, and who that is."""
+    pids = tmp_path / "pids"
+    code = LEAVES.replace("OPTIONS", options).replace("PIDS", repr(str(pids)))
+    return rolled(command(code), limits=Limits(seconds=100)), int(pids.read_text())
+
+
+@pytest.mark.parametrize("options", ["", "start_new_session=True", "start_new_session=True, stdout=-3, stderr=-3"])
+def test_an_answer_counts_when_the_program_ends_whatever_it_left_running(tmp_path: Path, options: str):
+    if options and sys.platform != "linux":
+        pytest.skip("who left the session is found by /proc")
+    tape, child = left_running(tmp_path, options)
+    assert (tape.status, str(tape.last)) == (Status.FINISHED, "x" * 300_000 + "abc")
+    asyncio.run(until(lambda: not _alive(child)))
+
+
+def test_who_hides_from_the_end_goes_on_and_holds_nothing_up(tmp_path: Path):
+    """As the documentation says: another session, and not the tape's key."""
+    tape, child = left_running(tmp_path, "start_new_session=True, env={}")
+    try:
+        assert (tape.status, str(tape.last)) == (Status.FINISHED, "x" * 300_000 + "abc")
+        assert _alive(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def _alive(pid: int) -> bool:
