@@ -243,7 +243,7 @@ class Episode:
             raise AgentFault(
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
-        with acting():
+        with acting(self.agent):
             try:
                 async for step in steps:
                     if not isinstance(step, Step) or isinstance(step, Observation):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
+import traceback
+from typing import Any, cast
 
 from ..tapes.console import Exit, UsageError, answer, safe
+from .base import Environment
 from .check import check_env
-from .named import load_named
+from .named import listed_tasks, load_named
+from .probe import NotAnEnvironment, Policy
+from .taskset import BadTasks
 
 EXAMPLE = """
 tapereel check-env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
@@ -34,21 +37,38 @@ def run(args: argparse.Namespace) -> int:
     for name in ("episodes", "max_turns", "timeout", "stall"):
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
-    report = check_env(
-        load_named(args.factory), _tasks(args.tasks), load_named(args.actions), episodes=args.episodes,
-        max_turns=args.max_turns, timeout=args.timeout, stall=args.stall, seed=args.seed,
-        reward_range=tuple(args.reward_range) if args.reward_range else None,
-    )  # fmt: skip
+    tasks = listed_tasks(args.tasks)
+    named = load_named(args.actions)
+    if not callable(named):
+        raise UsageError(f"--actions {args.actions} is {named!r:.80}; name a function (observation, rng) -> action")
+    act = cast(Policy, named)
+    try:
+        report = check_env(
+            _Factory(args.factory), tasks, act, episodes=args.episodes, max_turns=args.max_turns,
+            timeout=args.timeout, stall=args.stall, seed=args.seed,
+            reward_range=tuple(args.reward_range) if args.reward_range else None,
+        )  # fmt: skip
+    except NotAnEnvironment as error:
+        raise UsageError(f"{args.factory}: {error}") from error
+    except BadTasks as error:
+        raise UsageError(f"--tasks {args.tasks!r:.60}: {error}") from error
     answer(args, report, safe(str(report)))
     return Exit.HOLDS if report.ok else Exit.BROKEN
 
 
-def _tasks(text: str) -> Any:
-    try:
-        tasks = json.loads(text)
-    except ValueError:
-        tasks = load_named(text)
-        return tasks() if callable(tasks) else tasks
-    if not isinstance(tasks, list):
-        raise UsageError(f"--tasks is {text!r:.60}; give a JSON list, as [1, 2]")
-    return tasks
+class _Factory:
+    """What the command line names. Its faults are told by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.made = name, load_named(name)
+
+    def __call__(self) -> Any:
+        if not callable(self.made) or isinstance(self.made, Environment):
+            raise NotAnEnvironment(f"it is {self.made!r:.80}, and no Environment class, nor a function that makes an "
+                                   "instance")
+        try:
+            return self.made()
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise NotAnEnvironment(f"calling it without arguments makes no environment: {type(error).__name__}: "
+                                   f"{error} ({at.filename}:{at.lineno})") from error  # fmt: skip

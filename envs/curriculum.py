@@ -34,6 +34,11 @@ class Rate:
     tried: int
     """Scored attempts; at least 1."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.passed <= self.tried or self.tried < 1:
+            raise BadTasks(f"{self.passed} of {self.tried} attempts passed: a rate is of at least one scored attempt, "
+                           "of which none to all passed")
+
     @property
     def share(self) -> float:
         return self.passed / self.tried

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Task
-from .taskset import BadTasks, Row, Taskset, quiet_datasets
+from .task_files import quiet_datasets
+from .taskset import BadTasks, Row, Taskset
 
 
 def columns(public: str | Sequence[str] | Mapping[str, str], private: str | Sequence[str] | Mapping[str, str] = (), *,

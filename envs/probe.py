@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from ..tapes.errors import TapereelError
 from ..tapes.records import Status, Task
 from ..tapes.steps import Action, Observation
 from .base import Environment, Outcome
@@ -41,6 +42,10 @@ class Finding(BaseModel):
     """What was seen and what to do about it."""
     where: str | None = None
     """`file:line in function`; None where no line is to blame."""
+
+
+class NotAnEnvironment(TapereelError, TypeError):
+    """What was given makes no environments, or the same one again; says what would do."""
 
 
 class Failed(Exception):
@@ -105,14 +110,16 @@ class Probe:
             self.findings.append(Finding(check=check, severity=severity, sentence=sentence, where=where))
 
     def make(self) -> Environment[Any]:
-        """A fresh instance. TypeError where the factory makes something else, or the same one again."""
+        """A fresh instance. NotAnEnvironment where the factory makes something else, or the same one again."""
+        wanted = "pass an Environment class, or a function without arguments that makes an instance"
+        if not callable(self._factory):
+            raise NotAnEnvironment(f"{self._factory!r:.80} makes no environments: {wanted}")
         env = self._factory()
         if not isinstance(env, Environment):
-            raise TypeError(f"the factory gave {env!r:.80}, which is no Environment; pass a class or a function that "
-                            "makes one")
+            raise NotAnEnvironment(f"the factory gave {env!r:.80}, which is no Environment: {wanted}")
         if any(env is other for other in self._made):
-            raise TypeError("the factory gave the same instance twice; an instance lives for one episode, so make a "
-                            "new one each time")
+            raise NotAnEnvironment("the factory gave the same instance twice; an instance lives for one episode, so "
+                                   "make a new one each time")
         self._made = [*self._made[-7:], env]
         return env
 

@@ -7,6 +7,7 @@ needs more than the tape (`pure=False`) can't be verified.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -16,65 +17,101 @@ from pydantic import BaseModel, ConfigDict
 
 from ..tapes import Tape
 from ..tapes.records import Reward
-from ..tapes.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
-from .rewards import Rewards
+from ..tapes.scoring import total
+from ..tapes.verdict import Divergence, Failure, Likely, Verdict, diverged, unverifiable, verified
+from .rewards import Rewards, RewardSource
 
 
 async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None,
                   tolerance: float = 0.0) -> tuple[Verdict, list[Reward]]:  # fmt: skip
     """(the verdict on what is recorded, the records of components that aren't).
 
-    `layer`: compare with that later scoring, and name new records so; None: with what was recorded with the tape.
+    Every component that one of these sources once gave must come again; those of other sources are not spoken of. Where
+    a source fails there are no new records, since a sum without its part would be another reward. `layer`: compare with
+    that later scoring, and name new records so; None: with what was recorded with the tape.
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "it has no end yet"), []
     now = await rewards.score(tape, layer=layer)
     own = tape.rewards if layer is None else [r for r in tape.layers if isinstance(r, Reward) and r.layer == layer]
     then, given = _by_name(own), _by_name(now)
-    impure = {source.name for source in rewards.sources if not source.pure}
-    names = [name for name in given if name in then]
-    skipped = [name for name in names if _source(name) in impure]
-    checked, found = 0, None
-    for name in names:
-        if name not in skipped:
-            pairs = _pairs(then[name], given[name])
-            checked += len(pairs)
-            found = found or next((d for pair in pairs if (d := _difference(tape, *pair, tolerance))), None)
-    fresh = [r for r in now if r.name not in then]
-    more: dict[str, Any] = {"checked": {"rewards": checked}, "not_checked": tuple(
-        f"reward component {name!r}: it is on no tape, so there is nothing to compare" for name in
-        dict.fromkeys(r.name for r in fresh))}  # fmt: skip
-    if found is not None:
-        return diverged("rescore", found, **more), fresh
+    failed = {record.name: record for record in now if math.isnan(record.value)}
+    fresh = [] if failed else [r for r in now if r.name not in then]
+    sides, skipped, notes = _sides(then, given, failed, rewards)
+    found = [_difference(tape, *pair, tolerance) for side in sides for pair in _pairs(*side)]
+    notes += (f"reward component {name!r}: it is on no tape, so there is nothing to compare" for name in
+              dict.fromkeys(r.name for r in fresh))  # fmt: skip
+    failures = tuple(map(_failure, failed.values()))
+    more: dict[str, Any] = {"checked": {"rewards": 0 if failed else found.count(None)}, "not_checked": tuple(notes),
+                            "failures": failures}  # fmt: skip
+    if (first := next(filter(None, found), None)) is not None:
+        return diverged("rescore", first, **more), fresh
+    if failures:
+        return unverifiable("rescore", tape.id, "; ".join(f.error for f in failures), **more), fresh
     if skipped:
         reason = f"{', '.join(sorted(skipped))} needs more than the tape (pure=False): it would be measured anew"
         return unverifiable("rescore", tape.id, reason, **more), fresh
-    if not names:
+    if not sides:
         return unverifiable("rescore", tape.id, _nothing(then, given, layer), **more), fresh
     return verified("rescore", tape.id, **more), fresh
 
 
-def _source(component: str) -> str:
-    return component.partition("/")[0]
+Scores = dict[int | None, Reward]
+"""Step (None: the episode) -> record."""
 
 
-def _by_name(records: Iterable[Reward]) -> dict[str, dict[int | None, Reward]]:
-    """Component -> step -> record."""
-    found: dict[str, dict[int | None, Reward]] = defaultdict(dict)
+def _sides(then: dict[str, Scores], given: dict[str, Scores], failed: dict[str, Reward],
+           rewards: Rewards[Tape]) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:  # fmt: skip
+    """(what is to be compared with what, recorded failures first; components that can't be; notes on the others)."""
+    sides: list[tuple[Scores, Scores]] = []
+    skipped: list[str] = []
+    notes: list[str] = []
+    for name in sorted(then, key=lambda name: not any(math.isnan(r.value) for r in then[name].values())):
+        source = _source(name, rewards.sources)
+        if source is None:
+            notes.append(f"reward component {name!r}: its source isn't among those that ran")
+        elif not source.pure:
+            skipped.append(name)
+        elif source.name in failed:
+            sides.append((then[name], {None: failed[source.name]}))
+        elif failed:
+            # A failure takes the weight from every record, so what the others are worth is not known now.
+            notes.append(f"reward component {name!r}: another source failed")
+        else:
+            sides.append((then[name], given.get(name, {})))
+    return sides, skipped, notes
+
+
+def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
+    """The source that gives a component: it has its name, or the part of its name before a slash."""
+    named = {source.name: source for source in sources}
+    parts = component.split("/")
+    return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
+
+
+def _failure(record: Reward) -> Failure:
+    told = record.evidence if isinstance(record.evidence, dict) else {}
+    frame = told.get("frame")
+    return Failure(source=record.name, error=str(told.get("failed")), where=frame if isinstance(frame, str) else None)
+
+
+def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
+    """By component."""
+    found: dict[str, Scores] = defaultdict(dict)
     for record in records:
         found[record.name][record.step] = record
     return dict(found)
 
 
-def _pairs(then: dict[int | None, Reward], now: dict[int | None, Reward]) -> list[tuple[Reward | None, Reward | None]]:
+def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None]]:
     """What is to be compared with what: step by step or, where one side scores the episode as a whole and the other its
     steps, the sums."""
-    if set(then) != set(now) and ({None} in (set(then), set(now))):
+    if now and set(then) != set(now) and ({None} in (set(then), set(now))):
         return [(_sum(then), _sum(now))]
     return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
 
 
-def _sum(parts: dict[int | None, Reward]) -> Reward:
+def _sum(parts: Scores) -> Reward:
     """One record with what all of them are worth, where the last one stands."""
     last = list(parts.values())[-1]
     return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
@@ -98,13 +135,12 @@ def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: 
     one = then if then is not None else now
     assert one is not None
     turn = tape.entries[one.step].turn if one.step is not None else None
-    failed = now.evidence if now is not None and isinstance(now.evidence, dict) and b != b else None
+    failure = _failure(now) if now is not None and b != b else None
     told = f"reward component {one.name!r} was {_number(a)}, it is now {_number(b)}"
-    frame = failed.get("frame") if failed else None
     return Divergence(
         tape=tape.id, turn=turn, step=one.step, field=f"reward.{one.name}", recorded=None if a != a else a,
-        observed=None if b != b else b, cause=Likely.REWARD, where=frame if isinstance(frame, str) else None,
-        sentence=f"{told}: {failed['failed']}" if failed else told,
+        observed=None if b != b else b, cause=Likely.REWARD, where=failure.where if failure else None,
+        sentence=f"{told}: {failure.error}" if failure else told,
     )  # fmt: skip
 
 
@@ -124,6 +160,8 @@ class Opinion(BaseModel):
     ours: float | None
     """None: not scored, or failed."""
     theirs: float | None
+    failures: tuple[Failure, ...] = ()
+    """Sources of either that failed; then that one's number is None."""
 
 
 class Disagreement(BaseModel):
@@ -137,6 +175,8 @@ class Disagreement(BaseModel):
     lower: int
     unscored: int
     """Tapes that one of them, or both, gives no reward."""
+    failed: int
+    """Of these, tapes on which a source of one of them failed."""
     mean_ours: float | None
     """Over the tapes that both score."""
     mean_theirs: float | None
@@ -150,13 +190,9 @@ class Disagreement(BaseModel):
 
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
     """What both say of a tape."""
-    return Opinion(tape=tape.id, group=tape.begin.group, ours=_total(await ours.score(tape)),
-                   theirs=_total(await theirs.score(tape)))  # fmt: skip
-
-
-def _total(records: Iterable[Reward]) -> float | None:
-    counted = [r.weight * r.value for r in records if r.weight != 0]
-    return sum(counted) if counted else None
+    one, two = await ours.score(tape), await theirs.score(tape)
+    return Opinion(tape=tape.id, group=tape.begin.group, ours=total(one), theirs=total(two),
+                   failures=tuple(_failure(r) for r in (*one, *two) if math.isnan(r.value)))  # fmt: skip
 
 
 def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
@@ -172,6 +208,7 @@ def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreemen
     return Disagreement(
         tapes=len(opinions), equal=sum(a == b for _, a, b in both), higher=sum(a > b for _, a, b in both),
         lower=sum(a < b for _, a, b in both), unscored=len(opinions) - n,
+        failed=sum(bool(o.failures) for o in opinions),
         mean_ours=sum(a for _, a, _ in both) / n if n else None,
         mean_theirs=sum(b for _, _, b in both) / n if n else None,
         pairs=sum(a != 0 or b != 0 for a, b in pairs), turned=sum(a * b < 0 for a, b in pairs),

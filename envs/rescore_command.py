@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..tapes.attempts import GROUP_LAYER
-from ..tapes.checking import add_tape_arguments, check_run, tell
-from ..tapes.console import Exit, UsageError, answer, table
+from ..tapes.checking import add_tape_arguments, check_run, chosen_tapes, tell
+from ..tapes.console import Exit, UsageError, answer, safe, table
+from ..tapes.progress import live_progress
+from ..tapes.verdict import Verdicts
 from .rescore import disagreement, opinion, rescore
 from .rewards.named import load_reward
 
 if TYPE_CHECKING:
-    from ..tapes.records import Reward
     from ..tapes.store import Store
     from ..tapes.tape import Tape
-    from ..tapes.verdict import Verdict
-    from .rescore import Disagreement
+    from ..tapes.verdict import Failure, Verdict
+    from .rescore import Disagreement, Opinion
     from .rewards import Rewards
 
 EXAMPLE = """
@@ -28,6 +30,9 @@ tapereel rescore runs/digits --reward rewards.py:exact
 tapereel rescore runs/digits --reward rewards.py:brief --layer brief
 tapereel rescore runs/digits --reward rewards.py:exact --against rewards.py:lenient
 """
+
+SHOWN = 5
+"""Kinds of failure that are shown to people; `--json` has them all."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,49 +58,87 @@ def run(args: argparse.Namespace) -> int:
     rewards = load_reward(args.reward)
     if args.against is not None:
         return _set_against(args, rewards, load_reward(args.against))
-    added, told = None, []
     if args.layer is not None:
-        fresh = _add_layer(args, rewards)
-        added, failed = len(fresh), [record for record in fresh if math.isnan(record.value)]
-        told.append(f"layer {args.layer!r}: {added:,} records added")
-        if failed:
-            told.append(f"{len(failed):,} of them say that the reward failed, as on {failed[0].tape}: "
-                        f"{failed[0].evidence}")  # fmt: skip
-    verdicts = check_run(args, "rescore", RescorePlan(args.reward, args.layer, args.tolerance))
-    return tell(args, verdicts, *told, data={"added": added})
+        return _with_layer(args, rewards)
+    verdicts = check_run(args, "rescore", RescorePlan(args.reward, args.tolerance))
+    return _tell(args, verdicts, len(verdicts.verdicts))
 
 
 def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
-    named = [store.tape(name).id for name in args.tape]
-    return named or [summary.id for summary in store.summaries(split=args.split, closed=True)]
+    return chosen_tapes(store, args.tape, args.split)
 
 
-def _add_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> list[Reward]:
-    """Give the layer to the tapes that haven't got it; gives the records."""
+def _with_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> int:
+    """Give the layer to the tapes that haven't got it, and compare what the others have. One process: it writes."""
     from ..tapes.store import Store
 
-    added: list[Reward] = []
-    with Store.open(args.run, write=True) as store:
-        for name in _chosen(args, store):
-            _, fresh = asyncio.run(rescore(store.tape(name, refresh=False), rewards, layer=args.layer))
+    started = time.perf_counter()
+    verdicts: list[Verdict] = []
+    added: Counter[str] = Counter()
+    with Store.open(args.run, write=True) as store, live_progress() as progress:
+        names = _chosen(args, store)
+        for k, name in enumerate(names):
+            tape = store.tape(name, refresh=False)
+            verdict, fresh = asyncio.run(rescore(tape, rewards, layer=args.layer, tolerance=args.tolerance))
             for record in fresh:
                 store.append_layer(record)
-            added += fresh
+            added[name] += len(fresh)
+            compared = verdict.checked.get("rewards") or verdict.outcome == "diverged"
+            if compared or not fresh:
+                verdicts.append(verdict)
+            progress("rescore", k + 1, len(names), f"{added.total():,} added")
         store.writer.sync()
-    return added
+    found = Verdicts(verb="rescore", run=str(args.run), verdicts=tuple(verdicts),
+                     seconds=round(time.perf_counter() - started, 3))  # fmt: skip
+    to = sum(n > 0 for n in added.values())
+    return _tell(args, found, len(names), f"layer {args.layer!r}: {added.total():,} records added to {to:,} tapes",
+                 added=added.total())  # fmt: skip
+
+
+def _tell(args: argparse.Namespace, verdicts: Verdicts, of: int, *more: str, added: int | None = None) -> int:
+    """`of`: tapes that were scored. Adding where nothing was to be compared is what was asked for."""
+    kinds = _kinds((v.tape, v.failures) for v in verdicts.verdicts)
+    failed = sum(bool(v.failures) for v in verdicts.verdicts)
+    code = tell(args, verdicts, *_told(kinds, failed, of), *more, data={"added": added, "failures": kinds})
+    return Exit.HOLDS if added and not verdicts.verdicts else code
+
+
+def _kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[dict[str, Any]]:
+    """What failed, by source and line: on how many tapes, and what the first of them had to say."""
+    kinds: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for tape, found in failures:
+        for failure in found:
+            kind = kinds.setdefault((failure.source, failure.where), {
+                "source": failure.source, "where": failure.where, "tapes": 0, "tape": tape, "first": failure.error,
+            })  # fmt: skip
+            kind["tapes"] += 1
+    return sorted(kinds.values(), key=lambda kind: -kind["tapes"])
+
+
+def _told(kinds: Sequence[dict[str, Any]], failed: int, of: int) -> Iterator[str]:
+    if failed:
+        yield f"the reward failed on {failed:,} of {of:,} tapes, so these have no score by it"
+    for kind in kinds[:SHOWN]:
+        at = "" if kind["where"] is None else f", at {kind['where']}"
+        yield safe(f"{kind['tapes']:,} times, first on {kind['tape']}: {kind['first']}{at}")
+    if len(kinds) > SHOWN:
+        yield f"and {len(kinds) - SHOWN:,} more kinds of failure: --json has them all"
 
 
 def _set_against(args: argparse.Namespace, ours: Rewards[Tape], theirs: Rewards[Tape]) -> int:
     from ..tapes.store import Store
 
-    async def both(store: Store) -> list[Any]:
+    async def both(store: Store) -> list[Opinion]:
         return [await opinion(store.tape(name, refresh=False), ours, theirs) for name in _chosen(args, store)]
 
     with Store.open(args.run) as store:
-        found = disagreement(asyncio.run(both(store)))
-    answer(args, {"run": str(args.run), "reward": args.reward, "against": args.against, **found.model_dump()},
-           _furthest(found), *_lines(found))  # fmt: skip
-    return Exit.HOLDS if found.tapes else Exit.UNVERIFIABLE
+        opinions = asyncio.run(both(store))
+    found = disagreement(opinions)
+    kinds = _kinds((o.tape, o.failures) for o in opinions)
+    shown = (_furthest(found),) if found.furthest else ()
+    answer(args, {"run": str(args.run), "reward": args.reward, "against": args.against, **found.model_dump(),
+                  "failures": kinds}, *shown, *_told(kinds, found.failed, found.tapes), *_lines(found))  # fmt: skip
+    return Exit.UNVERIFIABLE if found.failed or found.unscored == found.tapes else Exit.HOLDS
 
 
 def _furthest(found: Disagreement) -> Any:
@@ -122,14 +165,13 @@ class RescorePlan:
     """What a process needs to know to score tapes again."""
 
     reward: str
-    layer: str | None
     tolerance: float
 
     def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
         rewards = load_reward(self.reward)
 
         def check(tape: Tape) -> Verdict:
-            verdict, _ = asyncio.run(rescore(tape, rewards, layer=self.layer, tolerance=self.tolerance))
+            verdict, _ = asyncio.run(rescore(tape, rewards, tolerance=self.tolerance))
             return verdict
 
         return check

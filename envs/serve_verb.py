@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.console import Exit, UsageError, answer, say
+from ..tapes.console import Exit, UsageError, answer, check_port, say
 from ..tapes.stopping import told_to_end
-from .named import load_named
+from .named import listed_tasks, load_named
 
 if TYPE_CHECKING:
     from .remote import Service
@@ -22,6 +21,10 @@ tapereel serve-env my_env.py:GuessNumber --port 8100
 tapereel serve-env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 20
 tapereel serve-env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
 """
+
+LEAST = {"sessions": 1, "processes": 1, "message_bytes": 1024, "call_seconds": 0, "window_seconds": 0,
+         "idle_seconds": 0}  # fmt: skip
+"""Of each option; 0: more than nothing."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve until interrupted or told to end."""
     if args.tasks is not None and not args.openenv:
         raise UsageError("--tasks are for OpenEnv's clients; ours bring their own: add --openenv, or leave it out")
+    check_port(args.port)
+    for name, least in LEAST.items():
+        given = getattr(args, name)
+        if given is not None and not (given >= least if least else given > 0):
+            wanted = f"{least:,} or more" if least else "more than 0"
+            raise UsageError(f"--{name.replace('_', '-')} is {given}; it must be {wanted}")
     make = load_named(args.env)
     with contextlib.ExitStack() as stack:
         try:
@@ -86,13 +95,8 @@ def _token(variable: str | None) -> str | None:
 def _tasks(text: str | None) -> Sequence[Any] | None:
     if text is None:
         return None
-    try:
-        tasks: Any = json.loads(text)
-    except ValueError:
-        found = load_named(text)
-        given: Any = found() if callable(found) else found
-        tasks = list(given)
-    if not isinstance(tasks, list) or not tasks:
+    tasks = list(listed_tasks(text))
+    if not tasks:
         raise UsageError(f"--tasks is {text!r:.60}; give a JSON list with at least one task, or the name of one")
     return tasks
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from ..tapes.console import Exit, answer
+from ..tapes.console import Exit, UsageError, answer
 from .contamination import SHARE, N, contamination
 from .datasets import columns
 from .named import load_named
-from .taskset import Taskset
+from .taskset import BadTasks, Taskset
 
 EXAMPLE = """
 tapereel check-tasks train.jsonl held_out.jsonl --public question --private answer
@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
         found = found() if callable(found) and not isinstance(found, Taskset) else found
         return found if isinstance(found, Taskset) else Taskset(found)
 
-    report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
+    try:
+        report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
+    except BadTasks as error:
+        raise UsageError(str(error)) from error
     answer(args, report, str(report))
     return Exit.HOLDS if report.clean else Exit.BROKEN

@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 
 from ..tapes.errors import MissingExtra, TapereelError
 from ..tapes.records import Task
+from .task_files import quiet_datasets, unreadable
 
 Row = Callable[[Any], Any]
 """What one item of a source becomes: a `Task`, or a bare value, which is the private part of one."""
@@ -70,7 +70,7 @@ class Taskset(Sequence[Task]):
         """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` makes a task of each row (a dict).
 
         Without `row`, the whole row is the private part of its task. A `Dataset` object needs no loading: it is an
-        iterable of rows.
+        iterable of rows. BadTasks names the file, the row or line, and what is wrong with it.
         """
         path = Path(path)
         kinds = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
@@ -82,10 +82,18 @@ class Taskset(Sequence[Task]):
             from datasets import Dataset
         except ImportError as error:
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
+        if not path.stat().st_size:
+            raise BadTasks(f"{path} is empty: a file of tasks has at least one row")
         with TemporaryDirectory() as scratch, quiet_datasets():
             # The rows are read once and kept here: a copy in the user's cache would only lie about.
-            rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
-            return cls(rows, row=row, size=size, name=name or path.stem)
+            try:
+                rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
+            except Exception as error:  # `datasets` has many, and none that names the line
+                raise BadTasks(f"{path} can't be read: {unreadable(path, error)}") from error
+            try:
+                return cls(rows, row=row, size=size, name=name or path.stem)
+            except BadTasks as error:
+                raise BadTasks(f"{path}: {error}") from error
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -295,21 +303,6 @@ def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
     return len(first & second)
 
 
-@contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Without the progress bar that `datasets` shows for every file."""
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
 def _every(task_hash: str) -> bool:
     return True
 
@@ -344,6 +337,8 @@ def _items(source: Any) -> Iterator[Any]:
 def _task(item: Any, k: int, row: Row | None) -> Task:
     try:
         return Task.of(item if row is None else row(item))
+    except BadTasks as error:
+        raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
         raise BadTasks(f"item {k} is no task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task are JSON "
                        "values (None, bool, int, float, str, list, dict)") from error

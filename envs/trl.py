@@ -2,32 +2,40 @@
 
 An environment class has `reset(**row)`, which may give more text for the prompt; its other public methods are the
 tools, by their type hints and docstrings; `get_reward()`, where there is one, scores the end. A reward function is
-`f(prompts, completions, **columns)` and gives a list with one number, or None, for each completion. Neither needs TRL
-to be installed. This module knows nothing of models and trainers.
+`f(prompts, completions, completion_ids, **columns)` and gives a list with one number, or None, for each completion.
+Neither needs TRL to be installed. This module knows nothing of models and trainers.
 
 1. Here every episode has an instance of its own; TRL resets one again and again.
 2. A reward function gets a batch of one. What compares the completions of a batch needs them all, and is no function of
    one episode.
 3. Text only: a `reset` that gives images is refused.
+4. What isn't there is never handed over as None: `completion_ids` of an episode without token ids, `environments` of
+   one that is over, and `trainer_state`, since no trainer of TRL's runs here. A function whose signature names one of
+   them without a default fails, and says which; another goes without.
+5. What `log_metric` and `log_extra` are told is kept as the evidence of the score.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..tapes import Action, Answer, Message, Status, Tape, TapereelError, Task, ToolCalls, ToolResults
+from pydantic import JsonValue
+
+from ..tapes import Action, Call, Message, NotATape, Status, Tape, TapereelError, Task, ToolCalls, ToolResults
 from ..tapes.messages import heard
 from ..tapes.steps import Prompt
 from .base import Effect, Outcome
-from .rewards import RewardSource
+from .rewards import Rewards, RewardSource, Scored
 from .tools import ToolEnvironment, in_thread, tool
 
 Factory = Callable[[], Any]
 TRLReward = Callable[..., Any]
-"""`f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
+"""`f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async."""
 _NOT_TOOLS = ("reset", "get_reward")
+_NO_STATE = "no trainer of TRL's runs here, so there is no state of one"
 
 
 class NotTRL(TapereelError, TypeError):
@@ -35,8 +43,17 @@ class NotTRL(TapereelError, TypeError):
 
 
 def trl_row(row: Mapping[str, Any]) -> Task:
-    """A row of TRL's data as a task: the prompt is its public part, every other column is private."""
-    return Task(public={"prompt": row.get("prompt")}, private={k: v for k, v in row.items() if k != "prompt"})
+    """A row of TRL's data as a task: the prompt is its public part, every other column is private.
+
+    NotTRL where it has no `prompt`, or one that is neither a text nor messages; None is for an environment whose
+    `reset` gives all of it.
+    """
+    if not isinstance(row, Mapping) or "prompt" not in row:
+        has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
+        raise NotTRL(f"a row has a column `prompt`, a text or a list of messages; this is {has}. Where `reset` gives "
+                     "all of the prompt, write None")  # fmt: skip
+    _messages(row["prompt"])
+    return Task(public={"prompt": row["prompt"]}, private={k: v for k, v in row.items() if k != "prompt"})
 
 
 def row_of(task: Task) -> dict[str, Any]:
@@ -58,10 +75,10 @@ class TRLEnvironment(ToolEnvironment):
         super().__init__((), parallel=1)
         self.effect = effect
         self._factory = factory
-        self._rewards = tuple(rewards)
         self._instance: Any = None
-        self._asked: Any = None
-        self._said: list[Message] = []
+        sources = [self._source(function) for function in rewards]
+        if sources:
+            self.rewards = Rewards(sources)
 
     async def reset(self, task: Any) -> Prompt:
         self.task = Task.of(task)
@@ -70,17 +87,9 @@ class TRLEnvironment(ToolEnvironment):
         if self._instance is not None:
             self.tools = {method.__name__: tool(method, effect=self.effect) for method in _methods(self._instance)}
             given = await _called(self._instance.reset, **row)
-        self._asked = row.get("prompt")
-        messages = _opening(self._asked, given, self._instance)
+        messages = _opening(row.get("prompt"), given, self._instance)
         last = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
         return Prompt(text=last, messages=tuple(messages), tools=tuple(t.schema for t in self.tools.values()))
-
-    async def step(self, action: ToolCalls | Answer) -> Outcome:
-        self._said.append(_said(action))
-        outcome = await super().step(action)
-        if outcome.observation is not None:
-            self._said.extend(heard(outcome.observation))
-        return outcome
 
     async def finish(self, status: Status) -> Outcome | None:
         reward: dict[str, float] = {}
@@ -88,10 +97,6 @@ class TRLEnvironment(ToolEnvironment):
             score = await _called(self._instance.get_reward)
             if score is not None:
                 reward[type(self._instance).__name__] = float(score)
-        for function in self._rewards:
-            score = await _score(function, self._asked, self._said, row_of(self.task))
-            if score is not None:
-                reward[_name(function)] = score
         return Outcome(reward=reward or None)
 
     async def close(self) -> None:
@@ -99,6 +104,12 @@ class TRLEnvironment(ToolEnvironment):
         close = getattr(self._instance, "close", None)
         if callable(close) and "close" not in self.tools:
             await _called(close)
+
+    def _source(self, function: TRLReward) -> RewardSource[Tape]:
+        async def score(tape: Tape) -> Scored | None:
+            return await _score(function, tape, None if self._instance is None else [self._instance])
+
+        return RewardSource(score=score, name=_name(function), pure="environments" not in _parameters(function))
 
     def _made(self, row: dict[str, Any]) -> Any:
         factory = self._factory
@@ -116,30 +127,87 @@ class TRLEnvironment(ToolEnvironment):
 def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -> RewardSource[Tape]:
     """The function as a reward source that scores finished tapes, as `tapereel rescore` does."""
 
-    async def score(tape: Tape) -> float | None:
-        prompt, said = _conversation(tape)
-        return await _score(function, prompt, said, row_of(tape.begin.task))
+    async def score(tape: Tape) -> Scored | None:
+        return await _score(function, tape, None)
 
     return RewardSource(score=score, name=_name(function), weight=weight, pure=pure)
 
 
-async def _score(function: TRLReward, prompt: Any, said: Sequence[Message], row: Mapping[str, Any]) -> float | None:
+async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None) -> Scored | None:
+    row, (prompt, said) = row_of(tape.begin.task), _conversation(tape)
     completion: Any = said[-1]["content"] if isinstance(prompt, str) and said else list(said)
-    columns = {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
-    more = {"completion_ids": [None], "trainer_state": None, "log_extra": _unheard, "log_metric": _unheard}
-    given = {"prompts": [prompt], "completions": [completion], **more, **columns}
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        given = {name: value for name, value in given.items() if name in parameters}
-    scores = await _called(function, **given)
-    if not isinstance(scores, Sequence) or len(scores) != 1:
+    logged: dict[str, dict[str, JsonValue]] = {}
+    given: dict[str, Any] = {"prompts": [prompt], "completions": [completion], "log_extra": _log(logged, "extra"),
+                             "log_metric": _log(logged, "metrics")}  # fmt: skip
+    given |= {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
+    missing = {"trainer_state": _NO_STATE}
+    if environments is not None:
+        given["environments"] = environments
+    else:
+        missing["environments"] = "the episode has no environment class, or is over"
+    try:
+        given["completion_ids"] = [completion_ids(tape)]
+    except NotATape as error:
+        missing["completion_ids"] = str(error)
+    return _read(function, await _called(function, **_asked_for(function, given, missing)), logged)
+
+
+def _asked_for(function: TRLReward, given: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
+    """What of `given` the function takes. NotTRL where it needs what is missing."""
+    parameters = _parameters(function)
+    for name, why in missing.items():
+        if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in given:
+            raise NotTRL(f"{_name(function)} asks for `{name}`: {why}. Give the parameter a default, or leave it out")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValue]]) -> Scored | None:
+    """The one score of a batch of one, with what was logged beside it; NaN is TRL's other way to give None."""
+    try:
+        (score,) = scores
+        value = None if score is None else float(score)
+    except (TypeError, ValueError) as error:
         raise NotTRL(f"{_name(function)} gave {scores!r:.80} for one completion: a reward function gives a list with "
-                     "one number, or None, for each")  # fmt: skip
-    return None if scores[0] is None else float(scores[0])
+                     "one number, or None, for each") from error  # fmt: skip
+    return None if value is None or value != value else Scored(value, evidence={**logged} or None)
 
 
-def _unheard(*_: Any, **__: Any) -> None:
-    """Where TRL logs, a tape has the reward itself."""
+def completion_ids(tape: Tape) -> list[int]:
+    """Everything after the prompt as the model saw it: what it sampled and, between, what it was told. NotATape where
+    there are no ids, or where the calls aren't one sequence."""
+    calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
+    if not calls:
+        raise NotATape(f"tape {tape.id} has no model call, so it has no token ids")
+    last = calls[-1]
+    prompt, whole = tape.call_prompt(calls[0]), tape.call_prompt(last)
+    if last.completion is None:
+        raise NotATape(f"call {last.call} of tape {tape.id} has no token ids: its engine gave text only")
+    whole.extend(last.completion)
+    for call in calls:
+        context = tape.call_prompt(call)
+        context.extend(call.completion or ())
+        if whole[: len(context)] != context:
+            raise NotATape(f"the calls of tape {tape.id} aren't one token sequence: its last one doesn't go on from "
+                           f"{call.call}")  # fmt: skip
+    return whole[len(prompt) :].tolist()
+
+
+def _calls(tape: Tape) -> list[Call]:
+    """Those of its prefix too."""
+    return [*(_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
+
+
+def _log(logged: dict[str, dict[str, JsonValue]], kind: str) -> Callable[[str, Any], None]:
+    def log(name: str, value: Any) -> None:
+        logged.setdefault(kind, {})[str(name)] = json.loads(json.dumps(value, default=str, allow_nan=True))
+
+    return log
+
+
+def _parameters(function: TRLReward) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -160,11 +228,15 @@ def _opening(prompt: Any, given: Any, instance: Any) -> list[Message]:
     if given is not None and not isinstance(given, str):
         raise NotTRL(f"{type(instance).__qualname__}.reset gave {type(given).__name__}, and only a text, or None, can "
                      "be recorded")  # fmt: skip
+    *before, last = _messages(prompt)
+    return [*before, {**last, "content": last["content"] + (given or "")}]
+
+
+def _messages(prompt: Any) -> list[Message]:
     messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
     if not isinstance(messages, Sequence) or not messages or not all(_is_message(m) for m in messages):
         raise NotTRL(f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text")
-    *before, last = (dict(message) for message in messages)
-    return [*before, {**last, "content": last["content"] + (given or "")}]
+    return [dict(message) for message in messages]
 
 
 def _is_message(message: Any) -> bool:

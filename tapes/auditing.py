@@ -8,7 +8,7 @@ Exactly:
 2. A call counts, with its prompt, at the version under which it began; its completion is divided among versions as it
    was drawn, its seconds and dollars in proportion.
 3. Unknown is counted apart and is in no sum: tapes that nobody scored, calls without a price or a time, rewards that
-   are no number.
+   are no number. A tape on which a reward failed is unscored: what its other components gave counts as metrics.
 4. A layer's rewards (later scorings) stand by themselves and have no share of the total.
 
 It knows nothing of files, and not whether an anomaly is a fault: that is for whoever looks at the tapes.
@@ -27,6 +27,7 @@ from .books import bucket
 from .errors import NotATape
 from .index import column_length
 from .records import CauseType, Status, trains
+from .scoring import unscores
 from .segment import read_body
 
 EXAMPLES = 5
@@ -151,7 +152,7 @@ class Audit(_Line):
 class _Tape:
     """A tape that has not ended."""
 
-    __slots__ = ("actions", "attempt", "group", "id", "last", "repeats", "rewards", "sampled", "steps")
+    __slots__ = ("actions", "attempt", "failed", "group", "id", "last", "repeats", "rewards", "sampled", "steps")
 
     def __init__(self, body: dict[str, Any], inherited: int) -> None:
         self.id: str = body["tape"]
@@ -165,6 +166,12 @@ class _Tape:
         self.repeats: tuple[int, str] = 0, ""
         """The longest such row, and the action's kind."""
         self.rewards: list[Scored] = []
+        self.failed = False
+        """A part of what scored it failed: then it is unscored, and what the others gave is only reported."""
+
+    def reward(self, body: dict[str, Any]) -> None:
+        self.rewards.append(_scored(body, self.kind(body.get("step"))))
+        self.failed |= unscores(self.rewards[-1].value, self.rewards[-1].weight, body.get("evidence"))
 
     def step(self, body: dict[str, Any]) -> None:
         kind, by = str(body.get("kind")), str(body.get("by"))
@@ -233,7 +240,7 @@ class AuditFold:
         elif t == "step":
             tape.step(body)
         elif t == "reward":
-            tape.rewards.append(_scored(body, tape.kind(body.get("step"))))
+            tape.reward(body)
         elif t == "call":
             self._call(tape, body)
         else:
@@ -247,7 +254,9 @@ class AuditFold:
             "trainable": usable, "episodes": 0, "unscored": 0, "sampled": 0, "seconds": 0.0, "turns": {}, "tokens": {},
             "tapes": [],
         })  # fmt: skip
-        scored = any(one.weight for one in tape.rewards)
+        scored = not tape.failed and any(one.weight for one in tape.rewards)
+        rewards = [one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one
+                   for one in tape.rewards]  # fmt: skip
         self._unscored += not scored
         of["episodes"] += 1
         of["unscored"] += not scored
@@ -257,10 +266,10 @@ class AuditFold:
             of[length][bucket(n)] = of[length].get(bucket(n), 0) + 1
         if len(of["tapes"]) < EXAMPLES:
             of["tapes"].append(tape.id)
-        for one in tape.rewards:
+        for one in rewards:
             self._component(one, None)
             self._earn(tape.id, one)
-        self._odd.ended(tape.id, tape.group, tape.attempt, status, usable, tape.actions, tape.repeats, tape.rewards)
+        self._odd.ended(tape.id, tape.group, tape.attempt, status, usable, tape.actions, tape.repeats, rewards)
 
     def _call(self, tape: _Tape, body: dict[str, Any]) -> None:
         usage = body.get("usage") or {}

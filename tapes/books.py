@@ -26,6 +26,7 @@ from .errors import NotATape
 from .index import column_length
 from .ledger import FATES, Fate, Lineages, ranges
 from .records import CauseType, Status, Use, Void, trains
+from .scoring import unscores
 from .segment import peek, read_body
 
 PLACES = (
@@ -81,7 +82,7 @@ class Books(BaseModel):
 
 
 class _Tape:
-    __slots__ = ("actions", "authored", "calls", "cause", "compared", "ended", "sampled", "scored", "split", "status")
+    __slots__ = ("actions", "authored", "calls", "cause", "ended", "failed", "sampled", "scored", "split", "status")
 
     def __init__(self, split: str) -> None:
         self.split = split
@@ -89,8 +90,8 @@ class _Tape:
         self.cause: CauseType | None = None
         self.ended = False
         self.scored = False
-        self.compared = True
-        """False once a comparison with its group failed: then it is unscored, whatever it earned alone."""
+        self.failed = False
+        """True once what scored it, or compared it with its group, failed: then it is unscored, whatever it earned."""
         self.actions = 0
         self.calls: dict[str, int] = {}
         """Sampled calls -> completion tokens."""
@@ -159,7 +160,8 @@ class BooksFold:
             tape.authored[str(record.get("call"))] = column_length(record.get("completion"))
         elif t == "reward":
             tape.scored = tape.scored or bool(record.get("weight", 1.0))
-            tape.compared &= record.get("layer") != GROUP_LAYER or record.get("value") != "NaN"
+            failed = unscores(record.get("value"), record.get("weight", 1.0), record.get("evidence"))
+            tape.failed |= failed and record.get("layer") in (None, GROUP_LAYER)
         elif t == "end":
             cause = record.get("cause")
             tape.status = Status(record.get("status"))
@@ -270,7 +272,7 @@ class BooksFold:
         """Tokens that no update named, of tapes that could be trained on."""
         total = 0
         for name, tape in self._tapes.items():
-            if tape.ended and (tape.scored and tape.compared) == scored and not tape.held_out and tape.trainable:
+            if tape.ended and (tape.scored and not tape.failed) == scored and not tape.held_out and tape.trainable:
                 for call, n in tape.calls.items():
                     mark = marks.get((name, call))
                     total += n if mark is None else mark.count(0)

@@ -42,6 +42,12 @@ class UsageError(TapereelError, ValueError):
     """The caller asked for something that can't be meant; ends the command with `Exit.USAGE`."""
 
 
+def check_port(port: int) -> None:
+    """UsageError where `--port` is none."""
+    if not 0 <= port < 65536:
+        raise UsageError(f"--port is {port}; a port is a number from 0 (any free one) to 65535")
+
+
 class Verb(Protocol):
     """The shape of a module that implements a verb."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,9 +19,10 @@ from pydantic_core import to_json
 
 from .disk import REAL, Disk
 from .reader import Break, SegmentReader
+from .scoring import unscores
 from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
 
-_FORMAT = 3
+_FORMAT = 4
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -28,7 +30,7 @@ create table if not exists segments (
 create table if not exists tapes (
     id text primary key, segment text, n integer, split text, task_hash text, task text, group_id text,
     attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
-    reward real, calls integer, actions integer, sampled integer);
+    reward real, calls integer, actions integer, sampled integer, failed integer);
 create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
 create table if not exists records (
     tape text, segment text, n integer, t text, offset integer, length integer,
@@ -42,7 +44,7 @@ create index if not exists tapes_by_task on tapes (task_hash);
 """
 _COLUMNS = (
     "id", "segment", "n", "split", "task_hash", "task", "group_id", "attempt", "agent", "env", "effect", "parent",
-    "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled",
+    "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled", "failed",
 )  # fmt: skip
 _BATCH = 20_000
 _ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role":"action"')
@@ -95,7 +97,7 @@ class Summary(NamedTuple):
     cause: str | None
     ended: float | None
     reward: float | None
-    """As recorded with the tape; None when nothing was scored."""
+    """As recorded with the tape; None when nothing was scored, or a part of it failed."""
     calls: int
     actions: int
     sampled: int
@@ -249,7 +251,9 @@ class Index:
         elif t == "reward" and row["status"] is None:
             body = read_body(line.body)
             value, weight = body.get("value"), body.get("weight", 1.0)
-            if weight and isinstance(value, int | float):
+            if row["failed"] or unscores(value, weight, body.get("evidence")):
+                row["failed"], row["reward"] = True, None
+            elif weight and isinstance(value, int | float):
                 row["reward"] = (row["reward"] or 0.0) + float(weight * value)
         elif t == "end":
             body = read_body(line.body)
@@ -265,6 +269,7 @@ class Index:
             "agent": agent.get("name", ""), "env": env.get("name", ""), "effect": env.get("effect"),
             "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
             "ended": None, "reward": None, "calls": 0, "actions": 0, "sampled": 0,
+            "failed": False,
         }  # fmt: skip
 
     def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
@@ -292,7 +297,7 @@ class Index:
 
     def tapes(self, where: str = "1", values: Iterable[Any] = (), *, limit: int = -1, offset: int = 0) -> list[Summary]:
         """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
-        return [Summary(*row) for row in
+        return [Summary(*row[:-1]) for row in
                 self._ask(f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?",
                           *values, limit, offset)]  # fmt: skip
 
@@ -323,8 +328,8 @@ class Index:
 
     def ids(self, prefix: str) -> list[str]:
         """Ids that start so, at most 3."""
-        rows = self._ask("select id from tapes where id >= ? and substr(id, 1, ?) = ? order by id limit 3",
-                         prefix, len(prefix), prefix)  # fmt: skip
+        rows = self._ask("select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
+                         prefix, prefix + chr(sys.maxunicode), len(prefix), prefix)  # fmt: skip
         return [row[0] for row in rows]
 
     def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from .arrays import Floats, Ints
 from .sampling import Sampling
+from .scoring import unscores
 from .steps import Role, Step, Unknown, read_step
 
 SCHEMA = "tapereel/1"
@@ -324,7 +325,7 @@ class Reward(Record):
     """One reward component. Inside a tape it is part of the digest; after its end it is a layer.
 
     The reward of a tape is the sum of weight * value over the components that were recorded with it; a tape without
-    any is unscored, which is not zero.
+    any, or with one that failed, is unscored, which is not zero (`scoring.total`).
     """
 
     t: Literal["reward"] = "reward"
@@ -338,6 +339,11 @@ class Reward(Record):
     layer: str | None = None
     """None for what was recorded with the tape; else the name of the later scoring."""
     evidence: JsonValue = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it says that its source gave no number."""
+        return unscores(self.value, self.weight, self.evidence)
 
 
 class Cause(BaseModel):

@@ -17,6 +17,7 @@ from .errors import HiddenFromAgent, NotATape, StillOpen
 from .log import Entry, TapeLog
 from .messages import Messages
 from .records import SCHEMA, AnyRecord, Begin, Call, Cause, End, Message, Record, Reward, Status, parse_record, trains
+from .scoring import total
 from .steps import Action, Observation, Step, Thought
 
 
@@ -169,10 +170,9 @@ class Tape(Sequence[Step]):
 
     @property
     def reward(self) -> float | None:
-        """Sum of weight * value over the recorded components; None when nothing was scored, which is not zero."""
-        log = self._visible("reward")
-        rewards = [r for k, r in log.rewards if r.weight != 0 and k < self._k]
-        return sum(r.weight * r.value for r in rewards) if rewards else None
+        """Sum of weight * value over the recorded components; None when nothing was scored, which is not zero, and when
+        one of them failed."""
+        return total(r for k, r in self._visible("reward").rewards if k < self._k)
 
     @property
     def rewards(self) -> list[Reward]:

@@ -115,6 +115,10 @@ class Host:
     def _made(self) -> Environment[Any]:
         if self._env is None:
             self._env = self._make()
+            if self._env.rewards is not None and self._declared.rewards is None:
+                raise TypeError(f"{self._declared.name} has rewards of its own ({', '.join(self._env.rewards.names)}), "
+                                "which read the tape, and no tape is on this side: give them where the episodes are "
+                                "rolled out, as `rewarded(environment, Rewards([...]))`")  # fmt: skip
             if self._env.blocking and not self._alone:
                 self._thread = EnvironmentThread(self._declared.name)
         return self._env

@@ -34,6 +34,9 @@ class LocalReward:
         batch: texts of one forward. length: tokens of a text, cut on the left; None: what the model allows.
         dtype: of its weights, as `bfloat16`; None: as they are stored.
         """
+        if not Path(folder).is_dir():
+            raise NotAModel(f"there is no folder {str(folder)!r} with a reward model; save one there with "
+                            "save_pretrained, or fetch one: hf download NAME --local-dir FOLDER")
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
         self.folder = str(folder)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from ...tapes import Tape
 from ...tapes.attempts import GROUP_LAYER
 from ...tapes.records import Record, Reward
+from ...tapes.scoring import total
 from .sources import Rewards, RewardSource
 
 
@@ -20,16 +21,15 @@ def layer_of(tape: Tape) -> list[Reward]:
 
 
 def counted(tape: Tape) -> list[Reward]:
-    """The rewards that count in training: those on the tape, and those of its group's layer. None at all where the
-    comparison failed: then it is unscored."""
-    layer = layer_of(tape)
-    return [] if any(r.value != r.value for r in layer) else [*tape.rewards, *layer]
+    """The rewards that count in training: those on the tape, and those of its group's layer. None at all where one of
+    them, or the comparison, failed: then it is unscored."""
+    every = [*tape.rewards, *layer_of(tape)]
+    return [] if any(r.failed for r in every) else every
 
 
 def training_reward(tape: Tape) -> float | None:
     """Their sum; None where nothing was scored."""
-    parts = [r.weight * r.value for r in counted(tape) if r.weight != 0]
-    return sum(parts) if parts else None
+    return total(counted(tape))
 
 
 async def compared(rewards: Rewards[Tape] | None, tapes: Sequence[Tape],

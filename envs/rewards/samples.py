@@ -98,10 +98,19 @@ def checked(scores: Sequence[Any], samples: Sequence[Sample], who: str) -> list[
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and math.isfinite(value)) and score is not None:
-                raise WrongAnswer(f"{who} gave {value!r:.80} for {sample.id}; a score is a finite number, or null for "
+            if not (number and _finite(value)) and score is not None:
+                odd = "an integer that no float can hold" if number and isinstance(value, int) else f"{value!r:.80}"
+                raise WrongAnswer(f"{who} gave {odd} for {sample.id}; a score is a finite number, or null for "
                                   "none")  # fmt: skip
     return list(scores)
+
+
+def _finite(value: float) -> bool:
+    """Also of an integer that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 async def score_batches(model: RewardModel, batches: Sequence[Sequence[Sample]]) -> list[list[ModelScore]]:

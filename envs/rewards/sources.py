@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ...tapes.records import Reward
 from ..base import Environment, Outcome
 
 SubjectT = TypeVar("SubjectT")
+LARGEST = sys.float_info.max
 SECONDS = 600.0
 """That a source may take unless told otherwise."""
 
@@ -175,12 +177,12 @@ class rewarded:
 
     def __init__(self, make: Callable[[], Environment[Any]], rewards: Rewards[Tape]) -> None:
         self.make = make
-        own = getattr(make, "rewards", None)
-        self.rewards: Rewards[Tape] = Rewards([*_every(own), *_every(rewards)])
+        self._more = rewards
+        self.rewards: Rewards[Tape] = Rewards([*_every(getattr(make, "rewards", None)), *_every(rewards)])
 
     def __call__(self) -> Environment[Any]:
         env = self.make()
-        env.rewards = self.rewards
+        env.rewards = Rewards([*_every(env.rewards), *_every(self._more)])
         return env
 
 
@@ -206,7 +208,7 @@ def _record(tape: Tape, source: RewardSource[Any], part: _Part, step: int | None
 
 
 def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed, layer: str | None) -> Reward:
-    cause: dict[str, JsonValue] = {"failed": str(failure), "frame": _frame(failure)}
+    cause: dict[str, JsonValue] = {"failed": str(failure), "frame": _frame(source, failure)}
     evidence = getattr(failure.__cause__, "evidence", None)
     if evidence is not None:
         cause["evidence"] = evidence
@@ -251,8 +253,12 @@ def _failure(source: RewardSource[Any], what: str, error: BaseException) -> Rewa
     return failure
 
 
-def _frame(failure: RewardFailed) -> str | None:
+def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
+    """Where it raised; where the function begins, if what it gave is refused here."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
+    code = getattr(source.score, "__code__", None)
+    if code is not None and (not frames or frames[-1].filename == __file__):
+        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
 
 
@@ -267,7 +273,8 @@ def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
     for part, value, _ in found:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{part} is {value!r:.80}; a score is a float, a dict of floats, or None")
-        if not float("-inf") < value < float("inf"):
-            raise ValueError(f"{part} is {value}; where there is no score, give None")
+        if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; "
+                             "where there is no score, give None")  # fmt: skip
     return [_Part(place, part, float(value), weight, told.evidence if k == 0 else None)
             for k, (part, value, weight) in enumerate(found)]  # fmt: skip

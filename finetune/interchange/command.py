@@ -31,5 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     bounds = Bounds(line=args.max_line, total=args.max_total)
     done = read(args.file, args.run, args.format, bounds=bounds, split=args.split)
-    answer(args, done, f"{done.path}: {done.tapes:,} tapes of {done.records:,} {done.format} records")
+    there = f"; {done.there:,} more were there already, with the same content" if done.there else ""
+    answer(args, done, f"{done.path}: {done.tapes:,} tapes of {done.records:,} {done.format} records{there}")
     return Exit.HOLDS

@@ -7,7 +7,9 @@ refused. JSON is parsed without code, to a bounded depth. Knows nothing of what 
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import itertools
 import stat
 import zipfile
 import zlib
@@ -30,6 +32,10 @@ PARQUET_ROWS = 16
 
 class BadImport(TapereelError, ValueError):
     """A file that isn't what it should be, or is more than the limits allow; names the place and the cause."""
+
+
+class NothingToExport(TapereelError, ValueError):
+    """No tape has a place in what was to be written, so nothing was; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +67,31 @@ def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write_records(made: Iterable[Mapping[str, Any]], path: Path) -> int:
-    """Write them to a .jsonl or .parquet file that isn't there yet; gives how many. Whoever sees the file sees all of
-    it: it gets its name when it is whole."""
+    """Write them to a .jsonl or .parquet file that isn't there yet; gives how many, and makes none where there is no
+    record. Whoever sees the file sees all of it: it gets its name when it is whole."""
+    records = iter(made)
+    first = next(records, None)
+    if first is None:
+        return 0
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        n = _write_parquet(list(made), partial)
+        n = _write_parquet([first, *records], partial)
     else:
         n = 0
         with partial.open("wb") as file:
-            for record in made:
+            for record in itertools.chain([first], records):
                 file.write(to_json(record, inf_nan_mode="null") + b"\n")
                 n += 1
     partial.rename(path)
     return n
+
+
+def nothing(path: Path, told: int, left_out: Mapping[str, int]) -> NothingToExport:
+    """What to raise when none of `told` tapes has a record."""
+    why = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
+    told_why = f"of {told:,} tapes all are left out: {why}" if told else "no closed tape fits"
+    return NothingToExport(f"nothing to export, and {path} was not written: {told_why}")
 
 
 def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,6 +105,8 @@ def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Itera
                             "allows more")  # fmt: skip
         if read[0] > bounds.total:
             raise BadImport(f"{place}: more than {bounds.total:,} bytes, unpacked; --max-total allows more")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         try:

@@ -16,8 +16,8 @@ from ...tapes import Tape
 from ...tapes.console import UsageError
 from ...tapes.store import Store
 from . import openenv, sets, verifiers
-from .files import BadImport, Bounds, records, write_records
-from .story import Story, story_of, write_story
+from .files import BadImport, Bounds, nothing, records, write_records
+from .story import Story, stories_in, story_of, write_story
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,8 @@ class Exchange(BaseModel):
     records: int
     tapes: int
     """That went in, or came out."""
+    there: int = 0
+    """Of what was read: left out, since the run has had it before, by content."""
     left_out: dict[str, int] = {}
     """Why tapes have no record -> how many."""
     loses: tuple[str, ...] = ()
@@ -75,7 +77,8 @@ def format_of(name: str) -> Format:
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
-    """Write closed `tapes`. UsageError where `path` is there already, or has an ending that the format doesn't."""
+    """Write closed `tapes`. UsageError where `path` is there already, or has an ending that the format doesn't;
+    NothingToExport, and no file, where none of them has a record."""
     chosen, path = format_of(format), Path(path)
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
@@ -99,6 +102,8 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
                 yield record
 
     n = write_records(kept(), path if path.suffix else path / "results.jsonl")
+    if not n:
+        raise nothing(path, told, left_out)
     return Exchange(path=str(path), format=format, records=n, tapes=told - sum(left_out.values()), left_out=left_out,
                     loses=chosen.loses)  # fmt: skip
 
@@ -106,21 +111,28 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
 def read(path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None,
          split: str | None = None) -> Exchange:  # fmt: skip
     """Read a file into the run directory `run`, which may be there. BadImport, and nothing is written, where a record
-    isn't of the format. split: of the tapes, in place of what the file says."""
+    isn't of the format. What the run has had from an earlier import is left out: reading a file again adds what is new
+    in it. split: of the tapes, in place of what the file says."""
     chosen, path, bounds = format_of(format), Path(path), bounds or Bounds()
     checked = sum(len(stories) for stories in _stories(chosen, path, bounds))
     if not checked:
         raise BadImport(f"{path} holds no record")
     run = Path(run)
-    count = tapes = 0
+    count = tapes = told = 0
     with Store.open(run, write=True) if (run / "tapes").is_dir() else Store.create(run) as store:
+        known = stories_in(store)
         for stories in _stories(chosen, path, bounds):
             count += 1
-            for story in stories:
-                write_story(story if split is None else replace(story, split=split), store.writer, format)
+            for story in stories if split is None else (replace(story, split=split) for story in stories):
+                told += 1
+                key = (story.content, story.status.value)
+                if known[key]:
+                    known[key] -= 1
+                    continue
+                write_story(story, store.writer, format)
                 tapes += 1
         store.writer.sync()
-    return Exchange(path=str(run), format=format, records=count, tapes=tapes)
+    return Exchange(path=str(run), format=format, records=count, tapes=tapes, there=told - tapes)
 
 
 def _stories(chosen: Format, path: Path, bounds: Bounds) -> Iterator[list[Story]]:

@@ -1,7 +1,8 @@
 """Rows as TRL's trainers take them: completions with tokens and rewards, conversations to imitate, and preferences.
 
 Each row is flat, so that JSONL and Parquet hold the same. Calls of tools and the tools themselves are JSON strings, for
-a column of Parquet has one type.
+a column of Parquet has one type. What is read may also have TRL's standard form, where prompt and completion are texts:
+a text becomes one message, of the user or of the assistant.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...tapes import Message, Status, Task
 from .facts import conversation
@@ -135,9 +136,19 @@ def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
 
 
 class SFTRow(_Row):
-    """One conversation. Every message of the assistant is a call."""
+    """One conversation, of which every message of the assistant is a call; or a prompt and a completion, of which only
+    those of the completion are."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    prompt: list[dict[str, Any]] | str | None = None
+    completion: list[dict[str, Any]] | str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SFTRow:
+        pair = self.prompt is not None and self.completion is not None
+        if pair == (self.messages is not None):
+            raise ValueError("a row has `messages`, or `prompt` and `completion`")
+        return self
 
 
 def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
@@ -159,8 +170,8 @@ def _leaves(turns: Sequence[Turn]) -> list[Turn]:
 def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
     """One story without tokens; a trainer tokenizes it."""
     row = SFTRow.model_validate(dict(record))
-    said = _back(row.messages)
-    turns, prompt = _spoken([], said, row.tools)
+    before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
+    turns, prompt = _spoken(before, said, row.tools)
     return row.story(turns, prompt)
 
 
@@ -181,9 +192,9 @@ class PreferenceRow(BaseModel):
     """Two answers to one prompt."""
 
     model_config = ConfigDict(extra="ignore")
-    prompt: list[dict[str, Any]]
-    chosen: list[dict[str, Any]] = Field(min_length=1)
-    rejected: list[dict[str, Any]] = Field(min_length=1)
+    prompt: list[dict[str, Any]] | str
+    chosen: list[dict[str, Any]] | str = Field(min_length=1)
+    rejected: list[dict[str, Any]] | str = Field(min_length=1)
     score_chosen: float | None = Field(default=None, allow_inf_nan=False)
     score_rejected: float | None = Field(default=None, allow_inf_nan=False)
     group: str | None = Field(default=None, max_length=500)
@@ -223,10 +234,10 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
 def read_preference(record: Mapping[str, Any], stem: str) -> list[Story]:
     """Two stories in one group. Without scores, `preferred` is 1 for the chosen and 0 for the other."""
     row = PreferenceRow.model_validate(dict(record))
-    prompt = _back(row.prompt)
+    prompt = _back(row.prompt, "user")
     made = []
     for k, (said, score) in enumerate(((row.chosen, row.score_chosen), (row.rejected, row.score_rejected))):
-        turns, _ = _spoken(prompt, _back(said), row.tools)
+        turns, _ = _spoken(prompt, _back(said, "assistant"), row.tools)
         told = Score(name="preferred", value=1.0 - k) if score is None else Score(name="reward", value=score)
         group = row.group or f"{stem}/{json.dumps(prompt)}"[:500]
         made.append(Story(id="", turns=tuple(turns), task=_task(prompt), group=group, attempt=k, scores=(told,)))
@@ -240,7 +251,10 @@ def _flat(messages: Iterable[Message]) -> list[Message]:
     return [{**m, "tool_calls": json.dumps(m["tool_calls"])} if m.get("tool_calls") else dict(m) for m in messages]
 
 
-def _back(messages: Iterable[dict[str, Any]]) -> list[Message]:
+def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[Message]:
+    """role: whose a bare text is."""
+    if isinstance(messages, str):
+        messages = [{"role": role, "content": messages}]
     return conversation([{**m, "tool_calls": json.loads(m["tool_calls"])} if isinstance(m.get("tool_calls"), str) else m
                          for m in messages])  # fmt: skip
 

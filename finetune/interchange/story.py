@@ -11,13 +11,14 @@ import hashlib
 import json
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
 from pydantic import JsonValue
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from ...agents.engine import Finish
 from ...agents.recorder import Recorder
@@ -28,9 +29,12 @@ from ...tapes.log import new_tape_id, step_record
 from ...tapes.messages import ENV, heard
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
+from ...tapes.store import Store
 
 MODEL = "policy"
 """Who speaks where a format has no names."""
+IMPORTED = "imported"
+"""What the environment of their tapes is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,11 @@ class Story:
         weighed = [score.weight * score.value for score in self.scores if score.weight]
         return sum(weighed) if weighed else None
 
+    @property
+    def content(self) -> str:
+        """SHA-256 of all of it (hex): two stories with one say the same."""
+        return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
+
     def facts(self) -> dict[str, Any]:
         """What goes along under the name `tapereel` where a format has a free place: all but the turns."""
         return {
@@ -99,13 +108,15 @@ class Story:
 
 
 def story_of(tape: Tape) -> Story:
-    """What can be told of a closed tape."""
+    """What can be told of a closed tape; of one that a failure left unscored, the numbers that there are as metrics."""
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     assert tape.status is not None
     totals: dict[tuple[str, float], float] = {}
+    scored = tape.reward is not None
     for reward in tape.rewards:
-        key = (reward.name, reward.weight)
-        totals[key] = totals.get(key, 0.0) + reward.value
+        key = (reward.name, reward.weight if scored else 0.0)
+        if reward.value == reward.value:
+            totals[key] = totals.get(key, 0.0) + reward.value
     begin = tape.begin
     return Story(
         id=tape.id, task=begin.task, group=begin.group, attempt=begin.attempt, split=begin.split, status=tape.status,
@@ -143,13 +154,25 @@ def _targets(label: Label | None, n: int) -> list[int] | None:
 # To a tape
 
 
+def stories_in(store: Store) -> Counter[tuple[str, str]]:
+    """(content, status) -> how many tapes of the run were written of such a story. One that a dying process left
+    unfinished has another status, and doesn't count as there."""
+    found: Counter[tuple[str, str]] = Counter()
+    for summary in store.summaries(agent=MODEL, closed=True):
+        if summary.env == IMPORTED:
+            (body,) = store.bodies(store.index.places(summary.id, limit=1))
+            content = from_json(body)["agent"].get("config", {}).get("content")
+            found[content, str(summary.status)] += content is not None
+    return found
+
+
 def write_story(story: Story, journal: Journal | None, source: str) -> str:
     """Write it as a closed tape; gives the tape's id. journal: None to see whether it can be one. source: the format
     that it came in."""
     begin = Begin(
         tape=new_tape_id(), task=story.task, task_hash=story.task.hash,
-        agent=Identity(name=MODEL, config={"imported": source, "origin": story.id}),
-        env=Identity(name="imported", effect="irreversible"), env_seed=0, seed=0, group=story.group,
+        agent=Identity(name=MODEL, config={"imported": source, "origin": story.id, "content": story.content}),
+        env=Identity(name=IMPORTED, effect="irreversible"), env_seed=0, seed=0, group=story.group,
         attempt=story.attempt, split=story.split, at=time.time(),
     )  # fmt: skip
     recorder = Recorder(begin, journal)

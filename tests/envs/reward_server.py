@@ -51,6 +51,8 @@ async def score(request: web.Request) -> web.StreamResponse:
         return web.json_response({"rewards": rewards[:-1]})
     if mode == "nan":
         return web.Response(text=json.dumps({"rewards": [float("nan")] * len(rewards)}))
+    if mode == "huge":
+        return web.Response(text=json.dumps({"rewards": [10**400] * len(rewards)}))
     if mode == "text":
         return web.json_response({"rewards": ["good"] * len(rewards)})
     if mode == "html":

@@ -89,10 +89,29 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
     (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
     (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
     (["--tasks", "nothing"], "names nothing"),
+    (["--tasks", "[]"], "at least one task"),
+    (["--tasks", "[3"], r"--tasks is '\[3', which is no JSON: Expecting ',' delimiter"),
+    (["--tasks", "math:pi"], "name a list of tasks, or a function that gives one"),
 ])  # fmt: skip
 def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
     with pytest.raises(UsageError, match=says):
         _run(f"{parrots}:Parrot", *words, "--actions", f"{parrots}:say")
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("math:pi", "math:pi: it is 3.14.*, and no Environment class"),
+    ("{}:words", "the factory gave .'a', 'b'., which is no Environment"),
+    ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
+    ("builtins:dict", "the factory gave {{}}, which is no Environment: pass an Environment class"),
+])  # fmt: skip
+def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str, name: str, says: str):
+    with pytest.raises(UsageError, match=says.format()):
+        _run(name.format(parrots), "--tasks", "[1]", "--actions", f"{parrots}:say")
+
+
+def test_actions_are_a_function(parrots: str):
+    with pytest.raises(UsageError, match="name a function"):
+        _run(f"{parrots}:Parrot", "--tasks", "[1]", "--actions", "math:pi")
 
 
 def test_names_of_files_and_modules_are_one_thing(parrots: str):

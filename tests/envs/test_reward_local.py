@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.rewards.local import LocalReward, local_reward
+from tapereel.envs.rewards.local import LocalReward, NotAModel, local_reward
 from tapereel.envs.rewards.samples import Sample
 
 from .scored import failure, scores, tapes
@@ -118,6 +118,12 @@ def sample_of_tape(tape: Any) -> Sample:
     from tapereel.envs.rewards.samples import sample_of
 
     return sample_of(tape)
+
+
+def test_a_folder_that_is_not_there_is_refused_where_it_is_written(tmp_path: Path):
+    for folder in (tmp_path / "none", "nofolder"):
+        with pytest.raises(NotAModel, match=r"there is no folder '.*no.*' with a reward model; save one there with"):
+            local_reward(folder)
 
 
 def test_a_folder_without_a_model_leaves_the_tape_unscored(tmp_path: Path):

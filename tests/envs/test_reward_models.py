@@ -202,6 +202,7 @@ def test_waiting_between_tries_grows_and_blocks_nobody(monkeypatch: pytest.Monke
     ("twice", "answered other ids than it was asked for: '"),
     ("short", "gave 1 scores for 2 samples"),
     ("nan", "gave nan for"),
+    ("huge", "gave an integer that no float can hold for"),
     ("text", "gave 'good' for"),
     ("html", "gave what is no JSON: '<h1>hello</h1>'"),
     ("bare", "without `rewards`"),

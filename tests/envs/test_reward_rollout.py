@@ -19,8 +19,13 @@ from tapereel.envs.reexec import reexec
 from tapereel.envs.rescore import rescore
 from tapereel.envs.rewards import GROUP_LAYER, Scored, load_rewards, rewarded
 from tapereel.envs.rewards.relative import best_of, compared, layer_of, ranked, training_reward
+from tapereel.finetune.interchange import NothingToExport, write
+from tapereel.finetune.interchange.story import story_of
 from tapereel.tapes import CauseType, Status, Tape, Task
+from tapereel.tapes.audit import audit_run
 from tapereel.tapes.console import UsageError
+from tapereel.tapes.records import Reward
+from tapereel.tapes.scoring import total
 from tapereel.tapes.store import Store
 
 from .scored import SPEAKER, Asks, said, scores, tapes
@@ -274,3 +279,72 @@ def test_a_tape_document_with_a_group_layer_reads_back():
     (one, _) = asyncio.run(compared(Rewards([ranked()]), group([1.0, 2.0])))
     document = json.loads(one.model_dump_json())
     assert training_reward(Tape.model_validate(document)) == training_reward(one) == 1.0
+
+
+FAILING = """
+from tapereel.agents import ChatAgent
+from tapereel.envs import Environment, Outcome
+from tapereel.tapes import Answer, Task, Text
+
+class Asks(Environment[Answer]):
+    async def reset(self, task):
+        return Text(text="q")
+
+    async def step(self, action):
+        return Outcome(reward=0.5, terminated=True)
+
+def picky(tape):
+    if tape.begin.task.public == "q1":
+        raise LookupError("no such column")
+    return 1.0
+
+agent = ChatAgent(parse=lambda text: Answer(text=text))
+tasks = [Task(public=f"q{k}", private="a") for k in range(3)]
+"""
+
+
+def test_what_an_environment_scored_beside_a_source_that_failed_is_no_reward(tmp_path: Path):
+    """Its own 0.5 is a sum with a part missing: the tape, the index, a run's means, exports and the audit all say
+    unscored, and the number stays on record."""
+    path = tmp_path / "world_that_fails.py"
+    path.write_text(FAILING, encoding="utf-8")
+    config = RunConfig(seed=0, agent=f"{path}:agent", env=f"{path}:Asks", tasks=f"{path}:tasks", attempts=2,
+                       rewards=(f"{path}:picky",), engine=ScriptedConfig(answers=["x"]))  # fmt: skip
+    summary = run(config, tmp_path / "run")
+    assert (summary.episodes, summary.scored, summary.reward) == (8, 4, 1.5), "a failed episode is tried again, once"
+    with Store.open(tmp_path / "run") as store:
+        failed = [tape for tape in store.tapes() if tape.begin.task.public == "q1"]
+        assert [(tape.reward, training_reward(tape), tape.trains) for tape in failed] == [(None, None, False)] * 4
+        assert [s.reward for s in store.summaries() if s.id in {tape.id for tape in failed}] == [None] * 4
+        assert {tape.reward for tape in store.tapes(min_reward=0.4)} == {1.5}
+        own = failed[0].rewards[0]
+        assert (own.name, own.value, own.weight) == ("reward", 0.5, 1.0)
+        assert total(failed[0].rewards[:1]) == 0.5
+        _, told = audit_run(store)
+    assert told.unscored == 4
+    assert {(c.name, c.metric): (c.scores, c.total) for c in told.components}["reward", False] == (4, 2.0)
+    write(failed, tmp_path / "out.jsonl", "sft")
+    assert [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [None] * 4
+    assert story_of(failed[0]).facts()["scores"] == [["reward", 0.5, 0.0]]
+    with pytest.raises(NothingToExport, match="4 unscored"):
+        write(failed, tmp_path / "rollouts.jsonl", "verifiers")
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
+def test_a_metric_that_is_nan_leaves_the_reward_as_it_is_and_a_reward_that_is_nan_does_not():
+    (tape,) = tapes(["ab"], Task(public="q", private={"worth": 2.0}))
+    of = {"tape": tape.id, "value": math.nan}
+    assert total([*tape.rewards, Reward(**of, weight=0.0)]) == 2.0
+    assert total([*tape.rewards, Reward(**of)]) is None
+    assert total([*tape.rewards, Reward(**of, weight=0.0, evidence={"failed": "it raised"})]) is None
+    assert total([Reward(tape=tape.id, value=1.0, weight=0.0)]) is None
+
+
+def test_a_failed_layer_says_nothing_of_the_reward_on_the_tape_but_a_failed_comparison_does():
+    (tape,) = tapes(["ab"], Task(public="q", private={"worth": 2.0}))
+    again = asyncio.run(Rewards([broken]).score(tape, layer="again"))
+    later = Tape.of(tape.bodies, layers=again)
+    assert (later.reward, training_reward(later)) == (2.0, 2.0)
+    beside = [record.model_copy(update={"layer": GROUP_LAYER}) for record in again]
+    later = Tape.of(tape.bodies, layers=beside)
+    assert (later.reward, training_reward(later)) == (2.0, None)

@@ -94,6 +94,8 @@ FAILURES = [
     (lambda tape: "1.0", "'1.0'; a score is a float"),
     (lambda tape: True, "True; a score is a float"),
     (lambda tape: float("nan"), "is nan; where there is no score, give None"),
+    (lambda tape: 10**400, "is an integer that no float can hold; where there is no score, give None"),
+    (lambda tape: -(10**9000), "is an integer that no float can hold"),
     (lambda tape: {"x": math.inf}, "x is inf"),
     (RewardSource(score=lambda tape: 1.0, per="step"), "gives a sequence with one score for each action"),
     (RewardSource(score=lambda tape: [1.0], per="step"), "1 scores for 2 actions"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from itertools import count, islice
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import BadTasks, Taskset, TaskStream, overlap
+from tapereel.envs.datasets import columns
 from tapereel.tapes import MissingExtra, Task
 
 
@@ -242,6 +244,40 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"tapereel\[train\]"):
         Taskset.load(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), [
+    ("t.jsonl", b"", "t.jsonl is empty: a file of tasks has at least one row"),
+    ("t.csv", b"", "t.csv is empty"),
+    ("t.jsonl", b"\n\n", "t.jsonl can't be read: it has no rows"),
+    ("t.csv", b"q,a\n", "t.csv can't be read: it has no rows"),
+    ("t.jsonl", b'{"q": 1}\n\n{bad\n', "t.jsonl can't be read: line 3 is no JSON (column 2: Expecting property name"),
+    ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is no JSON (column 2"),
+    ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is no object; every line is one row, a JSON object: mend it"),
+    ("t.jsonl", b"[" * 100_000, "line 1 is no JSON ("),
+    ("t.json", b'[{"q": 1},\n{bad]', "line 2 is no JSON (column 2"),
+    ("t.json", b"3", "line 1 is no list; it is a JSON list of rows"),
+    ("t.parquet", b"hi", "t.parquet can't be read: ArrowInvalid: Parquet file size is 2 bytes"),
+    ("t.csv", b'q,a\n"x,1\n', "t.csv can't be read: ParserError"),
+])  # fmt: skip
+def test_a_broken_file_is_refused_with_its_name_the_line_and_the_remedy(
+    name: str, content: bytes, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadTasks, match=re.escape(sentence)):
+        Taskset.load(tmp_path / name)
+    assert capfd.readouterr().err == "", "what `datasets` logs of it is said once, by us"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"q": 1}\n{"q": 2}\n')
+    assert [task.given for task in Taskset.load(tmp_path / "t.jsonl")] == [{"q": 1}, {"q": 2}]
+
+
+def test_a_row_that_makes_no_task_is_named_with_its_file(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text('{"q": 1}\n{"q": 2, "z": 3}\n')
+    with pytest.raises(BadTasks, match=r"t\.jsonl: item 0: a row has no column 'a'; it has 'q', 'z'"):
+        Taskset.load(tmp_path / "t.jsonl", row=columns("a"))
 
 
 def test_reading_shuffling_and_splitting_leave_the_global_generator_alone():

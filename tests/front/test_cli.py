@@ -159,3 +159,11 @@ def test_the_command_is_installed_and_light(tmp_path: Path):
     done = subprocess.run([script, "nothing"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == Exit.USAGE
     assert "usage: tapereel" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["serve", ".", "--engine", "embedded"], ["serve", "."],
+                                   ["gateway", "--set", 'engine.answers=["x"]'],
+                                   ["serve-env", "examples/digits.py:Digits"]], ids=lambda words: words[0])  # fmt: skip
+def test_a_port_that_is_none_is_a_mistake_of_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*words, "--port", "99999"]) == Exit.USAGE
+    assert "--port is 99999; a port is a number from 0 (any free one) to 65535" in capsys.readouterr().err

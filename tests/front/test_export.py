@@ -13,6 +13,7 @@ from datasets import Dataset
 from tapereel.agents.tiny import char_tokenizer
 from tapereel.cli import main
 from tapereel.finetune.export import export
+from tapereel.finetune.interchange import NothingToExport
 from tapereel.tapes.console import Exit, UsageError
 from tapereel.tapes.store import Store
 
@@ -82,7 +83,15 @@ def test_nothing_is_overwritten_and_no_other_ending_taken(run: Path, tmp_path: P
         export([], tmp_path / "there.jsonl")
 
 
-def test_no_tapes_make_an_empty_file(tmp_path: Path):
-    done = export([played("7")], tmp_path / "rows.jsonl")
-    assert (done.rows, done.without_tokens) == (0, 1)
-    assert (tmp_path / "rows.jsonl").read_text() == ""
+def test_an_export_that_leaves_everything_out_writes_no_file_and_says_why(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(NothingToExport, match="of 1 tapes all are left out: 1 text without token ids"):
+        export([played("7")], tmp_path / "rows.jsonl")
+    for words in (["--format", "preference"], ["--format", "sft", "--min-reward", "9"], ["--min-reward", "9"]):
+        for name in ("out.jsonl", "out.parquet"):
+            assert main(["export", str(run), str(tmp_path / name), *words]) == Exit.BROKEN
+        said = capsys.readouterr().err
+        assert "nothing to export" in said
+        assert ("3 in no group" if "preference" in words else "no closed tape fits") in said
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

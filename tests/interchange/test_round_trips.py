@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from tapereel.cli import main
 from tapereel.finetune.interchange import FORMATS, read, write
+from tapereel.finetune.interchange.files import BadImport
 from tapereel.tapes import Status, ToolCalls
 from tapereel.tapes.console import Exit, UsageError
 from tapereel.tapes.steps import ToolResults
@@ -74,7 +75,7 @@ def test_the_episode_comes_back_with_its_task_group_and_scores(run: Path, tmp_pa
         assert (new.begin.task, new.begin.group, new.begin.attempt, new.begin.split, new.status, new.reward) == (
             old.begin.task, old.begin.group, old.begin.attempt, old.begin.split, old.status,
             pytest.approx(old.reward))  # fmt: skip
-        assert new.begin.agent.config == {"imported": format, "origin": old.id}
+        assert {**new.begin.agent.config, "content": ""} == {"imported": format, "origin": old.id, "content": ""}
 
 
 @pytest.mark.parametrize("format", ["verifiers", "sft"])
@@ -159,7 +160,7 @@ def test_the_command_line_says_what_is_lost_and_left_out(run: Path, tmp_path: Pa
     assert json.loads(capsys.readouterr().out)["tapes"] == 6
     assert {tape.begin.split for tape in tapes_of(tmp_path / "in")} == {"demo"}
     assert main(words) == Exit.HOLDS, "into a run that is there"
-    assert len(tapes_of(tmp_path / "in")) == 12
+    assert json.loads(capsys.readouterr().out)["there"] == len(tapes_of(tmp_path / "in")) == 6
 
 
 def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
@@ -169,3 +170,60 @@ def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the format openenv is written to \.jsonl"):
         write([], tmp_path / "x.parquet", "openenv")
     assert main(["export", str(run), str(tmp_path / "x.jsonl"), "--format", "sft", "--tokenizer", "t"]) == Exit.USAGE
+
+
+def test_reading_a_file_again_adds_only_what_is_new_in_it(run: Path, tmp_path: Path, capsys: Any) -> None:
+    """By content and how often: of two equal rows both are kept, once."""
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    other = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]}
+    file = tmp_path / "rows.jsonl"
+
+    def told(*rows: Any) -> tuple[int, int]:
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        done = read(file, tmp_path / "into", "sft")
+        return done.tapes, done.there
+
+    assert [told(row, row), told(row, row), told(row, other, row, row), told(other, row)] == [
+        (2, 0), (0, 2), (2, 2), (0, 2)]  # fmt: skip
+    assert main(["import", str(file), str(tmp_path / "into"), "--format", "sft"]) == Exit.HOLDS
+    assert "0 tapes of 2 sft records; 2 more were there already, with the same content" in capsys.readouterr().out
+    assert read(file, tmp_path / "into", "sft", split="demo").tapes == 2, "in another split it is another tape"
+    assert len(tapes_of(tmp_path / "into")) == 6
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_format_doubles_a_run(run: Path, tmp_path: Path, format: str) -> None:
+    back = there_and_back(run, tmp_path, format)
+    before = len(tapes_of(back))
+    again = read(tmp_path / "out.jsonl", back, format)
+    assert (again.tapes, again.there, len(tapes_of(back))) == (0, before, before)
+
+
+@pytest.mark.parametrize(("format", "row", "said"), [
+    ("sft", {"prompt": "The sky is", "completion": " blue."}, [("The sky is", " blue.")]),
+    ("sft", {"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
+                        {"role": "user", "content": "so?"}],
+             "completion": [{"role": "assistant", "content": "so."}]}, [("so?", "so.")]),
+    ("preference", {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+     [("The sky is", " blue."), ("The sky is", " green.")]),
+])  # fmt: skip
+def test_the_standard_forms_of_trl_are_read(tmp_path: Path, format: str, row: Any, said: Any) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode())
+    read(tmp_path / "rows.jsonl", tmp_path / "run", format)
+    tapes = tapes_of(tmp_path / "run")
+    assert [[(tape.call_messages(c)[-1]["content"], c.reply["content"]) for c in tape.calls] for tape in tapes] == [
+        [pair] for pair in said], "only the completion is to be learned"  # fmt: skip
+    if format == "preference":
+        assert [tape.reward for tape in tapes] == [1.0, 0.0]
+        assert len({tape.begin.group for tape in tapes}) == 1
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "a"}, {"completion": "a"}, {"text": "a"},
+    {"messages": [{"role": "assistant", "content": "a"}], "prompt": "a", "completion": "b"},
+])  # fmt: skip
+def test_a_row_of_neither_form_says_which_there_are(tmp_path: Path, row: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(BadImport, match="a row has `messages`, or `prompt` and `completion`"):
+        read(tmp_path / "rows.jsonl", tmp_path / "run", "sft")
+    assert not (tmp_path / "run").exists()

@@ -76,6 +76,22 @@ def test_sources_that_look_at_the_tape_score_on_this_side():
     asyncio.run(check())
 
 
+class OfTheInstance(GuessNumber):
+    def __init__(self) -> None:
+        self.rewards = Rewards([RewardSource(score=lambda tape: 1.0, name="late")])
+
+
+def test_rewards_of_a_single_instance_are_refused_there_and_not_lost():
+    async def check() -> None:
+        assert [r.name for r in (await play(OfTheInstance, "7")).rewards][-1] == "late"
+        async with served(OfTheInstance) as remote:
+            far = await play(remote, "7")
+        assert far.cause is not None
+        assert "OfTheInstance has rewards of its own (late), which read the tape" in str(far.cause.message)
+
+    asyncio.run(check())
+
+
 def test_what_the_environment_declares_holds_here_too():
     env = RemoteEnvironment("http://127.0.0.1:1/", Deeds)
     assert (env.effect, env.blocking, env.url) == ("idempotent", False, "http://127.0.0.1:1")

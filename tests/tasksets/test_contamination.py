@@ -77,3 +77,16 @@ def test_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["question"]["tasks"] == 0
     assert main(["check-tasks", train, dirty, *words]) == Exit.BROKEN
     assert json.loads(capsys.readouterr().out)["question"]["tasks"] == 1
+
+
+@pytest.mark.parametrize(("held_out", "words", "sentence"), [
+    ("none.jsonl", [], "there is no file"), ("t.jsonl", ["--public", "z"], "t.jsonl: item 0: a row has no column 'z'"),
+    ("bad.jsonl", [], "bad.jsonl can't be read: line 2 is no JSON"), ("t.txt", [], "ends in '.txt'"),
+])  # fmt: skip
+def test_what_the_verb_cannot_read_is_a_mistake_of_the_command_line(
+    held_out: str, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "t.jsonl").write_text('{"q": 1}\n')
+    (tmp_path / "bad.jsonl").write_text('{"q": 1}\n{bad\n')
+    assert main(["check-tasks", str(tmp_path / "t.jsonl"), str(tmp_path / held_out), *words]) == Exit.USAGE
+    assert sentence in capsys.readouterr().err

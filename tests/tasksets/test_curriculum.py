@@ -123,3 +123,9 @@ def test_the_cursor_of_a_taskset_goes_on_where_it_was() -> None:
     again = Taskset(range(100)).resume(state)
     assert [next(again) for _ in range(120)] == [next(cursor) for _ in range(120)]
     assert tasks(2)(3) == tasks(2)(3)
+
+
+@pytest.mark.parametrize(("passed", "tried"), [(5, 4), (0, 0), (-1, 3), (1, -1)])
+def test_a_rate_that_cannot_be_is_refused_where_it_is_made(passed: int, tried: int) -> None:
+    with pytest.raises(BadTasks, match=f"{passed} of {tried} attempts passed"):
+        Rate(passed, tried)

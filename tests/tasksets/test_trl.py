@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tapereel.agents import ChatAgent, Request, ScriptedEngine, rollout
-from tapereel.envs import Taskset
-from tapereel.envs.trl import TRLEnvironment, trl_reward, trl_row
+from tapereel.agents.embedded import EmbeddedEngine
+from tapereel.agents.render import Renderer
+from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.envs import Outcome, Rewards, Taskset
+from tapereel.envs.rewards import rewarded
+from tapereel.envs.trl import NotTRL, TRLEnvironment, completion_ids, trl_reward, trl_row
 from tapereel.finetune.trl_prompts import Ask, Asked
-from tapereel.tapes import Answer, Status, Tape, Task, ToolCalls
+from tapereel.tapes import Answer, NotATape, Status, Tape, Task, Text, ToolCalls
 
 # -- as somebody wrote them for GRPOTrainer ---------------------------------------------------------------------------
 
@@ -61,9 +66,29 @@ async def polite(completions, **kwargs) -> list[float | None]:
     return [None if "?" in c[-1]["content"] else 0.5 for c in completions]
 
 
-def calls(completions, trainer_state, log_metric) -> list[float]:
+def calls(completions, log_metric, log_extra, trainer_state=None) -> list[float]:
+    assert trainer_state is None
     log_metric("calls", 1.0)
+    log_extra("said", [c[-1]["content"] for c in completions])
     return [float(sum("tool_calls" in m for m in c)) for c in completions]
+
+
+def long(completion_ids, **kwargs) -> list[float]:
+    """The first example of TRL's documentation."""
+    assert "trainer_state" not in kwargs
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def late(completions, trainer_state, **kwargs) -> list[float]:
+    return [float(trainer_state.global_step) for _ in completions]
+
+
+def found(environments, completions) -> list[float]:
+    return [float(len(environment.found)) for environment in environments]
+
+
+def unsure(completions, **kwargs) -> list[float]:
+    return [float("nan") for _ in completions]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,8 +122,10 @@ def test_an_environment_class_and_its_reward_functions() -> None:
     assert tape.messages(path="agent")[1]["content"] == "Guess. It has 3 letters."
     (results,) = [step.results for step in tape if step.kind == "tool_results"]  # type: ignore[attr-defined]
     assert [(r.content, r.error) for r in results] == [("a_a", False), ("ValueError: one letter at a time", True)]
-    found = {reward.name: reward.value for reward in tape.rewards}
-    assert found == {"WordGame": 0.5, "exact": 1.0, "polite": 0.5, "calls": 1.0}
+    assert {reward.name: reward.value for reward in tape.rewards} == {
+        "WordGame": 0.5, "exact": 1.0, "polite": 0.5, "calls": 1.0}  # fmt: skip
+    assert tape.rewards[-1].evidence == {"metrics": {"calls": 1.0}, "extra": {"said": ["ada"]}}
+    assert tape.begin.env.config["rewards"] == ["exact", "polite", "calls"]
 
 
 def test_the_tools_are_the_public_methods_with_their_descriptions() -> None:
@@ -149,7 +176,95 @@ def test_recorded_tapes_are_scored_by_a_reward_function_later() -> None:
     tape = play(says(("a",), "ada"), lambda: TRLEnvironment(WordGame))
     source = trl_reward(exact, weight=2.0)
     assert (source.name, source.weight) == ("exact", 2.0)
-    assert asyncio.run(source.score(tape)) == 1.0  # type: ignore[arg-type]
+    (record,) = asyncio.run(Rewards([source]).score(tape, layer="later"))
+    assert (record.name, record.value, record.weight) == ("exact", 1.0, 2.0)
+
+
+def sampled(env: Callable[[], TRLEnvironment], **options: Any) -> Tape:
+    """An episode of a model with tokens, which says anything."""
+
+    async def episode() -> Tape:
+        tokenizer = char_tokenizer()
+        engine = EmbeddedEngine(tiny_model(tokenizer, "micro"), Renderer(tokenizer), version="run:0", slots=2)
+        try:
+            agent = ChatAgent(parse=lambda text: Answer(text=text), max_tokens=6)
+            return await rollout(agent, env, trl_row(ROW), engine=engine, **options)
+        finally:
+            await engine.close()
+
+    return asyncio.run(episode())
+
+
+class Twice(TRLEnvironment):
+    """Wants two answers, with a word of its own between them."""
+
+    async def step(self, action: Any) -> Outcome:
+        outcome = await super().step(action)
+        self.again = not getattr(self, "again", False)
+        return Outcome(observation=Text(text="Go on."), metrics=outcome.metrics) if self.again else outcome
+
+
+def test_a_reward_function_gets_the_ids_that_were_sampled_after_the_prompt() -> None:
+    tape = sampled(lambda: TRLEnvironment(rewards=[long]))
+    assert tape.reward == len(tape.calls[0].completion or ()) > 0, tape.cause
+    (record,) = asyncio.run(Rewards([trl_reward(long)]).score(tape, layer="later"))
+    assert record.value == tape.reward
+
+
+def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() -> None:
+    tape = sampled(lambda: Twice(rewards=[long]), seed=3)
+    first, last = tape.calls
+    whole = [*tape.call_prompt(last), *(last.completion or ())]
+    assert completion_ids(tape) == whole[len(tape.call_prompt(first)) :]
+    assert len(completion_ids(tape)) > len(first.completion or ()) + len(last.completion or ())
+    assert tape.reward == len(completion_ids(tape))
+    fork = asyncio.run(rollout(ChatAgent(parse=lambda text: Answer(text=text)), lambda: Twice(), trl_row(ROW),
+                               engine=ScriptedEngine(["x"]), fork=tape.at_turn(1)))  # fmt: skip
+    with pytest.raises(NotATape, match="no token ids"):
+        completion_ids(fork)
+
+
+@pytest.mark.parametrize(("function", "sentence"), [
+    (long, "long asks for `completion_ids`: call"), (late, "late asks for `trainer_state`: no trainer of TRL's"),
+])  # fmt: skip
+def test_what_a_function_asks_for_and_is_not_there_is_named_and_never_none(function: Any, sentence: str) -> None:
+    tape = play(says("ada"), lambda: TRLEnvironment(rewards=[function]))
+    assert tape.reward is None
+    assert tape.cause is not None
+    assert sentence in (tape.cause.message or "")
+
+
+def test_the_environments_are_given_while_the_episode_runs_and_refused_by_name_later() -> None:
+    tape = play(says(("a",), "ada"), lambda: TRLEnvironment(WordGame, rewards=[found]))
+    assert {reward.name: reward.value for reward in tape.rewards} == {"WordGame": 0.5, "found": 1.0}
+    (record,) = asyncio.run(Rewards([trl_reward(found)]).score(tape, layer="later"))
+    assert record.failed
+    assert "found asks for `environments`" in str(record.evidence)
+
+
+def test_nan_is_no_score_either() -> None:
+    tape = play(says("x"), lambda: TRLEnvironment(rewards=[unsure]))
+    assert (tape.reward, tape.status) == (None, Status.FINISHED)
+
+
+def test_rewards_that_a_run_names_come_beside_those_of_the_instance() -> None:
+    def brief(tape: Tape) -> float:
+        return 0.25
+
+    made = rewarded(lambda: TRLEnvironment(rewards=[polite]), Rewards([brief]))
+    tape = play(says("x"), made)  # type: ignore[arg-type]
+    assert {reward.name: reward.value for reward in tape.rewards} == {"polite": 0.5, "brief": 0.25}
+
+
+@pytest.mark.parametrize(("row", "sentence"), [
+    ({"goal": 1}, "a row has a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
+    ({}, "this is {}"), ([1], "this is [1]"), ({"prompt": 5}, "the prompt 5 is neither a text nor a list"),
+    ({"prompt": []}, "the prompt [] is neither"), ({"prompt": [{"role": "user"}]}, "is neither"),
+])  # fmt: skip
+def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentence: str) -> None:
+    with pytest.raises(NotTRL, match=re.escape(sentence)):
+        trl_row(row)
+    assert trl_row({"prompt": None, "goal": 1}).public == {"prompt": None}
 
 
 @pytest.mark.parametrize(("given", "sentence"), [

@@ -1,0 +1,27 @@
+"""What the components of a tape come to. One rule for tapes, indexes, audits and training: a sum with a part missing is
+no reward. Knows nothing of who scored, nor which layers are asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+if TYPE_CHECKING:
+    from .records import Reward
+
+
+def unscores(value: Any, weight: float, evidence: JsonValue) -> bool:
+    """Whether a component with these fields leaves its whole tape without a reward: one that counts and is NaN, or the
+    record of a source that failed. A metric that is NaN says nothing of the reward."""
+    known = value == value and value != "NaN"
+    return not known and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
+
+
+def total(rewards: Iterable[Reward]) -> float | None:
+    """What they come to: the sum of weight * value; None where nothing was scored, or where a part of it failed."""
+    every = list(rewards)
+    counted = [r.weight * r.value for r in every if r.weight != 0]
+    return sum(counted) if counted and not any(r.failed for r in every) else None
