@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Agent, Request, ScriptedEngine, rollout
+from tapereel.agents.multi import TeamEngine
 from tapereel.agents.replaying import replay
 from tapereel.envs import Environment
 from tapereel.envs.named import load_named
@@ -77,11 +78,11 @@ def mcp_agent() -> Scene:
 
 
 def two_agents() -> Scene:
-    team, env = named("two_agents.py", "TeamEngine"), named("two_agents.py", "Hidden")
+    env = named("two_agents.py", "Hidden")
     engines = {named("two_agents.py", "GUIDE"): ScriptedEngine(lambda request: request.messages[-1]["content"].upper()),
                named("two_agents.py", "SEEKER"): ScriptedEngine(lambda request: "abcd"[request.seed % 4])}
     pair = named("two_agents.py", "Pair")()
-    return pair, env, asyncio.run(played(pair, env, "abcd" * 3, team(engines)))
+    return pair, env, asyncio.run(played(pair, env, "abcd" * 3, TeamEngine(engines)))
 
 
 SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo, "mcp_agent.py": mcp_agent,
