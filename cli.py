@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from .tapes.console import Exit, UsageError, Verb, say
-from .tapes.errors import MissingExtra, NoRun, NoSuchTape, TapereelError
+from .tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, TapereelError
 from .tapes.extras import extra_of
 
 if TYPE_CHECKING:
@@ -150,14 +150,14 @@ def _run(name: str, words: list[str]) -> int:
         if traceback:
             raise
         say(f"tapereel {name}: {_sentence(error)}")
-        return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape) else Exit.BROKEN
+        return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
 
 
-def _insight(store: Store, weights: str | None = None) -> Insight:
+def _insight(store: Store, weights: str | None = None, tokenizer: str | None = None) -> Insight:
     """What training can tell the viewer, which stands below it. MissingExtra without the packages of training."""
     from .finetune.view_insight import TrainingInsight
 
-    return TrainingInsight(store, weights)
+    return TrainingInsight(store, weights, tokenizer)
 
 
 def _sentence(error: Exception) -> str:

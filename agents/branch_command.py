@@ -21,6 +21,7 @@ from ..tapes.diff import TapeDiff, diff_tapes
 from ..tapes.forks import Fork, tree
 from ..tapes.records import Publish
 from ..tapes.rundir import recorded_settings
+from ..tapes.scoring import total
 from ..tapes.store import Store
 from .agent import Agent
 from .branch import SPLIT, PrefixUnverified, branch, cut, doubt_of, recorded_limits
@@ -236,20 +237,34 @@ def _tell(args: argparse.Namespace, scene: _Scene, tapes: list[Tape]) -> int:
     assert parent is not None
     rewards = [tape.reward for tape in tapes if tape.trains and tape.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
+    then = _earned_since(scene.tape, tapes[0].inherited)
     data = {
         "run": str(args.run), "parent": parent.tape, "turn": parent.turn, "digest": parent.digest,
         "unverified": parent.unverified, "group": tapes[0].begin.group, "mean_reward": mean,
-        "tapes": [{**one.second.model_dump(), "parting": one.parting} for one in found],
+        "recorded_reward": then,
+        "tapes": [{**one.second.model_dump(), "own_turns": tape.turns - parent.turn, "parting": one.parting}
+                  for one, tape in zip(found, tapes, strict=True)],
     }  # fmt: skip
-    made = table("tape", "status", "#reward", "#turns", "parts from the recorded one", fold=(
+    made = table("tape", "status", "#reward", "#own turns", "parts from the recorded one", fold=(
         "status", "parts from the recorded one"))  # fmt: skip
-    for one in found:
-        made.add_row(one.second.id, one.second.status, number(one.second.reward), str(one.second.turns), _parts(one))
+    for one, tape in zip(found, tapes, strict=True):
+        made.add_row(one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn),
+                     _parts(one))  # fmt: skip
     lines = [safe(f"went on unverified: {parent.unverified}")] if parent.unverified is not None else []
-    lines.append(f"{len(tapes)} from turn {parent.turn} of {parent.tape}; mean reward {number(mean)} over "
-                 f"{len(rewards)} scored (the recorded one: {number(scene.tape.reward)})")  # fmt: skip
+    lines.append(f"{len(tapes)} from turn {parent.turn} of {parent.tape}; from that turn on they earn {number(mean)} "
+                 f"in the mean over {len(rewards)} scored, and the recorded one {number(then)}")  # fmt: skip
     answer(args, data, made, *lines)
     return Exit.HOLDS if any(tape.trains for tape in tapes) else Exit.BROKEN
+
+
+def _earned_since(tape: Tape, step: int) -> float | None:
+    """What a tape earned from that step on, as a continuation from there is scored: for its own part and its end."""
+    rewards = [r for r in tape.rewards if r.step is None or r.step >= step]
+    above = tape.parent
+    while above is not None:
+        rewards += (r for r in above.rewards if r.step is not None and r.step >= step)
+        above = above.parent
+    return total(rewards)
 
 
 def _parts(found: TapeDiff) -> str:
@@ -274,6 +289,6 @@ def _grow(drawn: Tree, fork: Fork) -> None:
 
 def _label(fork: Fork) -> str:
     at = f"turn {fork.turn}: " if fork.parent is not None else ""
-    told = f"{at}{fork.tape}  {fork.status or 'running'}, reward {number(fork.reward)}, {fork.turns} turns"
+    told = f"{at}{fork.tape}  {fork.status or 'running'}, reward {number(fork.reward)}, {fork.turns} own turns"
     told += f", {fork.agent}, split {fork.split}"
     return told if fork.unverified is None else f"{told}, unverified ({fork.unverified})"

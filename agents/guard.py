@@ -4,18 +4,21 @@ An agent's state is its tape. A clock, randomness, a socket or another process t
 one when it runs again, so while a guard is on such a use raises `Nondeterministic`. The door has what takes their
 place: `llm.now`, `llm.random` and `llm.uuid`. Environments and engines may do as they like.
 
-Clocks, randomness and ids are seen where the agent's own code asks for them, in the event loop's thread; a library that
-looks at the clock for a log line is none of its business. Sockets and processes are seen wherever they are opened.
-Global generators of compiled packages (numpy, torch) are not seen.
+Clocks, randomness and ids are seen where the agent's own code asks for them, in the event loop's thread, and its own
+code is what is no library, and the agent's own package wherever it lives; a library that looks at the clock for a log
+line is none of its business. Sockets, processes and devices of randomness are seen wherever they are opened.
+docs/replay.md says what is not seen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 import secrets
 import sys
 import sysconfig
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -27,19 +30,24 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, Self
 
 from ..tapes.errors import TapereelError
+from .watched import homes_of, without_arguments, without_seed
 
 _CLOCK = "take the time from the door: llm.now(tape)"
 _RANDOM = "take randomness from the door: llm.random(tape)"
 _UUID = "take an id from the door: llm.uuid(tape)"
+_FILE = "a file is named by the door, llm.uuid(tape), or belongs into an environment"
 _WORLD = "what reaches outside belongs into an environment, as an action"
 
 _CLOCKS = frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time",
                      "process_time_ns", "thread_time", "thread_time_ns", "clock_gettime"})  # fmt: skip
+_NOW_UNLESS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
+"""Functions of `time` that take the clock's time where they are given no more than so many arguments."""
 _DATES = frozenset({"now", "utcnow", "today"})
 _BYTES = frozenset({"urandom", "getrandom"})
 _DRAWN = frozenset({"random", "getrandbits"})
 _EVENTS = frozenset({"socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname",
-                     "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"})  # fmt: skip
+                     "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "open"})  # fmt: skip
+_DEVICES = frozenset({"/dev/random", "/dev/urandom", "/dev/hwrng"})
 
 
 class Nondeterministic(TapereelError, RuntimeError):
@@ -67,6 +75,9 @@ class Guard:
     def __init__(self) -> None:
         self.hits: list[Hit] = []
         """In order; an agent that swallows the error can't hide them."""
+        self.homes: frozenset[str] = frozenset()
+        """Of the agents' code: folders, ending in `/`, and files. They are watched even among installed packages."""
+        self._known: set[int] = set()
         self._token: Token[Guard | None] | None = None
 
     @property
@@ -84,6 +95,12 @@ class Guard:
         if self._token is not None:
             _guard.reset(self._token)
 
+    def watch(self, agent: Any) -> None:
+        """Take the agent's package for its own code, wherever that is installed."""
+        if id(agent) not in self._known:
+            self._known.add(id(agent))
+            self.homes |= homes_of(agent)
+
     def refuse(self, what: str, frame: FrameType, remedy: str) -> Nondeterministic:
         """The error for a use by the code in `frame`."""
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -93,11 +110,13 @@ class Guard:
 
 
 @contextmanager
-def acting() -> Iterator[None]:
-    """What runs inside is an agent."""
-    if _guard.get() is None:
+def acting(agent: Any) -> Iterator[None]:
+    """What runs inside is this agent."""
+    guard = _guard.get()
+    if guard is None:
         yield
         return
+    guard.watch(agent)
     _armed.again()
     token = _acting.set(True)
     try:
@@ -149,32 +168,45 @@ def _profile(frame: FrameType, event: str, called: Any) -> None:
     if event == "c_call":
         if called.__name__ not in _NAMES:
             return
-        found, caller = _compiled(called), frame
+        found, caller = _compiled(called, frame), frame
     elif event == "call":
         if frame.f_code.co_name not in _PYTHON_NAMES or frame.f_code not in _PYTHON:
             return
         found, caller = _interpreted(frame), frame.f_back
     else:
         return
-    if found is None or caller is None or not _acting.get() or not _own(caller.f_code.co_filename):
+    if found is None or caller is None or not _acting.get():
         return
     guard = _guard.get()
-    if guard is not None:
+    if guard is not None and _own(caller.f_code.co_filename, guard.homes):
         raise guard.refuse(found[0], caller, found[1])
 
 
-def _compiled(called: Any) -> tuple[str, str] | None:
-    """(name, remedy) of a builtin that must not be called."""
+def _compiled(called: Any, frame: FrameType) -> tuple[str, str] | None:
+    """(name, remedy) of a builtin that must not be called so from `frame`."""
     name = called.__name__
+    if name in _NOW_UNLESS and called.__module__ == "time":
+        return (f"time.{name}", _CLOCK) if without_arguments(frame, _NOW_UNLESS[name]) else None
     if name in _CLOCKS and called.__module__ == "time":
         return f"time.{name}", _CLOCK
     if name in _DATES and isinstance(called.__self__, type) and issubclass(called.__self__, date):
         return f"{called.__self__.__name__}.{name}", _CLOCK
     if name in _BYTES and called.__module__ == "posix":
         return f"os.{name}", _RANDOM
-    if name in _DRAWN and called.__self__ is _GLOBAL:
-        return f"random.{name}", _RANDOM
+    if name in _DRAWN and isinstance(called.__self__, random.Random):
+        return _drawn(f"random.{name}", called.__self__, frame)
+    if name == "time" and isinstance(called.__self__, asyncio.AbstractEventLoop):
+        return "loop.time", _CLOCK
     return None
+
+
+def _drawn(what: str, generator: random.Random, frame: FrameType) -> tuple[str, str] | None:
+    if generator is _GLOBAL or isinstance(generator, random.SystemRandom):
+        return what, _RANDOM
+    if not _acting.get():
+        return None  # the answer is of no use, and costs
+    name = without_seed(generator, frame)
+    return None if name is None else (what, f"`{name}` was made without a seed; {_RANDOM}")
 
 
 def _interpreted(frame: FrameType) -> tuple[str, str] | None:
@@ -184,7 +216,7 @@ def _interpreted(frame: FrameType) -> tuple[str, str] | None:
     own = frame.f_locals.get("self")
     if what == "random.Random()":
         return (what, remedy) if type(own) is random.Random and frame.f_locals.get("x") is None else None
-    return (what, remedy) if own is _GLOBAL or isinstance(own, random.SystemRandom) else None
+    return _drawn(what, own, frame.f_back) if isinstance(own, random.Random) and frame.f_back is not None else None
 
 
 def _python_functions() -> dict[CodeType, tuple[str, str]]:
@@ -199,6 +231,10 @@ def _python_functions() -> dict[CodeType, tuple[str, str]]:
         found[getattr(secrets, name).__code__] = (f"secrets.{name}", _RANDOM)
     for name in ("uuid1", "uuid4"):
         found[getattr(uuid, name).__code__] = (f"uuid.{name}", _UUID)
+    for name in ("mkdtemp", "mkstemp", "mktemp", "NamedTemporaryFile", "TemporaryFile"):
+        found[getattr(tempfile, name).__code__] = (f"tempfile.{name}", _FILE)
+    found[tempfile.TemporaryDirectory.__init__.__code__] = ("tempfile.TemporaryDirectory", _FILE)
+    found[asyncio.BaseEventLoop.time.__code__] = ("loop.time", _CLOCK)
     return found
 
 
@@ -206,17 +242,20 @@ _GLOBAL = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
 _PYTHON = _python_functions()
 _PYTHON_NAMES = frozenset(code.co_name for code in _PYTHON)
-_NAMES = _CLOCKS | _DATES | _BYTES | _DRAWN
+_NAMES = _CLOCKS | _DATES | _BYTES | _DRAWN | _NOW_UNLESS.keys()
 
 
-@functools.lru_cache(maxsize=1024)
-def _own(file: str) -> bool:
-    """Whether a file is the user's: neither Python's, nor an installed package's, nor Tapereel's own."""
+@functools.lru_cache(maxsize=4096)
+def _own(file: str, homes: frozenset[str]) -> bool:
+    """Whether a file is the user's: an agent's; or neither Python's, nor an installed package's, nor Tapereel's own."""
+    here = Path(__file__).resolve().parents[1]
+    if file.startswith(tuple(f"{here / name}/" for name in ("tapes", "envs", "agents", "finetune"))):
+        return False
+    if file in homes or file.startswith(tuple(home for home in homes if home.endswith("/"))):
+        return True
     if file.startswith("<") and not file.startswith(("<stdin", "<ipython", "<string")):
         return False
-    here = Path(__file__).resolve().parents[1]
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    libraries += [str(here / name) for name in ("tapes", "envs", "agents", "finetune")]
     return not file.startswith(tuple(f"{path}/" for path in libraries))
 
 
@@ -230,8 +269,11 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event not in _EVENTS or not _acting.get():
         return
     guard = _guard.get()
+    if guard is None or (event == "open" and args[0] not in _DEVICES):
+        return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _own(frame.f_code.co_filename):
+    while frame is not None and not _own(frame.f_code.co_filename, guard.homes):
         frame = frame.f_back
-    if guard is not None and frame is not None:
-        raise guard.refuse(event, frame, _WORLD)
+    if frame is not None:
+        what, remedy = (event, _WORLD) if event != "open" else (f"open({args[0]!r})", _RANDOM)
+        raise guard.refuse(what, frame, remedy)

@@ -6,13 +6,14 @@ It runs nothing.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
-from ..tapes import Action, CauseType, Observation, Status, Tape
+from ..tapes import Action, CauseType, Misread, Observation, Status, Step, Tape, Thought
 from ..tapes.log import Entry
 from ..tapes.messages import ENV
 from ..tapes.records import Call, End, StepRecord
@@ -206,9 +207,31 @@ class Script:
         what = f"recorded as {str(entry.step)[:200]!r}, now {str(record.content)[:200]!r}"
         if any(next(_step_differences(other, record), None) is None for _, other in others):
             return Likely.ORDER, f"the steps come in another order, {what}"
-        if same_calls and entry.calls and self.tape.call(entry.calls[-1][0]).engine != "authored":
+        heard = same_calls and entry.calls and self.tape.call(entry.calls[-1][0]).engine != "authored"
+        thought = isinstance(record.content, Thought) and not isinstance(record.content, Misread)
+        if heard and thought and not self._is_read(record.content, entry):
+            return Likely.CODE, f"the agent thinks something that isn't in the model's answer, {what}"
+        if heard:
             return Likely.PARSER, f"the model's answer is the recorded one and is read otherwise, {what}"
         return Likely.CODE, f"the agent does something else, {what}"
+
+
+    def _is_read(self, step: Step, entry: Entry) -> bool:
+        """Whether a text of the step may have been read from the answers behind the recorded one: it is in one of them,
+        or the other way round."""
+        answers = [self.tape.call(call) for call, _, _ in entry.calls]
+        heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
+        texts = [call.text.casefold() for call in answers if call.text]
+        said = [str(leaf).casefold() for leaf in _leaves(step.model_dump(mode="json"))]
+        return any(leaf and (any(leaf in one for one in heard) or any(one in leaf for one in texts)) for leaf in said)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    elif value is not None and not isinstance(value, bool):
+        yield value
 
 
 def record_of_call(tape: Tape, call: Call) -> int | None:

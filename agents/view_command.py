@@ -30,13 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
     parser.add_argument("--weights", metavar="DIR",
                         help="a checkpoint or model folder: its probability of each token over that at sampling")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument("--out", metavar="DIR", help="write the view as files to DIR instead, to open or to host")
     parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
     parser.add_argument("--last", type=int, metavar="N", help="with --out: only the newest N tapes")
 
 
 def run(args: argparse.Namespace) -> int:
-    insight = functools.partial(args.insight, weights=args.weights)
+    insight = functools.partial(args.insight, weights=args.weights, tokenizer=args.tokenizer)
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
     with RunView(args.run, insight=insight) as view:
@@ -58,7 +59,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(args: argparse.Namespace, server: Any) -> None:
     stop = told_to_end()
-    async with server.serving(args.port):
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(server.serving(args.port))
+        except OSError as error:
+            raise UsageError(f"can't listen on {args.host}, port {args.port or 'any'} ({error.strerror or error}): "
+                             "give an address of this machine and a free port by --host and --port") from error
         answer(args, {"url": server.url, "run": str(args.run)}, server.url)
         say("press Ctrl-C to stop")
         if not args.no_browser:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..tapes.config import add_config_arguments, dump_config, load_config
-from ..tapes.console import Exit, answer
+from ..tapes.console import Exit, UsageError, answer
 from ..tapes.progress import live_progress
-from ..tapes.rundir import pin_line
+from ..tapes.rundir import CONFIG, pin_line
 
 EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
 
@@ -39,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
+    if args.resume and not (out / CONFIG).exists():
+        raise UsageError(f"--resume: there is no run in {out} to go on with; give its --out, or begin one without "
+                         "--resume")  # fmt: skip
     with live_progress() as progress:
         demo = Demo(config, out, controls=args.controls, progress=progress)
         summary = demo.run(resume=args.resume)

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.checking import tell
+from ..tapes.checking import chosen_tapes, tell, torn_tails
 from ..tapes.console import UsageError
 from ..tapes.progress import live_progress
 from ..tapes.verdict import Verdict, Verdicts
@@ -46,21 +46,25 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     started, found = time.perf_counter(), list[Verdict]()
     with Store.open(args.run) as store, live_progress() as progress:
-        ids = _chosen(args, store)
+        torn = torn_tails(store)
+        every = chosen_tapes(store, args.tape, args.split)
+        ids = every if args.tape else _sampled(store, args.split)
         policies = Policies(store.path, [stored.record for stored in store.run_records("publish")], only=args.model,
                             begun=_begun(args.run))  # fmt: skip
         for k in range(0, len(ids), BATCH):
             tapes = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
             found += requery(tapes, policies, tolerance=tolerance)
             progress("requery", len(found), len(ids), "")
-    verdicts = Verdicts(verb="requery", run=str(args.run), verdicts=tuple(found),
+    verdicts = Verdicts(verb="requery", run=str(args.run), verdicts=tuple(found), torn=tuple(torn),
                         seconds=round(time.perf_counter() - started, 3))  # fmt: skip
-    return tell(args, verdicts, *_lines(found, tolerance))
+    reason = None if ids else (
+        f"none of the {len(every):,} tapes that ended holds a token that a model sampled, so there is nothing to put "
+        "to any weights: scripts and text-only engines record text")  # fmt: skip
+    return tell(args, verdicts, *([reason] if reason else _lines(found, tolerance)), data={"reason": reason})
 
 
-def _chosen(args: argparse.Namespace, store: Store) -> list[str]:
-    named = [store.tape(name).id for name in args.tape]
-    return named or [summary.id for summary in store.summaries(split=args.split, closed=True) if summary.sampled]
+def _sampled(store: Store, split: str | None) -> list[str]:
+    return [summary.id for summary in store.summaries(split=split, closed=True) if summary.sampled]
 
 
 def _begun(run: Any) -> list[str]:

@@ -24,12 +24,13 @@ LONGEST = 20_000
 class TrainingInsight:
     """Tells of one run. Reads the tokenizer that the run keeps, when it is made."""
 
-    def __init__(self, store: Store, weights: str | None = None) -> None:
-        """weights: a checkpoint or model folder whose probabilities are compared with those at sampling."""
+    def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
+        """weights: a checkpoint or model folder whose probabilities are compared with those at sampling. tokenizer: its
+        folder, where it isn't the run's own."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
-        self._decode, self._renderer = token_reader(store.path, None, [store.tape(row.id) for row in newest])
+        self._decode, self._renderer = token_reader(store.path, tokenizer, [store.tape(row.id) for row in newest])
         self._explainer = Explainer(store, self._decode, self._renderer)
 
     @property

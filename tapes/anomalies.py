@@ -10,7 +10,7 @@
 | cut episodes | more than `OFTEN` of the episodes ended as truncated or at a limit |
 | impossible log-probs | above 0 by more than rounding |
 | unknown log-probs | sampled tokens without a log-prob |
-| log-prob mismatch | an update whose trainer and sampler differ on a token by more than `MISMATCH` nats |
+| log-prob mismatch | an update whose trainer and sampler differ on a token by more than its age explains (`MISMATCH`) |
 | reward without evidence | a component that has evidence elsewhere |
 | reward without action | a tape that earned something and did nothing |
 | reward that is no number | NaN or an infinity |
@@ -37,6 +37,9 @@ OFTEN = 0.1
 """Share of all from which on cutting is told."""
 MISMATCH = 0.1
 """Nats; rounding stays far below, even in bfloat16 most of the time."""
+PER_UPDATE = 2.0
+"""Nats on top for each update of the oldest token's age, since updates move log-probs: twice the most that was seen in
+127 updates with `max_lag` 1."""
 ROUNDING = 1e-6
 """A log-softmax in float32 may come out so far above 0."""
 
@@ -107,6 +110,10 @@ class Anomalies:
         self._groups: dict[str, _Group] = {}
         self._tapes_of: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
+        self._oldest: dict[str, list[str]] = {}
+        """call -> the versions that it was sampled from."""
+        self._uses: list[tuple[str, int, float, list[str], list[str]]] = []
+        """(lineage, update, nats, its tapes, its calls)."""
         self._ended = self._completions = self._tokens = self._calls = self._updates = 0
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
@@ -146,6 +153,7 @@ class Anomalies:
             if body.get("finish") == "length":
                 self._note("cut completions", "", [tape])
             self._logprobs(tape, body)
+            self._oldest[str(body.get("call"))] = [str(version) for version, _, _ in body.get("spans") or ()]
 
     def _logprobs(self, tape: str, body: Mapping[str, Any]) -> None:
         text = body.get("logprobs")
@@ -168,7 +176,16 @@ class Anomalies:
             return
         self._updates += 1
         if apart > MISMATCH:
-            self._note("log-prob mismatch", str(body.get("lineage")), tapes, most=apart)
+            calls = [item[1] for item in body.get("items") or ()]
+            self._uses.append((str(body.get("lineage")), int(body.get("update") or 0), apart, tapes, calls))
+
+    def _mismatches(self) -> None:
+        """Judged at the end: a use may be read before the calls that it trained on."""
+        for lineage, update, apart, tapes, calls in self._uses:
+            ages = (_age(version, lineage, update) for call in calls for version in self._oldest.get(call, ()))
+            if apart > MISMATCH + PER_UPDATE * max(ages, default=0):
+                self._note("log-prob mismatch", lineage, tapes, most=apart)
+        self._uses.clear()
 
     def ended(self, tape: str, group: str | None, attempt: int, status: Status, usable: bool, actions: int,
               repeats: tuple[int, str], rewards: Sequence[Scored]) -> None:  # fmt: skip
@@ -210,6 +227,7 @@ class Anomalies:
     def found(self, components: Mapping[tuple[str | None, str, bool], Mapping[str, Any]]) -> tuple[Anomaly, ...]:
         """All of them; `components` are the sums of each (layer, name, whether it is a metric)."""
         recorded = {name: of for (layer, name, metric), of in components.items() if layer is None and not metric}
+        self._mismatches()
         made = [*self._rewards(recorded), *self._told(), *self._closing()]
         return tuple(sorted(made, key=lambda one: (one.kind, one.what)))
 
@@ -250,8 +268,8 @@ class Anomalies:
             "cut episodes": "episodes that ended as truncated or at a limit",
             "unknown log-probs": "sampled tokens without a log-prob",
             "impossible log-probs": "log-probs above 0, up to {most:.3g}",
-            "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats; "
-                                 "with max_lag above 0 that includes what training changed in between",
+            "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
+                                 "more than the age of their tokens explains",
             "retries": "calls that were tried again, up to {most:.0f} tries",
             "failed calls": "calls whose last try failed",
             "failed tries": "tries of calls that failed so",
@@ -276,6 +294,13 @@ class Anomalies:
                 ("group closed short", short, "an attempt never ended in a way that can be trained on"))
         return [_anomaly(kind, "", len(groups), len(self._groups), why, self._first(groups))
                 for kind, groups, why in told if groups]  # fmt: skip
+
+
+def _age(version: str, lineage: str, update: int) -> int:
+    """Updates between a version and the weights that update `update` (from 0) changes; 0 where it isn't of that
+    lineage, so that nothing is known to explain a difference."""
+    name, _, n = version.rpartition(":")
+    return max(0, update - int(n)) if name == lineage and n.isdigit() else 0
 
 
 def _same(known: tuple[float, int, bool] | None, value: float) -> tuple[float, int, bool]:

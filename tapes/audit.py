@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .checking import check_split, torn_tails
 from .console import Exit, UsageError, answer, safe, say
 from .progress import Progress, live_progress
 
@@ -46,15 +47,17 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with Store.open(args.run) as store, live_progress() as progress:
+        torn = torn_tails(store)
+        check_split(store, args.split)
         books, audit = audit_run(store, split=args.split, limit=args.limit, repeats=args.repeats, progress=progress)
     found = sections(books, audit)
     verdict = "the books close" if books.closes else "the books do NOT close"
     broken = [f"broken: {safe(text)}" for text in books.findings]
-    data = {"run": str(args.run), "split": args.split, "limit": args.limit, "closes": books.closes,
+    data = {"run": str(args.run), "split": args.split, "limit": args.limit, "closes": books.closes, "torn": torn,
             "sum": sum(books.tokens.values()), **books.model_dump(), "audit": audit.model_dump()}  # fmt: skip
-    shown = [*terminal(found), *broken, verdict]
+    shown = [*map(safe, torn), *terminal(found), *broken, verdict]
     if args.markdown is not None:
-        document = markdown(f"Audit of {args.run}", found, "; ".join([verdict, *broken]))
+        document = markdown(f"Audit of {args.run}", found, "; ".join([*torn, verdict, *broken]))
         if args.markdown == STDOUT:
             shown = [document]
         else:
@@ -67,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.markdown == STDOUT and args.json:
         raise UsageError("--json and --markdown both write to stdout; name a file: --markdown FILE")
+    if args.markdown not in (None, STDOUT) and not Path(args.markdown).parent.is_dir():
+        raise UsageError(f"--markdown {args.markdown}: there is no folder {Path(args.markdown).parent}")
+    if args.markdown is not None and Path(args.markdown).is_dir():
+        raise UsageError(f"--markdown {args.markdown} is a folder; name a file in it")
     for name, least in (("limit", 1), ("repeats", 2)):
         value = getattr(args, name)
         if value is not None and value < least:

@@ -52,9 +52,8 @@ def check_run(args: argparse.Namespace, verb: str, plan: Plan) -> Verdicts:
 
     started = time.perf_counter()
     with Store.open(args.run) as store:
-        ids = [store.tape(name).id for name in args.tape]
-        if not ids:
-            ids = [summary.id for summary in store.summaries(split=args.split, closed=True)]
+        torn = torn_tails(store)
+        ids = chosen_tapes(store, args.tape, args.split)
     jobs = args.jobs if args.jobs is not None else min(os.cpu_count() or 1, max(1, len(ids) // PER_JOB))
     if jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
@@ -65,8 +64,28 @@ def check_run(args: argparse.Namespace, verb: str, plan: Plan) -> Verdicts:
             found[verdict.tape] = verdict
             counts[verdict.outcome] += 1
             progress(verb, len(found), len(ids), ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    return Verdicts(verb=verb, run=str(args.run), verdicts=tuple(found[name] for name in ids),
+    return Verdicts(verb=verb, run=str(args.run), verdicts=tuple(found[name] for name in ids), torn=tuple(torn),
                     turn=getattr(args, "turn", None), seconds=round(time.perf_counter() - started, 3))  # fmt: skip
+
+
+def chosen_tapes(store: Store, names: Sequence[str], split: str | None) -> list[str]:
+    """Ids of the named tapes, or of all of the split that ended. NoSuchTape, or UsageError for a split that no tape is
+    of."""
+    check_split(store, split)
+    return [store.tape(name).id for name in names] or [one.id for one in store.summaries(split=split, closed=True)]
+
+
+def check_split(store: Store, split: str | None) -> None:
+    """UsageError where a split is named that no tape is of; says which there are."""
+    if split is not None and not store.summaries(split=split):
+        known = ", ".join(dict.fromkeys(one.split for one in store.summaries())) or "none: it holds no tape"
+        raise UsageError(f"{store.path} has no tape of the split {split!r}; its splits are {known}")
+
+
+def torn_tails(store: Store) -> list[str]:
+    """A sentence for each segment whose last bytes can't be read: what they held is in no verdict."""
+    return [f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, and what they held is left out here: "
+            f"see tapereel verify {store.path}" for torn in store.refresh().values()]  # fmt: skip
 
 
 def _verdicts(run: Path, plan: Plan, ids: Sequence[str], jobs: int) -> Iterator[Verdict]:
@@ -102,6 +121,7 @@ def tell(args: argparse.Namespace, verdicts: Verdicts, *more: RenderableType, da
 
 
 def _shown(verdicts: Verdicts) -> Iterator[RenderableType]:
+    yield from map(safe, verdicts.torn)
     bad = [v for v in verdicts.verdicts if v.outcome == "diverged"]
     if bad:
         made = table("tape", "#turn", "where", "likely cause", fold=("where", "likely cause"))

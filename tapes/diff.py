@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
 from .attempts import attempts_of, counts
 from .console import Exit
+from .progress import Progress, silent
 from .records import Reward
 from .steps import Step, Unknown
 from .tape import Tape
@@ -124,7 +125,8 @@ class RunDiff(_Value):
     """Mean over those tasks of the mean reward of their scored attempts; None where there are none."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
-    """Every task that isn't the same, the largest differences first."""
+    """Every task that isn't the same: the lost ones, those that changed, the won ones, then what only one run has; in
+    each the largest differences first."""
 
     @computed_field
     @property
@@ -139,21 +141,8 @@ class RunDiff(_Value):
 def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
     """Where two tapes part. Open ones are compared as far as they have come."""
     a, b = first.entries, second.entries
-    earned = _earned(first), _earned(second)
-    both = min(len(a), len(b))
-    parting: Parting | None = None
-    shared = both
-    for k in range(both):
-        if found := _step_difference(first, second, k, earned):
-            parting, shared = Parting(turn=a[k].turn, step=k, by=a[k].by, **found), k
-            break
-    if parting is None and len(a) != len(b):
-        entry, step = (a if len(a) > both else b)[both], (first if len(a) > both else second)[both]
-        told = f"{kind_of(step)}: {step}"
-        parting = Parting(turn=entry.turn, step=both, by=entry.by, field="step",
-                          first=told if len(a) > both else None, second=told if len(b) > both else None)  # fmt: skip
-    elif parting is None and (found := _first(_end(first, earned[0]), _end(second, earned[1]))):
-        parting = Parting(turn=None, step=None, by=None, **found)
+    parting = parting_of(first, second)
+    shared = min(len(a), len(b)) if parting is None or parting.step is None else parting.step
     return TapeDiff(
         first=summarise(first), second=summarise(second),
         same_task=first.begin.task_hash == second.begin.task_hash, shared=shared,
@@ -161,6 +150,23 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
         settings=tuple(_settings(first, second)),
         steps=tuple(zip_longest(step_lines(first)[shared:], step_lines(second)[shared:])),
     )  # fmt: skip
+
+
+def parting_of(first: Tape, second: Tape) -> Parting | None:
+    """The first place where two tapes differ; None where nothing that happened does."""
+    a, b = first.entries, second.entries
+    earned = _earned(first), _earned(second)
+    both = min(len(a), len(b))
+    for k in range(both):
+        if found := _step_difference(first, second, k, earned):
+            return Parting(turn=a[k].turn, step=k, by=a[k].by, **found)
+    if len(a) != len(b):
+        entry, step = (a if len(a) > both else b)[both], (first if len(a) > both else second)[both]
+        told = f"{kind_of(step)}: {step}"
+        return Parting(turn=entry.turn, step=both, by=entry.by, field="step",
+                       first=told if len(a) > both else None, second=told if len(b) > both else None)  # fmt: skip
+    found = _first(_end(first, earned[0]), _end(second, earned[1]))
+    return None if found is None else Parting(turn=None, step=None, by=None, **found)
 
 
 def _first(then: Any, now: Any) -> dict[str, Any] | None:
@@ -231,17 +237,20 @@ def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
 # Two runs
 
 
-def diff_runs(first: Store, second: Store, split: str | None = None, *, against_split: str | None = None) -> RunDiff:
+def diff_runs(first: Store, second: Store, split: str | None = None, *, against_split: str | None = None,
+              progress: Progress = silent) -> RunDiff:  # fmt: skip
     """Compare by task what the closed tapes of two runs came to, `against_split` (default: `split`) of the second."""
     splits = split, against_split or split
     a, b = attempts_of(first, splits[0]), attempts_of(second, splits[1])
     found: list[TaskDiff] = []
     scored: list[tuple[float, float]] = []
-    for task in dict.fromkeys([*a, *b]):
+    tasks = list(dict.fromkeys([*a, *b]))
+    for k, task in enumerate(tasks):
         made = _task(task, a.get(task, []), b.get(task, []), first, second)
         found.append(made)
         if made.first is not None and made.second is not None:
             scored.append((made.first, made.second))
+        progress("diff", k + 1, len(tasks), "tasks")
     changes: dict[Change, int] = {"won": 0, "lost": 0, "changed": 0, "same": 0, "only_first": 0, "only_second": 0}
     for task in found:
         changes[task.change] += 1
@@ -253,11 +262,12 @@ def diff_runs(first: Store, second: Store, split: str | None = None, *, against_
     )  # fmt: skip
 
 
+SHOWN_FIRST: tuple[Change, ...] = ("lost", "changed", "won", "only_first", "only_second")
+"""The order in which people need to see what differs: a loss must not hide behind many wins."""
+
+
 def _size(task: TaskDiff) -> tuple[int, float]:
-    """Sorts won and lost by how much, then what changed, then what only one run has."""
-    if task.change in ("won", "lost"):
-        return 0, -abs((task.first or 0.0) - (task.second or 0.0))
-    return (1 if task.change == "changed" else 2), 0.0
+    return SHOWN_FIRST.index(task.change), -abs((task.first or 0.0) - (task.second or 0.0))
 
 
 def _task(task: str, a: Sequence[Summary], b: Sequence[Summary], first: Store, second: Store) -> TaskDiff:
@@ -304,4 +314,6 @@ def _worst(attempts: Sequence[Summary]) -> Summary:
 
 
 def _parting(first: Store, one: Summary, second: Store, two: Summary) -> Parting | None:
-    return diff_tapes(first.tape(one.id, refresh=False), second.tape(two.id, refresh=False)).parting
+    if first is second and one.id == two.id:
+        return None
+    return parting_of(first.tape(one.id, refresh=False), second.tape(two.id, refresh=False))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import UsageError, answer, number, safe, table
+from .progress import live_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +29,7 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 """
 
 SHOWN = 20
-"""Steps or tasks that are shown to people; `--json` has them all."""
+"""Steps, or tasks of each kind of change, that are shown to people; `--json` has them all."""
 CLIP = 300
 """Characters of one text that are shown to people."""
 
@@ -72,7 +73,8 @@ def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
     runs = [Path(word).is_dir() for word in words]
     if len(args.what) == 2 and all(runs):
         first, second = (_store(word, stores, stack) for word in words)
-        return diff_runs(first, second, args.split, against_split=args.against_split)
+        with live_progress() as progress:
+            return diff_runs(first, second, args.split, against_split=args.against_split, progress=progress)
     if len(args.what) == 2 and any(runs):
         raise UsageError(f"{words[0]} and {words[1]} are a run and a tape: name two runs, or two tapes as RUN:TAPE")
     if args.split is not None or args.against_split is not None:
@@ -127,15 +129,19 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
 
 
 def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
+    from .diff import SHOWN_FIRST
+
     splits = ["" if split is None else f", split {split}" for split in found.splits]
     yield f"{found.first}{splits[0]}, and {found.second}{splits[1]}"
-    if found.tasks:
-        yield ("task", "change", "first", "second", "tapes", "part at"), [
-            (task.name or task.task[:12], task.change.replace("_", " "), number(task.first), number(task.second),
-             " ".join(task.tapes or ()), _place(task.parting)) for task in found.tasks[:SHOWN]
-        ]  # fmt: skip
-    if len(found.tasks) > SHOWN:
-        yield f"and {len(found.tasks) - SHOWN:,} more tasks that differ: --json has them all"
+    for change in SHOWN_FIRST:
+        tasks = [task for task in found.tasks if task.change == change]
+        if tasks:
+            yield ("task", "change", "first", "second", "tapes", "part at"), [
+                (task.name or task.task[:12], change.replace("_", " "), number(task.first), number(task.second),
+                 " ".join(task.tapes or ()), _place(task.parting)) for task in tasks[:SHOWN]
+            ]  # fmt: skip
+        if len(tasks) > SHOWN:
+            yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has them all"
     told = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
     yield f"{sum(found.counts.values()):,} tasks, as the second run has them: {told}"
     if found.mean_first is not None and found.mean_second is not None:

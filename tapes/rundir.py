@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from .config import ConfigError, dump_config, load_config
+from .console import UsageError
 from .errors import RunExists
 from .store import Store
 
@@ -73,6 +74,8 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
     ConfigError where it was begun with another configuration. Leaving seals the store.
     """
     path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; a run is a folder, so choose another --out")
     found = (path / CONFIG).exists()
     if found and not resume:
         raise RunExists(f"{path} holds a run already; go on with it by --resume, or choose another --out")

@@ -57,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.last < 0:
+        raise UsageError(f"--last is {args.last}; it must be 0 or more")
     path = Path(args.run)
     if path.is_file():
         if args.tape is not None:

@@ -83,6 +83,18 @@ class Divergence(BaseModel):
         return diff_lines(self.recorded, self.observed)
 
 
+class Failure(BaseModel):
+    """Code that was to give something to compare, and raised, took too long or gave what can't be used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    source: str
+    """Of a reward: the name of its source."""
+    error: str
+    """What happened, with the exception's name and message."""
+    where: str | None = None
+    """`file:line in function` of the code that is to blame; None where no line is known."""
+
+
 class Verdict(BaseModel):
     """What one check of one tape came to."""
 
@@ -99,6 +111,8 @@ class Verdict(BaseModel):
     """How many of what were compared and found equal: calls, steps, observations, rewards, tokens."""
     not_checked: tuple[str, ...] = ()
     """What the verdict doesn't speak of."""
+    failures: tuple[Failure, ...] = ()
+    """What ran for this check and failed, where that may happen to a part of it."""
     measured: dict[str, float] = {}
     """Numbers that come with the verdict, such as the largest difference of log-probs."""
     proposed: dict[str, str | None] = {}
@@ -119,6 +133,8 @@ class Verdicts(BaseModel):
     verb: str
     run: str
     verdicts: tuple[Verdict, ...]
+    torn: tuple[str, ...] = ()
+    """A sentence for each segment whose tail can't be read."""
     turn: int | None = None
     """The only turn that was looked at; None for all."""
     seconds: float = 0.0

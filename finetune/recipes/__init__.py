@@ -26,7 +26,7 @@ from . import (
     sapo,
     sft,
 )
-from .recipe import BadRecipe, Recipe, read
+from .recipe import BadRecipe, NoSuchRecipe, Recipe, read
 
 RECIPES: dict[str, Recipe] = {
     module.recipe.name: module.recipe
@@ -42,8 +42,8 @@ def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its words."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=2) or sorted(RECIPES)
-        raise BadRecipe(f"there is no recipe {name!r}: take one of {', '.join(near)}")
+        raise NoSuchRecipe(f"there is no recipe {name!r}: take one of {', '.join(near)}")
     return RECIPES[name].but(changes) if changes else RECIPES[name]
 
 
-__all__ = ["RECIPES", "BadRecipe", "Recipe", "get_recipe", "read"]
+__all__ = ["RECIPES", "BadRecipe", "NoSuchRecipe", "Recipe", "get_recipe", "read"]

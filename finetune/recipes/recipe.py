@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
+from ...tapes.console import UsageError
 from ...tapes.errors import TapereelError
 from ..words import (
     KL,
@@ -35,6 +36,10 @@ from ..words.surrogate import MinorNLL
 
 class BadRecipe(TapereelError, ValueError):
     """An unknown recipe, an unknown key, or words that contradict each other."""
+
+
+class NoSuchRecipe(BadRecipe, UsageError):
+    """A name that no recipe has; says which there are."""
 
 
 class Recipe(Word):

@@ -82,7 +82,7 @@ def two_agents() -> Scene:
     engines = {named("two_agents.py", "GUIDE"): ScriptedEngine(lambda request: request.messages[-1]["content"].upper()),
                named("two_agents.py", "SEEKER"): ScriptedEngine(lambda request: "abcd"[request.seed % 4])}
     pair = named("two_agents.py", "Pair")()
-    return pair, env, asyncio.run(played(pair, env, "abcd" * 3, TeamEngine(engines)))
+    return pair, env, asyncio.run(played(pair, env, named("two_agents.py", "tasks")() * 3, TeamEngine(engines)))
 
 
 SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo, "mcp_agent.py": mcp_agent,

@@ -18,6 +18,7 @@ from tapereel.agents.branch import PrefixUnverified, branch
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.tapes import Status, Tape, Task, Text
+from tapereel.tapes.console import number
 from tapereel.tapes.diff import diff_tapes
 from tapereel.tapes.errors import NoSuchTape
 from tapereel.tapes.forks import Fork, tree
@@ -373,3 +374,24 @@ def _version(tape: Tape) -> int:
     return int(span[0].rpartition(":")[2])
 
 
+
+
+def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+):
+    """An unchanged continuation earns what the recorded one did from that turn on, and counts its own turns alone."""
+    run, first = str(recorded), ids(recorded)[0]
+    found = answer_of(capsys, "branch", run, first, "--at", "1")
+    with Store.open(recorded) as store:
+        parent, child = store.tape(first), store.tape(found["tapes"][0]["id"])
+        own = {fork.tape: fork.turns for fork in tree(store, first)[0].children}
+    assert parent.reward != found["recorded_reward"] == found["mean_reward"] == child.reward
+    assert found["tapes"][0]["own_turns"] == child.turns - 1 == own[child.id]
+    below = answer_of(capsys, "branch", run, child.id, "--at", "1")
+    assert below["recorded_reward"] == child.reward, "all of a fork's own turns"
+    assert main(["branch", run, first, "--at", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"from that turn on they earn {number(child.reward)} in the mean over 1 scored" in out
+    assert f"and the recorded one {number(child.reward)}" in out
+    assert main(["branch", run, "--tree"]) == 0
+    assert f"{child.turns - 1} own turns" in capsys.readouterr().out

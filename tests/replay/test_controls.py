@@ -65,7 +65,7 @@ class Changed(Agent):
     ("sampling", "sampling.max_tokens", Likely.CODE),
     ("order", "reasoning.text", Likely.ORDER),
     ("one thought less", "kind", None),
-    ("one thought more", "kind", None),
+    ("one thought more", "kind", Likely.CODE),
     ("asks once more", "call", Likely.EXHAUSTED),
     ("asks once less", "answer.text", Likely.CODE),
     ("raises", "end.status", None),

@@ -184,3 +184,46 @@ def test_hostile_text_stays_text_in_markdown_and_in_the_terminal(tmp_path: Path,
     assert "\\*\\*x\\*\\*" in out
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in lines} == {4}
+
+
+def test_losses_are_shown_before_any_number_of_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """25 tasks won and 3 lost, of which the wins are larger: the lost ones come first, each kind with its own limit."""
+
+    async def play(store: Store, second: bool) -> None:
+        for k in range(28):
+            lost = k >= 25
+            said = "aaaaa" if lost != second else "aa" if lost else "a"
+            task = Task(public=f"task {k}", private=2, bare=True)
+            await rollout(Speaker(), Counting, task, engine=ScriptedEngine([said, said]), journal=store.writer)
+
+    runs = [str(tmp_path / name) for name in ("one", "two")]
+    for run, second in zip(runs, (False, True), strict=True):
+        with Store.create(run, durability="os") as store:
+            asyncio.run(play(store, second))
+    found = answer_of(capsys, "diff", *runs, code=1)
+    assert (found["counts"]["won"], found["counts"]["lost"]) == (25, 3)
+    assert [task["change"] for task in found["tasks"]] == ["lost"] * 3 + ["won"] * 25
+    assert main(["diff", *runs, "--markdown"]) == 1
+    out, err = capsys.readouterr()
+    shown = [line.split("|")[2].strip() for line in out.splitlines() if line.startswith("| ")]
+    assert [word for word in shown if word in ("won", "lost")] == ["lost"] * 3 + ["won"] * 20
+    assert "and 5 more won" in out
+    assert "diff: 28/28" in err
+
+
+def test_an_id_is_found_by_looking_at_the_ids_that_start_so_alone(tmp_path: Path):
+    """Whatever a run holds: SQLite is stopped by the index where the prefix ends."""
+    with Store.create(tmp_path / "run", durability="os") as store:
+        for _ in range(3):
+            tape = asyncio.run(rollout(Speaker(), Counting, 1, engine=ScriptedEngine(["a"]), journal=store.writer))
+        store.refresh()
+        steps: list[int] = []
+        store.index._db.set_progress_handler(lambda: steps.append(1), 1)
+        assert store.index.ids(tape.id) == [tape.id]
+        few = len(steps)
+        more = ", ".join(f"('zz{k}', 0, '')" for k in range(3000))
+        store.index._db.execute(f"insert into tapes (id, begun, task_hash) values {more}")
+        steps.clear()
+        assert store.index.ids(tape.id) == [tape.id]
+        assert len(steps) < few + 50
+        store.index._db.set_progress_handler(None, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
 import logging
 import os
 import random
@@ -10,10 +12,13 @@ import secrets
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from datetime import date, datetime
+from pathlib import Path
 from random import choice
 from time import time as now_by_name
 from typing import Any
@@ -23,6 +28,7 @@ import pytest
 from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
 from tapereel.agents.guard import Guard, Nondeterministic
 from tapereel.agents.replaying import replay
+from tapereel.agents.watched import homes_of
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, Tape
 from tapereel.tapes.verdict import Likely
 
@@ -50,18 +56,36 @@ class Uses(Agent):
         yield Answer(text=reply.text)
 
 
+UNSEEDED = random.Random()
+SEEDED = random.Random(5)
+
+
 USES: dict[str, Callable[[], object]] = {
     "time.time": lambda: time.time(),
     "time.monotonic": lambda: time.monotonic(),
     "time.perf_counter": lambda: time.perf_counter(),
     "time.time ": lambda: now_by_name(),
     "datetime.now": lambda: datetime.now(),
+    "time.localtime": lambda: time.localtime(),
+    "time.gmtime": lambda: time.gmtime(),
+    "time.ctime": lambda: time.ctime(),
+    "time.asctime": lambda: time.asctime(),
+    "time.strftime": lambda: time.strftime("%Y"),
+    "loop.time": lambda: asyncio.get_running_loop().time(),
     "date.today": lambda: date.today(),
     "random.random": lambda: random.random(),
     "random.randint": lambda: random.randint(1, 6),
     "random.choice": lambda: choice("abc"),
     "random.Random()": lambda: random.Random(),
     "random.shuffle": lambda: random.SystemRandom().shuffle([1, 2]),
+    "random.random ": lambda: UNSEEDED.random(),
+    "random.uniform": lambda: UNSEEDED.uniform(0, 1),
+    "open('/dev/urandom')": lambda: open("/dev/urandom", "rb").close(),
+    "tempfile.mkdtemp": lambda: os.rmdir(tempfile.mkdtemp()),
+    "tempfile.TemporaryDirectory": lambda: tempfile.TemporaryDirectory().cleanup(),
+    "tempfile.NamedTemporaryFile": lambda: tempfile.NamedTemporaryFile().close(),
+    "os.getrandom": lambda: os.getrandom(4),
+    "secrets.randbelow": lambda: secrets.randbelow(4),
     "os.urandom": lambda: os.urandom(4),
     "secrets.token_hex": lambda: secrets.token_hex(4),
     "uuid.uuid4": lambda: uuid.uuid4(),
@@ -105,10 +129,69 @@ def test_a_guarded_rollout_ends_with_the_agents_error():
     lambda: datetime(2020, 1, 1),
     lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "name"),
     lambda: time.strftime("%Y", time.gmtime(0)),
-], ids=["seeded", "logging", "datetime", "uuid5", "gmtime"])  # fmt: skip
+    lambda: (time.ctime(0), time.localtime(0), time.asctime(time.gmtime(0))),
+    lambda: (SEEDED.random(), SEEDED.uniform(0, 1)),
+    lambda: open(__file__).close(),
+], ids=["seeded", "logging", "datetime", "uuid5", "gmtime", "given", "seeded before", "file"])  # fmt: skip
 def test_what_is_the_same_every_time_is_allowed(harmless: Callable[[], object]):
     tape = play(Uses(harmless))
     assert asyncio.run(replay(tape, Uses(harmless))).outcome == "verified"
+
+
+INSTALLED = """
+import time
+
+from installed_library import helps
+from tapereel.agents import Agent
+from tapereel.tapes import Answer
+
+
+class Looks(Agent):
+    name = "uses"
+
+    async def act(self, tape, llm):
+        reply = await llm(tape)
+        if tape.turns == 1:
+            {use}
+        yield Answer(text=reply.text)
+"""
+
+
+@pytest.mark.unguarded
+@pytest.mark.parametrize("package", [True, False])
+def test_an_agent_is_watched_where_it_is_installed_and_a_library_beside_it_is_not(
+    package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "installed_library.py").write_text("import time\n\n\ndef helps():\n    return time.time()\n")
+    outcomes = []
+    for name, use in (("installed_agent_1", "time.time()"), ("installed_agent_2", "helps()")):
+        path = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(INSTALLED.format(use=use))
+        sys.modules.pop(name, None)
+        agent = importlib.import_module(name).Looks()
+        outcomes.append(play(agent, guard=True))
+        sys.modules.pop(name)
+    sys.modules.pop("installed_library")
+    looked, helped = outcomes
+    assert looked.cause is not None
+    assert (looked.cause.error, looked.turns) == ("Nondeterministic", 1)
+    assert f"{path.parent.parent if package else path.parent}" in (looked.cause.message or "")
+    assert helped.status is Status.FINISHED, helped.cause
+
+
+def test_functions_and_sub_agents_that_an_agent_was_given_are_its_own_code():
+    import attr  # stands for any installed package that gives a function
+    import yaml
+
+    agent = Uses(attr.evolve)
+    assert any("/attr/" in home for home in homes_of(agent))
+    outer = Uses(print)
+    outer.inner = Uses(yaml.safe_load)  # type: ignore[attr-defined]
+    assert any("/yaml/" in home for home in homes_of(outer))
+    assert not any("/json/" in home or "/tapereel/" in home for home in homes_of(Uses(json.dumps)))
 
 
 def test_environments_and_engines_may_do_as_they_like():

@@ -272,6 +272,26 @@ def test_the_trainers_numbers_tell_where_it_differs_from_the_sampler():
     assert audited(scored("b", 0.0), uses, only={"b"}).anomalies == (), "the update took none of the tapes asked for"
 
 
+@pytest.mark.parametrize(("versions", "told"), [
+    (("m:5",), True),  # sampled by the weights that are trained: nothing explains a difference
+    (("m:4",), False),
+    (("m:5", "m:4"), False),
+    (("other:4",), True),
+    (("m:1",), False),
+])  # fmt: skip
+def test_what_the_age_of_the_tokens_explains_is_no_mismatch(versions: tuple[str, ...], told: bool):
+    spans = tuple((version, k, k + 1) for k, version in enumerate(versions))
+    tape = episode("a", call("a", 1, len(spans), spans=spans))
+
+    def use(apart: float) -> list[Record]:
+        return [Use(lineage="m", update=5, items=(("a", "a.1", 0, 1, 1.0),), info={"mismatch": apart})]
+
+    assert ("log-prob mismatch" in odd(audited(tape, use(0.99)))) is told
+    assert ("log-prob mismatch" in odd(audited(use(0.99), tape))) is told, "whichever comes first"
+    far = max(5 - int(v.split(":")[1]) if v.startswith("m") else 0 for v in versions)
+    assert "log-prob mismatch" in odd(audited(tape, use(2.0 * far + 0.11))), "older tokens have a bound too"
+
+
 # Against a slow recomputation from the tapes
 
 

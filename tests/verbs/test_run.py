@@ -120,13 +120,13 @@ def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, ca
 def test_a_used_directory_is_refused_and_so_is_another_configuration(tmp_path: Path, capsys):
     words = ("run", *SCENE, *SCRIPT, *TEN, "--out", str(tmp_path / "r"))
     answer_of(capsys, *words)
-    assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words, code=1)
+    assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words)
     other = refusal_of(capsys, *words, "--resume", *settings("seed=4", "limits.turns=3"))
     assert "begun with another configuration" in other
     assert "seed, limits.turns differ" in other
     assert answer_of(capsys, *words, "--resume", "--set", "concurrency=1")["recorded"] == 0
     (tmp_path / "r" / "config.yaml").unlink()
-    assert "holds tapes that another program recorded" in refusal_of(capsys, *words, code=1)
+    assert "holds tapes that another program recorded" in refusal_of(capsys, *words)
 
 
 @pytest.mark.parametrize(("words", "says"), [
