@@ -23,8 +23,8 @@ DEFAULTS: dict[str, Any] = {"generation_config": "vllm", "logprobs_mode": "proce
                             "disable_log_stats": True}  # fmt: skip
 """What makes its answers training data, as `LocalServer` asks of a server."""
 WHOLE_PROMPTS = {"enable_chunked_prefill": False}
-"""What vLLM's CPU build needs: it dies of a prompt with a seed that it reads in parts, since it can't wind the generator
-back."""
+"""What vLLM's CPU build needs: it dies of a prompt with a seed that it reads in parts, since it can't wind the
+generator back."""
 TRANSFER = {"worker_extension_cls": "tapereel.agents.vllm_worker.Extension",
             "weight_transfer_config": {"backend": "tapereel"}}  # fmt: skip
 """What brings the weight-transfer backend of `vllm_worker`."""

@@ -132,7 +132,8 @@ class LoopConfig(Config):
     def _trainable(cls, sampling: Sampling) -> Sampling:
         if not sampling.exact:
             raise ValueError("what is sampled so can't be trained on: its log-probs are not those of the distribution "
-                             "drawn from. Sample with a temperature above 0, and no top_p, top_k or extra beside `stop`")
+                             "drawn from. Sample with a temperature above 0, no top_p, no top_k and no extra beside "
+                             "`stop`")  # fmt: skip
         return sampling
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ class Stub(EngineClient):
         if scene == "dies":
             os._exit(7)
         begun = len(self.versions)
-        while scene == "mixed" and len(self.versions) == begun:  # new weights come in the midst of it
+        while scene == "mixed" and len(self.versions) == begun:  # noqa: ASYNC110  # weights come in the midst
             await asyncio.sleep(0.01)
         ids = IDS[:min(len(IDS), params.max_tokens)]
         broken = scene in ("breaks", "says_error")
