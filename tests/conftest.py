@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before torch or a tokenizer is imported by any test: they read these once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 
 from tapereel.agents.guard import Guard
+
+# A machine may be slow, or busy with something else.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 UNGUARDED = ("unguarded", "contract", "browser", "kill", "learning")
 

@@ -228,7 +228,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
             "family": draw(st.sampled_from(list(FAMILIES)))}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(programs())
 def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: dict[str, Any]) -> None:
     models = {f"v{k}": decoder(program["family"], k) for k in range(len(program["swaps"]) + 1)}

@@ -89,7 +89,7 @@ def kept_by(p: np.ndarray, top_p: float, top_k: int) -> set[int]:
     return kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=9), st.floats(0.05, 1.0), st.integers(0, 10),
        st.sampled_from([0.6, 1.0, 1.4]))
 def test_filters_narrow_the_draw_and_leave_the_log_prob_alone(

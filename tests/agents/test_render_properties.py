@@ -23,7 +23,7 @@ from tapereel.tapes.records import Begin, Call, End, Identity, Message, Status, 
 
 from .families import FAMILIES, tokenizer
 
-QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 WORDS = ["a", "the pear", " 12", "\n", "\n\n", "  ", "é", "東京", "🙂", "🚀", "\ufdd0", "\ufffd", "</think>", "<think>",
          "<|end|>", "<|im_end|>", "<|im_start|>system\n", "<|eot_id|>", "<｜User｜>", "[/INST]", "</s>", "<|user|>",
          "<end_of_turn>", "<tool_response>", "<table>", "{{ bos_token }}", "Ax", "Qx"]

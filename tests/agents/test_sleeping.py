@@ -78,7 +78,7 @@ def test_sleep_and_wake_are_idempotent_and_waking_clears_caches_first() -> None:
 
 
 @pytest.mark.ledger("F14")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(["sleep", "weights", "wake"]), max_size=12), st.booleans())
 def test_whatever_is_asked_at_once_or_in_turn_nothing_is_restored_that_was_not_released(
     calls: list[str], at_once: bool

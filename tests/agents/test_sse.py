@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents.engine import Request
@@ -40,7 +40,6 @@ def stream_of(chunks: list[Any], end: str = "\n\n") -> bytes:
     return "".join(f": ping{end[:len(end) // 2]}data: {event}{end}" for event in events).encode()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["\n\n", "\r\n\r\n", "\r\r"]), st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_events_are_the_same_in_whatever_pieces_they_come(end: str, sizes: list[int]) -> None:
     data, at, k = stream_of([*CHUNKS, {"text": "ü\u2028𝄞"}], end), 0, 0

@@ -110,7 +110,7 @@ TURN = st.tuples(TEXT, st.integers(0, 2), TEXT)
 
 @pytest.mark.ledger("T31")
 @pytest.mark.parametrize("name", ["qwen25", "qwen3", "llama3", "harmony", "deepseek"])
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(turns=st.lists(TURN, min_size=1, max_size=4))
 def test_any_conversation_with_tools_is_one_row_whose_ids_are_what_was_sampled(name: str, turns: Any) -> None:
     """Whatever users, tools and answers say: nothing sampled is encoded again, and no text becomes a control token."""

@@ -195,7 +195,7 @@ def test_the_expected_gradient_on_a_bandit_is_that_of_the_expected_reward(baseli
         assert got.tolist() == pytest.approx((factor * want).tolist(), rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from(WEIGHS), st.sampled_from(["keep", "drop"]))
 @pytest.mark.ledger("P13", "T18")
 def test_weights_add_up_to_one_where_they_are_means(seed, weigh, flat):

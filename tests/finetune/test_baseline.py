@@ -175,7 +175,7 @@ def test_what_nobody_scored_is_never_the_best_and_makes_no_group_uneven():
 rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5, 7.0]), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards, st.data())
 def test_the_oracle_agrees_on_random_groups(values, data):
     groups = data.draw(st.lists(st.sampled_from("abc"), min_size=len(values), max_size=len(values)))
@@ -186,7 +186,7 @@ def test_the_oracle_agrees_on_random_groups(values, data):
             assert advantages(word, values, groups) == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rewards, st.randoms(use_true_random=False))
 @pytest.mark.ledger("P2", "F06")
 def test_the_order_of_episodes_changes_nothing(values, random):

@@ -59,7 +59,7 @@ def test_log_probs_stand_where_their_tokens_stand(name):
         assert got["old_logprobs"] != pytest.approx(nan(case["wrong"]), nan_ok=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.booleans(), min_size=1, max_size=20))
 @pytest.mark.ledger("F05")
 def test_old_is_finite_exactly_on_the_targets_and_in_their_order(pattern):

@@ -75,7 +75,7 @@ def test_another_environment_token_changes_nothing(word):
     assert torch.equal(spread(case, between=1)[0], spread(case, between=5)[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=9), min_size=1, max_size=5),
        st.floats(0, 1), st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
 def test_the_recurrence_agrees_with_the_loop_for_any_batch(rewards, gamma, lam, cut, random):

@@ -34,7 +34,7 @@ def short(monkeypatch):
     monkeypatch.setattr(micro, "SHARE_TOKENS", 6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=5),
        st.integers(1, 80), st.booleans(), st.booleans(), st.integers(0, 10_000))
 @pytest.mark.ledger("P4", "P8")

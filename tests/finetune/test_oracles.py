@@ -19,7 +19,7 @@ from ..oracles.world import World
 from .build import doubles
 from .worlds import WORDS, recipes, streamed, worlds
 
-MANY = settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate, Phase.shrink],
+MANY = settings(max_examples=15, derandomize=True, phases=[Phase.explicit, Phase.generate, Phase.shrink],
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 

@@ -28,7 +28,7 @@ from .build import doubles, episode, exact, gradient, row, same, tiny_model
 from .threads import together
 from .worlds import recipes, worlds
 
-FEW = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+FEW = settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate],
                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
 MANY = settings(FEW, max_examples=30)
 MODEL, REFERENCE = tiny_model(), tiny_model(seed=1)

@@ -166,7 +166,7 @@ def test_running_moments_equal_one_pass_over_everything_and_one_value_scales_not
         assert x.tolist() == want
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=5))
 @pytest.mark.ledger("F28")
 def test_moments_joined_in_parts_are_those_of_the_whole(batches):

@@ -101,7 +101,7 @@ def test_uniform_logits_over_v_tokens_give_minus_log_v_and_entropy_log_v():
     assert got.entropy.tolist() == pytest.approx([case["entropy"]] * 4, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 40), *[st.booleans()] * 3, st.sampled_from([0, 1, None]),
        st.integers(0, 2**31 - 1))
 @pytest.mark.ledger("F19", "P4")

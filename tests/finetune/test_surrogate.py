@@ -331,7 +331,7 @@ floats = st.floats(-4, -0.01)
 tokens_ = st.tuples(floats, floats, floats, st.floats(-2, 2), st.sampled_from("abc"), st.integers(0, 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(tokens_, min_size=1, max_size=10), st.sampled_from(["ppo", "reinforce", "nll"]), st.floats(0, 0.5))
 def test_the_oracle_agrees_on_random_batches(tokens, surrogate, beta):
     """Losses and gradients (by central differences of the oracle) of whole batches, for every way of weighing."""

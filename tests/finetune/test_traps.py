@@ -128,7 +128,7 @@ def test_a_coefficient_without_a_controller_stays():
 
 
 @pytest.mark.ledger("T50", "F79")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 17), st.data())
 def test_cutting_a_batch_drops_no_episode_and_takes_none_twice(n, data):
     pieces = data.draw(st.integers(1, n))

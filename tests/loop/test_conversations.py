@@ -32,7 +32,7 @@ from tapereel.tapes.arrays import floats, ints
 from ..agents.embedded_lab import until
 from ..agents.families import tokenizer
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 TURNS = 3
 TOOL = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {"properties": {}}}}
 

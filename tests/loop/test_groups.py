@@ -156,7 +156,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.ledger("F10", "F39", "T10")
-@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=20, derandomize=True, phases=[Phase.generate])
 @given(data=st.data(), lag=st.integers(0, 2), groups=st.integers(1, 3), size=st.integers(1, 3),
        extra=st.none() | st.integers(0, 4), drop=st.booleans(), seed=st.integers(0, 10**6),
        concurrent=st.integers(1, 12), ends=st.sampled_from([["scored"], ["scored", "scored", "breaks"],

@@ -99,7 +99,7 @@ class Pacing(RuleBasedStateMachine):
 
 
 TestPacing = Pacing.TestCase
-TestPacing.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+TestPacing.settings = settings(max_examples=80, stateful_step_count=50, derandomize=True)
 
 
 def test_a_pacer_of_nothing_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_the_machine_finds_what_is_wrong_with_a_pacer(mutant: type[Pacer]) -> No
             super().begin(batch, concurrent, lag, extra)
             self.pacer = mutant(batch, concurrent, lag, extra)
 
-    quick = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    quick = settings(max_examples=60, stateful_step_count=40, derandomize=True, database=None,
                      phases=[Phase.generate], print_blob=False)  # fmt: skip
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Mutated, settings=quick)

@@ -31,7 +31,7 @@ CUTS = st.lists(CUT, max_size=4)
 
 
 @given(CUTS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_wherever_a_connection_breaks_the_tape_is_the_same(cuts: list[tuple[Direction, int, int]]):
     async def both() -> None:
         local = told(await play(GuessNumber, *WORDS, seed=5))

@@ -328,7 +328,7 @@ def woven(tapes: Sequence[Sequence[Record]]) -> list[Record]:
     return [tape[k] for k in range(longest) for tape in tapes if k < len(tape)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(runs())
 def test_the_audit_is_what_a_slow_reading_of_the_tapes_gives(made: list[list[Record]]):
     audit = audited(woven(made))

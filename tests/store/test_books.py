@@ -145,7 +145,7 @@ status_and_cause = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_the_books_close_whatever_a_lawful_run_does(data: st.DataObject) -> None:
     """Any episodes in any order; updates that take tokens of what may be trained on, each at most once."""
