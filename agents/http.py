@@ -166,6 +166,9 @@ class Server:
         except TimeoutError as error:
             raise ServerFailed(f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
                                "is the engine's timeout", retry=False) from error  # fmt: skip
+        except aiohttp.ClientConnectorError as error:
+            raise ServerFailed(f"{where}: nobody answers ({error}); is the server up, at that address? `tapereel "
+                               "serve` starts one", retry=True) from error  # fmt: skip
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -275,6 +276,32 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
+class _First(logging.Filter):
+    """Lets the first line through that was no message, and none after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Failed to parse"):
+            return True
+        found, self.found = self.found, True
+        record.exc_info = record.exc_text = None
+        return not found
+
+
+@contextmanager
+def _sparing() -> Iterator[None]:
+    """The SDK logs a traceback for every line of a server that is no message, of which there may be millions."""
+    logger, first = logging.getLogger("mcp.client.stdio"), _First()
+    logger.addFilter(first)
+    try:
+        yield
+    finally:
+        logger.removeFilter(first)
+
+
 @asynccontextmanager
 async def _over_stdio(command: str, args: Sequence[str], env: Mapping[str, str] | None,
                       cwd: str | os.PathLike[str] | None) -> AsyncIterator[Any]:  # fmt: skip
@@ -283,7 +310,7 @@ async def _over_stdio(command: str, args: Sequence[str], env: Mapping[str, str] 
 
     server = StdioServerParameters(command=command, args=list(args), env=dict(env) if env is not None else None,
                                    cwd=os.fspath(cwd) if cwd is not None else None)  # fmt: skip
-    with tempfile.TemporaryFile("w+", errors="replace") as told:
+    with tempfile.TemporaryFile("w+", errors="replace") as told, _sparing():
         try:
             async with stdio_client(server, errlog=told) as (read, write), sdk(read, write) as session:
                 try:

@@ -38,6 +38,8 @@ tapereel show runs/demo --taught runs/demo/checkpoints/update-000440
 tapereel show tape.json --json
 """
 
+LONGEST = 4000
+"""Characters of a step that are shown where nobody asks for all."""
 RUNNING = "running"
 """In place of a status, for a tape without an end."""
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
@@ -54,6 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taught", metavar="CKPT",
                         help="list only tapes that this checkpoint (its directory) was trained on")  # fmt: skip
     parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
+    parser.add_argument("--full", action="store_true",
+                        help=f"show every step of a tape whole, not only its first {LONGEST:,} characters")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +96,7 @@ def _teachers(store: Store, checkpoint: Path) -> Collection[str]:
 
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
-    shown: list[RenderableType] = [*_head(tape, summary), _step_table(steps)]
+    shown: list[RenderableType] = [*_head(tape, summary), _step_table(steps, None if args.full else LONGEST)]
     if args.calls:
         shown.append(_call_table(tape.id, calls))
     episode = episode_rewards(tape)
@@ -150,16 +154,22 @@ def _head(tape: Tape, s: TapeSummary) -> list[Text]:
     return lines
 
 
-def _step_table(steps: list[StepLine]) -> Table:
+def _step_table(steps: list[StepLine], longest: int | None) -> Table:
     made = table("#", "#turn", "by", "kind", "text", "#tokens", "#reward", fold=("by", "kind", "text", "reward"))
     for step in steps:
         style = _STYLE[step.role] + (" dim" if step.inherited else "")
         earned = _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}})
         made.add_row(
-            str(step.index), str(step.turn), _text(step.by), _text(step.kind), _text(step.text, style),
+            str(step.index), str(step.turn), _text(step.by), _text(step.kind), _text(_begin(step.text, longest), style),
             str(step.tokens or ""), _text(earned),
         )  # fmt: skip
     return made
+
+
+def _begin(text: str, longest: int | None) -> str:
+    """As much of it as is shown, and how to see the rest."""
+    left = 0 if longest is None else len(text) - longest
+    return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 
 
 def _call_table(tape: str, calls: list[CallLine]) -> Table:

@@ -122,6 +122,20 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
         asyncio.run(tools_of(McpServer.http(address, only=["fly"])))
 
 
+def test_a_server_that_prints_what_is_no_message_is_told_of_once(caplog: pytest.LogCaptureFixture):
+    code = ("import runpy, sys; print('noise\\n' * 500); sys.argv[1:] = ['stdio']; "
+            f"runpy.run_path({str(SERVER)!r}, run_name='__main__')")
+
+    async def check() -> None:
+        server = McpServer.stdio(sys.executable, "-c", code)
+        assert await server.open()
+        await server.close()
+
+    asyncio.run(check())
+    (record,) = [record for record in caplog.records if "parse" in record.getMessage()]
+    assert record.exc_info is None
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_server_that_dies_is_the_environments_fault_and_the_next_episode_has_another(shared: bool):
     server = over_stdio(shared=shared)

@@ -103,6 +103,19 @@ def test_what_a_model_wrote_does_nothing_to_the_terminal(tmp_path: Path, capsys:
     assert not any(c in shown for c in "\x1b\x07\u202e")
 
 
+def test_a_long_step_is_cut_off_unless_all_of_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tape = sampled_tape("x" * 1_000_000, logprobs=None, question="?")
+    (tmp_path / "t.json").write_text(tape.model_dump_json())
+    shown = {}
+    for more in ((), ("--full",), ("--json",)):
+        assert main(["show", str(tmp_path / "t.json"), *more]) == Exit.HOLDS
+        shown[more] = capsys.readouterr().out
+    assert shown[()].count("x") < 5000
+    assert "--full" in shown[()]
+    assert shown[("--full",)].count("x") >= 1_000_000
+    assert "x" * 1_000_000 in shown[("--json",)]
+
+
 def test_steps_of_classes_that_are_not_imported_read_as_plain_text(run):
     path, tapes = run
     done = subprocess.run([sys.executable, "-m", "tapereel.cli", "show", str(path), tapes[0].id, "--json"],
