@@ -251,12 +251,14 @@ def _own(file: str, homes: frozenset[str]) -> bool:
     here = Path(__file__).resolve().parents[1]
     if file.startswith(tuple(f"{here / name}/" for name in ("tapes", "envs", "agents", "finetune"))):
         return False
-    if file in homes or file.startswith(tuple(home for home in homes if home.endswith("/"))):
+    libraries = [f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    library = max((path for path in libraries if file.startswith(path)), key=len, default="")
+    # A project's folder may hold the environment with all that is installed.
+    if file in homes or file.startswith(tuple(h for h in homes if h.endswith("/") and h.startswith(library))):
         return True
     if file.startswith("<") and not file.startswith(("<stdin", "<ipython", "<string")):
         return False
-    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not file.startswith(tuple(f"{path}/" for path in libraries))
+    return not library
 
 
 @functools.cache

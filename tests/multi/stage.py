@@ -12,7 +12,7 @@ from tapereel.tapes.records import Use
 from tapereel.tapes.store import Store
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "two_agents.py")
-WORLD = str(Path(__file__).with_name("world.py"))
+WORLD = str(Path(__file__).with_name("pair_of_players.py"))
 GUIDE, SEEKER, JUDGE = "pair/guide", "pair/seeker", "pair/judge"
 
 

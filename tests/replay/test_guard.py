@@ -24,9 +24,10 @@ from time import time as now_by_name
 from typing import Any
 
 import pytest
+import yaml
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
-from tapereel.agents.guard import Guard, Nondeterministic
+from tapereel.agents.guard import Guard, Nondeterministic, _own
 from tapereel.agents.replaying import replay
 from tapereel.agents.watched import homes_of
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, Tape
@@ -180,6 +181,13 @@ def test_an_agent_is_watched_where_it_is_installed_and_a_library_beside_it_is_no
     assert (looked.cause.error, looked.turns) == ("Nondeterministic", 1)
     assert f"{path.parent.parent if package else path.parent}" in (looked.cause.message or "")
     assert helped.status is Status.FINISHED, helped.cause
+
+
+def test_what_is_installed_inside_a_project_s_folder_is_not_the_project_s_own_code():
+    file, folder = yaml.__file__, Path(yaml.__file__).parents[3]
+    assert not _own(file, frozenset({f"{folder}/"}))
+    assert _own(str(folder / "agent.py"), frozenset({f"{folder}/"}))
+    assert _own(file, frozenset({f"{Path(file).parent}/"}))
 
 
 def test_functions_and_sub_agents_that_an_agent_was_given_are_its_own_code():
