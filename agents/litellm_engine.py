@@ -13,6 +13,7 @@ of tapes; what a model thinks before it answers is not kept.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -32,6 +33,8 @@ TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
 SLOWEST = 30.0
 """Seconds of the longest wait between two tries that no provider asked for."""
+SETTLING = 5.0
+"""Seconds that litellm may take to end what it began."""
 OURS = frozenset({"model", "messages", "tools", "api_base", "base_url", "timeout", "stream", "n", "mock_response",
                   "max_retries", "num_retries", "drop_params", "client", "extra_headers", "headers"})  # fmt: skip
 """Arguments of litellm that the engine itself sets, or that would change what is recorded."""
@@ -149,6 +152,7 @@ class LiteLLMEngine:
         """Close litellm's connections, where no other engine uses them."""
         if not self._closed:
             self._closed = True
+            await _settled()
             await _Clients.close(self._litellm)
 
     # Inside
@@ -235,6 +239,18 @@ class LiteLLMEngine:
         self._under_way -= 1
         if not self._under_way:
             self.stats.busy_seconds += time.perf_counter() - self._since
+
+
+async def _settled() -> None:
+    """Let litellm end what it does behind an answer; the end of the event loop would leave coroutines that nobody awaits."""
+    with contextlib.suppress(ImportError):
+        from litellm.litellm_core_utils import logging_worker
+
+        await asyncio.sleep(0)  # what was begun tells the worker of it first
+        logging_worker.GLOBAL_LOGGING_WORKER.start()  # in this event loop
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLING):
+                await logging_worker.GLOBAL_LOGGING_WORKER.flush()
 
 
 class _Clients:

@@ -147,9 +147,17 @@ def test_a_key_that_nobody_set_is_not_waited_for(model: str, monkeypatch: pytest
     for name in list(os.environ):
         if name.endswith(("_API_KEY", "_AUTH_TOKEN")):
             monkeypatch.delenv(name)
-    with pytest.raises(HostedFailed, match=r"(?i)missing.*key|missing credentials") as found:
-        asyncio.run(LiteLLMEngine(model, retries=3).complete(ask("hi")))
-    assert len(found.value.attempts) == 1
+
+    async def asked() -> HostedFailed:
+        engine = LiteLLMEngine(model, retries=3)
+        try:
+            with pytest.raises(HostedFailed, match=r"(?i)missing.*key|missing credentials") as found:
+                await engine.complete(ask("hi"))
+            return found.value
+        finally:
+            await engine.close()
+
+    assert len(asyncio.run(asked()).attempts) == 1
 
 
 def test_retries_and_patience_end() -> None:
