@@ -242,7 +242,7 @@ class LiteLLMEngine:
 
 
 async def _settled() -> None:
-    """Let litellm end what it does behind an answer; the end of the event loop would leave coroutines that nobody awaits."""
+    """Let litellm end what it does behind an answer, or the event loop ends with coroutines that nobody awaited."""
     with contextlib.suppress(ImportError):
         from litellm.litellm_core_utils import logging_worker
 
