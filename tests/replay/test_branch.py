@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +341,15 @@ def test_the_verb_refuses_before_anything_is_written(
     assert "irreversible" in fork["unverified"]
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is, also where the tests run in the background of a shell, which has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_ends_it_with_whole_tapes(recorded: Path, capsys: pytest.CaptureFixture[str]):
     first, run = ids(recorded)[0], str(recorded)
     some = settings(f"engine.policy={VOICES}:interrupted")
