@@ -28,6 +28,7 @@ from datetime import date
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 from ..tapes.errors import TapereelError
 from .watched import homes_of, without_arguments, without_seed
@@ -77,7 +78,8 @@ class Guard:
         """In order; an agent that swallows the error can't hide them."""
         self.homes: frozenset[str] = frozenset()
         """Of the agents' code: folders, ending in `/`, and files. They are watched even among installed packages."""
-        self._known: set[int] = set()
+        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """Agents by id, which is another's once they are gone."""
         self._token: Token[Guard | None] | None = None
 
     @property
@@ -98,7 +100,7 @@ class Guard:
     def watch(self, agent: Any) -> None:
         """Take the agent's package for its own code, wherever that is installed."""
         if id(agent) not in self._known:
-            self._known.add(id(agent))
+            self._known[id(agent)] = agent
             self.homes |= homes_of(agent)
 
     def refuse(self, what: str, frame: FrameType, remedy: str) -> Nondeterministic:

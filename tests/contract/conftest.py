@@ -39,14 +39,16 @@ def vllm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
 
 @pytest.fixture
 def server(vllm: LocalServer) -> Iterator[str]:
-    """Its address. A test that kills it fails with what it printed, and the next has another at the same port."""
+    """Its address. A test that kills it fails with its errors, and the next has another at the same port."""
     yield vllm.url
     if asyncio.run(healthy(vllm.url)):
         return
-    told = vllm.printed(20_000)
+    # The cause is the engine's or its worker's; each request repeats what follows from it.
+    errors = [line[:300] for line in vllm.printed(4_000_000).splitlines()
+              if "ERROR" in line and "(APIServer" not in line]  # fmt: skip
     vllm.stop()
     asyncio.run(vllm.start())
-    pytest.fail(f"the server died:\n{told}")
+    pytest.fail("the server died:\n" + "\n".join(errors[-200:]))
 
 
 async def healthy(url: str) -> bool:
