@@ -2,8 +2,8 @@
 
 `VLLMTransfer` has the workers read files, by the backend of `vllm_worker`, which every server of `tapereel serve
 --transfer` has; in /dev/shm those files are shared memory. `NCCLTransfer` makes vLLM's own trainer broadcast them over
-NCCL; what it says to servers is built by pure functions and tested against vLLM's classes, but it needs GPUs and was
-not run. Pausing, resuming and caches are as in `VLLMReload`.
+NCCL; it was run with vLLM's own workers and gloo in the place of NCCL's library, which needs GPUs. Pausing, resuming
+and caches are as in `VLLMReload`.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
 
 
 class NCCLTransfer(VLLMTransfer):
-    """One server that receives by NCCL from the trainer's GPU, in a group of their own. Not run: it needs two GPUs and
-    vLLM here and there."""
+    """One server that receives by NCCL from the trainer's GPU, in a group of their own. It needs two GPUs, and vLLM
+    here and there."""
 
     def __init__(self, server: Channel, *, address: str, port: int, seconds: float = 120.0) -> None:
         """`address` and `port`: where this process waits for the workers."""

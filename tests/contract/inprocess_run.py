@@ -15,7 +15,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tapereel.agents.adapter_config import AdapterConfig
 from tapereel.agents.connect import connect_channels
 from tapereel.agents.engine import Completion, EngineError, Request
 from tapereel.agents.inprocess import InProcess
@@ -23,6 +22,7 @@ from tapereel.agents.pretrained import load_tokenizer
 from tapereel.agents.remote import RemoteEngine
 from tapereel.agents.render import Renderer
 from tapereel.agents.transfer import update_info, worker_info
+from tapereel.agents.weight_config import AdapterConfig
 from tapereel.tapes.records import Sampling
 
 OPTIONS = {"enforce_eager": True, "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 64}
@@ -33,15 +33,16 @@ TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
 class Lab:
     """One engine of the process, and all that was sampled."""
 
-    def __init__(self, channel: InProcess, model: Path, other: Path, adapter: Path) -> None:
+    def __init__(self, channel: InProcess | None, model: Path, other: Path, adapter: Path | None = None) -> None:
         self.channel, self.model = channel, model
         self.renderer = Renderer(load_tokenizer(model))
-        self.other, self.adapter = load_file(other), load_file(adapter)
+        self.other, self.adapter = load_file(other), load_file(adapter) if adapter is not None else {}
         self.base = load_file(model / "model.safetensors")
         self.base["lm_head.weight"] = self.base["model.embed_tokens.weight"]
         self.sampled: list[dict[str, Any]] = []
 
     async def engine(self, way: Any) -> RemoteEngine:
+        assert self.channel is not None
         return await connect_channels([self.channel], self.renderer, model_folder=self.model, weights=True, way=way,
                                       adapters=ADAPTERS)  # fmt: skip
 

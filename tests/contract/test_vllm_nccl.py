@@ -1,0 +1,60 @@
+"""Weights over vLLM's NCCL route to two workers, from end to end but for NCCL itself, which takes GPUs: gloo carries
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from tapereel.agents.serve import LocalServer
+from tapereel.agents.serve_command import NCCL
+from tapereel.tapes.verify import verify
+
+from ..agents.served import CLOSE
+from ..loop.versions import assert_versions_true
+from .lab import policy, run_in_vllm, vllm_is_there
+from .test_vllm_inprocess import off
+from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+STANDIN = Path(__file__).with_name("standin")
+
+
+def test_weights_arrive_over_the_nccl_route(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_is_there()
+    save_file({name: tensor.clone() for name, tensor in policy(1).state_dict().items()}, tmp_path / "other.safetensors")
+    path = os.pathsep.join(filter(None, (str(STANDIN), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", path)
+    local = LocalServer(folder, python=str(PYTHON), environment={**ENVIRONMENT, "PYTHONPATH": path},
+                        options=(*OPTIONS, "--tensor-parallel-size", "2", *NCCL, "--worker-extension-cls",
+                                 "gloo_for_nccl.Extension"),
+                        log=tmp_path / "vllm.log", patience=540.0)  # fmt: skip
+    run = tmp_path / "run"
+    try:
+        asyncio.run(local.start())
+        assert local._process is not None
+        printed = run_in_vllm(Path(__file__).with_name("nccl_run.py"), local.url, str(folder),
+                              str(tmp_path / "other.safetensors"), str(run), str(local._process.pid))  # fmt: skip
+    finally:
+        local.stop()
+    found = json.loads(printed.splitlines()[-1])
+    models: dict[str, Any] = {"other": policy(1), "base": policy(0)}
+    for answer in found["sampled"]:
+        assert answer["spans"]
+        for version, start, end in answer["spans"]:
+            assert off(models[version.rsplit("/", 1)[-1]], answer, start, end) < CLOSE, (answer["what"], version)
+    kinds = {answer["what"] for answer in found["sampled"] if len(answer["spans"]) > 1}
+    assert kinds == {"reprefill"}, "answers lived through a change of weights"
+    for summary in (found["trained"], found["resumed"]):
+        assert (summary["updates"], summary["books_close"]) == (3, True)
+    assert found["verify"] == verify(run).exit_code == 0
+    assert_versions_true(run, tmp_path / "fresh", folder, found["trained"]["lineage"], 3)
+    assert "failed at `update`" in found["told"]
+    assert "within 5 s (engine.control_seconds)" in found["told"]
