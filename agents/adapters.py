@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .adapter_config import AdapterConfig
 from .engine import EngineError
 from .http import Channel, ServerFailed
 from .publishing import PublishFailed, PublishMode
 from .remote import Flight, RemoteEngine
+from .weight_config import AdapterConfig
 from .wire import Sampled
 
 if TYPE_CHECKING:

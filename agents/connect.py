@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .adapter_config import AdapterConfig
 from .adapters import AdapterEngine
-from .engines import NCCLConfig, PublishWay
 from .http import Channel, Server
 from .probe import NotTrainable, probe
 from .publishing import UNKNOWN, VLLMReload, WeightSync
@@ -21,6 +19,7 @@ from .remote import Capabilities, RemoteEngine, weight_version
 from .sglang import SGLangWeights
 from .sleeping import Rests, SGLangRest, VLLMRest
 from .transfer import SHARED_MEMORY, NCCLTransfer, VLLMTransfer, ports
+from .weight_config import AdapterConfig, NCCLConfig, PublishWay
 
 if TYPE_CHECKING:
     from .render import Renderer
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
 """The version of an engine whose servers, one of them started anew, have different weights until the first publish."""
 
-__all__ = ["NotTrainable", "PublishWay", "connect", "connect_channels", "probe"]
+__all__ = ["NotTrainable", "connect", "connect_channels", "probe"]
 
 
 async def connect(

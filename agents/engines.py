@@ -18,9 +18,10 @@ from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Publish
 from ..tapes.redact import holds_secret, names_secret
-from .adapter_config import AdapterConfig
 from .engine import Engine, EngineError, Request
+from .pretrained import Attention
 from .scripted import Policy, ScriptedEngine
+from .weight_config import AdapterConfig, NCCLConfig, PublishWay
 
 if TYPE_CHECKING:
     from .remote import RemoteEngine
@@ -36,22 +37,6 @@ def _without_password(url: str) -> str:
 
 Address = Annotated[str, AfterValidator(_without_password)]
 """Where a server is, without what opens it."""
-
-
-PublishWay = Literal["reload", "lora", "transfer", "nccl"]
-"""How weights get to the servers. `reload`: all of them reload a folder. `transfer`: vLLM's weight-transfer routes,
-with the files in shared memory. `lora`: adapters alone, each version under its own name. `nccl`: a broadcast from this
-process's GPU to vLLM's."""
-
-
-class NCCLConfig(Config):
-    """Where the trainer and the workers of vLLM servers meet."""
-
-    address: str = "127.0.0.1"
-    """Of this machine, as the workers reach it. Whoever else reaches it could take a worker's place: loopback, or a
-    private network."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """That of the first server; the next ones follow, one for each. None: free ones."""
 
 
 class RendererConfig(Config):
@@ -104,6 +89,10 @@ class EmbeddedConfig(Config):
     """Completions that are sampled at once; the rest waits."""
     capacity: int | None = Field(default=None, ge=2)
     """Tokens of prompt and completion together; None: what the model allows, at most 4,096."""
+    device: str = "auto"
+    """Where the model computes, and is trained: `cpu`, `cuda`, `cuda:1` ...; `auto`: a GPU where torch finds one."""
+    attention: Attention | None = None
+    """How it computes its attention in training; None: as transformers chooses. It samples with `sdpa` or `eager`."""
     threads: int = Field(default=1, ge=1)
     """Torch threads. One is steady when anything else runs beside."""
 
@@ -131,6 +120,10 @@ class _Served(Config):
     """Of the embedded engine that evaluates in training, while the servers have the loop's weights."""
     capacity: int | None = Field(default=None, ge=2)
     """Of that engine, as in an embedded one."""
+    device: str = "auto"
+    """Of the trainer and of that engine, in this process; where servers compute is their own matter."""
+    attention: Attention | None = None
+    """Of the trainer, as in an embedded one."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of the trainer."""
 
@@ -315,6 +308,11 @@ def _policy(config: ScriptedConfig) -> Policy:
     return in_turn
 
 
+def samples_with(attention: Attention | None) -> Attention | None:
+    """The attention of an embedded engine whose model trains with that one."""
+    return attention if attention in (None, "eager") else "sdpa"
+
+
 def _embedded(config: EmbeddedConfig) -> Made:
     from .pretrained import load_pretrained, weights_digest
 
@@ -325,7 +323,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
     torch.set_num_threads(config.threads)
-    found = load_pretrained(config.model)
+    found = load_pretrained(config.model, device=config.device, attention=samples_with(config.attention))
     digest = weights_digest(found.model.state_dict())
     # The weights name themselves: the same model has one version wherever it is run.
     version = f"{digest[:12]}:0"

@@ -1,4 +1,5 @@
-"""A model and its tokenizer from a directory in Hugging Face format: local files only, and no code from them.
+"""A model and its tokenizer from a directory in Hugging Face format: local files only, and no code from them; and where
+it computes.
 
 Knows nothing of engines and of training.
 """
@@ -10,38 +11,45 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..tapes.console import UsageError
-from ..tapes.errors import MissingExtra, TapereelError
+from ..tapes.errors import MissingExtra
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""How a model of transformers computes its attention. The flash kinds take a GPU and a package of their own."""
 
-class BadModel(TapereelError, ValueError):
+
+class BadModel(UsageError):
     """A directory that holds no usable model or tokenizer; says which and why."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model in float32 on the CPU, and its tokenizer."""
+    """A causal language model in float32, and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: Any
 
 
-def load_pretrained(folder: str | Path) -> Pretrained:
-    """The model and tokenizer in `folder`. UsageError where there is no such folder, BadModel where it holds none."""
+def load_pretrained(folder: str | Path, *, device: str = "cpu", attention: Attention | None = None) -> Pretrained:
+    """The model and tokenizer in `folder`, on `device` (as for `device_of`). `attention` None: as transformers chooses.
+    UsageError where there is no such folder or device, BadModel where it holds none."""
     tokenizer = load_tokenizer(folder)
+    where = device_of(device)
     import torch
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), local_files_only=True, dtype=torch.float32, output_loading_info=True)
+                str(folder), local_files_only=True, dtype=torch.float32, attn_implementation=attention,
+                output_loading_info=True)
         except Exception as error:  # whatever transformers makes of a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
     model, report = loaded
@@ -49,7 +57,32 @@ def load_pretrained(folder: str | Path) -> Pretrained:
     if missing:
         raise BadModel(f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
                        "be random; save it with model.save_pretrained")  # fmt: skip
-    return Pretrained(model.eval(), tokenizer)
+    return Pretrained(placed(model.eval(), where), tokenizer)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name, as `cpu`, `cuda` or `cuda:1`; `auto`: this process's GPU where torch finds one, else the
+    CPU. UsageError where torch doesn't find it here."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device {name!r} can't be computed on here (torch {torch.__version__}: {_line(error)}); take "
+                         "another one, or `auto`") from error  # fmt: skip
+    if found.type == "meta":
+        raise UsageError("device 'meta' computes nothing; take `cpu`, `cuda` or `auto`")
+    return found
+
+
+def placed(model: Any, device: torch.device) -> Any:
+    """The model there, its tied weights tied."""
+    model = model.to(device)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.tie_weights()
+    return model
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import shlex
-import signal
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..tapes.console import Exit, UsageError, answer, check_port, say
+from ..tapes.stopping import told_to_end
+
+if TYPE_CHECKING:
+    from .serve import LocalServer
 
 NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
 """What makes a vLLM server join a trainer's NCCL group."""
@@ -50,6 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="what vLLM prints (default: vllm.log)")
     parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="seconds it may take to come up")
     parser.add_argument("--slots", type=int, default=64, help="completions sampled at once, embedded (default: 64)")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="where the embedded engine computes: cpu, cuda, "
+                        "cuda:1 ... (default: a GPU where there is one)")  # fmt: skip
     parser.add_argument("--options", default="", metavar="FLAGS", help="further flags of vLLM's server, as one word")
 
 
@@ -62,29 +67,46 @@ def run(args: argparse.Namespace) -> int:
     check_port(args.port)
     if args.engine == "embedded":
         return _embedded(args)
+    if args.patience <= 0 or (args.lora is not None and args.lora < 1):
+        raise UsageError("--patience (seconds) and --lora (a rank) are numbers above 0")
+    if shutil.which(args.python) is None:
+        raise UsageError(f"--python is {args.python!r}, which is no program here; name an interpreter that has vLLM")
+    if not args.log.absolute().parent.is_dir():
+        raise UsageError(f"--log is {str(args.log)!r}, whose folder isn't there")
     if args.nccl and (args.transfer or args.no_weights):
         raise UsageError("a vLLM server has one backend of its weight-transfer routes, and none with --no-weights: "
                          "--nccl alone, or --transfer alone")  # fmt: skip
-    options = [*(NCCL if args.nccl else ()), *shlex.split(args.options)]
     try:
+        options = [*(NCCL if args.nccl else ()), *shlex.split(args.options)]
         server = LocalServer(args.model, port=args.port, host=args.host, key_variable=args.key, python=args.python,
                              control=not args.no_weights, transfer=args.transfer, lora_rank=args.lora,
                              options=options, log=args.log, patience=args.patience)  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from error
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"starting: {' '.join(server.command)}")
-    asyncio.run(server.start())
-    try:
-        answer(args, {"url": server.url, "model": str(server.model), "command": server.command},
-               f"listening at {server.url}; what it prints is in {args.log}; Ctrl-C ends it")  # fmt: skip
-        code = server.wait()
-    except KeyboardInterrupt:
-        server.stop()
-        return Exit.HOLDS
-    say(f"the server ended by itself with exit code {code}:\n{server.printed()}")
-    server.stop()
-    return Exit.BROKEN
+    return asyncio.run(_vllm(args, server))
+
+
+async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
+    """Serve vLLM until told to end, which may be before it is up."""
+    told = asyncio.ensure_future(told_to_end().wait())
+    starting = asyncio.ensure_future(server.start())
+    await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+        raise KeyboardInterrupt
+    starting.result()
+    answer(args, {"url": server.url, "model": str(server.model), "command": server.command},
+           f"listening at {server.url}; what it prints is in {args.log}; Ctrl-C ends it")  # fmt: skip
+    ended = asyncio.ensure_future(asyncio.to_thread(server.wait))
+    await asyncio.wait([ended, told], return_when=asyncio.FIRST_COMPLETED)
+    code = Exit.HOLDS
+    if ended.done():
+        code = Exit.BROKEN
+        say(f"the server ended by itself with exit code {ended.result()}:\n{server.printed()}")
+    await asyncio.to_thread(server.stop)
+    return code
 
 
 def _embedded(args: argparse.Namespace) -> int:
@@ -100,17 +122,16 @@ def _embedded(args: argparse.Namespace) -> int:
     if args.key is not None and not token:
         raise UsageError(f"the environment variable {args.key} with the API key is not set")
     try:
-        server = EngineServer(load_pretrained(args.model).model, str(args.model), host=args.host, token=token,
-                              slots=args.slots)  # fmt: skip
+        model = load_pretrained(args.model, device=args.device).model
+        server = EngineServer(model, str(args.model), host=args.host, token=token, slots=args.slots)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
     async def serve() -> None:
+        stop = told_to_end()
         async with server.serving(args.port):
             answer(args, {"url": server.url, "model": args.model}, f"listening at {server.url}; Ctrl-C ends it")
-            await asyncio.Event().wait()
+            await stop.wait()
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+    asyncio.run(serve())
     return Exit.HOLDS

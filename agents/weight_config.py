@@ -1,13 +1,21 @@
-"""LoRA adapters as a configuration describes them, and a model with fresh ones. Knows nothing of engines."""
+"""How new weights reach servers, as a configuration describes it; and a model with fresh LoRA adapters.
+
+Knows nothing of engines.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ..tapes.config import Config
 from ..tapes.errors import MissingExtra
+
+PublishWay = Literal["reload", "lora", "transfer", "nccl"]
+"""How weights get to the servers. `reload`: all of them reload a folder. `transfer`: vLLM's weight-transfer routes,
+with the files in shared memory. `lora`: adapters alone, each version under its own name. `nccl`: a broadcast from this
+process's GPU to vLLM's."""
 
 
 class AdapterConfig(Config):
@@ -18,6 +26,16 @@ class AdapterConfig(Config):
     """The adapters' part is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Names of the layers that get one, as `q_proj`; none given: all linear layers but the head."""
+
+
+class NCCLConfig(Config):
+    """Where the trainer and the workers of vLLM servers meet."""
+
+    address: str = "127.0.0.1"
+    """Of this machine, as the workers reach it. Whoever else reaches it could take a worker's place: loopback, or a
+    private network."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """That of the first server; the next ones follow, one for each. None: free ones."""
 
 
 def add_adapters(model: Any, config: AdapterConfig, *, seed: int = 0) -> Any:

@@ -25,6 +25,10 @@ class OptimiserConfig(Config):
     """Decay, per optimiser step, of a running average of the weights that is kept beside them; None: none is."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Tokens forwarded at once, padding included."""
+    autocast: Literal["bfloat16"] | None = None
+    """Forward in that dtype, while weights, output layer and optimiser state stay in float32; None: all in float32."""
+    gradient_checkpointing: bool = False
+    """Compute each layer's activations again on the way back, in place of keeping them: less memory, more time."""
 
 
 class WarmStartConfig(Config):
@@ -50,6 +54,13 @@ class CriticConfig(Config):
     """Optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
     """Updates at the beginning in which the critic learns and the policy stays as it is."""
+
+    @model_validator(mode="after")
+    def _keeps_activations(self) -> CriticConfig:
+        if self.body == "policy" and self.optimiser.gradient_checkpointing:
+            raise ValueError("a critic that reads the policy's states goes back through its head alone: leave "
+                             "optimiser.gradient_checkpointing out, or set body to `own`")
+        return self
 
 
 class ForkConfig(Config):

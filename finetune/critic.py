@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .ranks import Ranks
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, parts, plan, states
+from .score import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
 from .words import Context, Sums
 from .words.value import Value
 from .words.word import Moments
@@ -69,7 +69,8 @@ class Critic(nn.Module):
         """(n,) values of the micro-batch's tokens, float32 or wider."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
             h = states(self._body[0], micro)
-        raw = self.head(h)[:, 0]
+        with torch.autocast(h.device.type, enabled=False):
+            raw = self.head(h.to(self.head.weight.dtype))[:, 0]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
         return raw * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
 
@@ -108,10 +109,13 @@ class CriticTrainer:
         schedule: Schedule | None = None,
         passes: int = 1,
         micro_tokens: int = MICRO_TOKENS,
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """passes: optimiser steps on each update's targets; with one, a critic is late in a short run. ranks: the
-        processes that step together; they must be the trainer's."""
+        """passes: optimiser steps on each update's targets; with one, a critic is late in a short run. autocast: the
+        body forwards in this dtype, the head in that of its weights. ranks: the processes that step together; they must
+        be the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -129,6 +133,9 @@ class CriticTrainer:
         """Updates that met a number which isn't finite and left the critic as it was."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        self.autocast = autocast
+        if critic.owns_body:
+            be_still(critic.body, checkpointing=gradient_checkpointing)
 
     def values(self, rows: Sequence[Row]) -> Tensor:
         """(T,) value of the state before each own token, without gradient."""
@@ -140,7 +147,8 @@ class CriticTrainer:
         return out
 
     def _value(self, micro: Micro) -> Tensor:
-        return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
+        with casting(self.critic, self.autocast):
+            return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
 
     def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
         """Steps towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said.

@@ -29,16 +29,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..tapes.config import Config, load_config
-from ..tapes.console import UsageError
+from ..tapes.console import UsageError, safe
 from ..tapes.progress import Progress, silent
 from ..tapes.records import Use
 from ..tapes.store import Store
-from .checkpoint import checkpoints
+from .checkpoint import checkpoint_folders, checkpoints
 from .history import History
 from .past import Past
 from .plan import Batch, Plan
 from .recipes import Recipe, get_recipe
 from .redo import apply_again, as_read, with_threads
+from .team import lineage_of
 from .trainer import Trainer
 from .updates import UpdateStats
 from .use import items, known, version_name
@@ -103,6 +104,19 @@ class RecipeLine(_Value):
     pulls: tuple[float, ...]
     """Of every own token, in the order of the batch."""
 
+    def cells(self) -> list[str]:
+        """Itself as text, for the columns of a table."""
+        recorded = "" if self.recorded is None else "yes" if self.recorded else "NO"
+        return [
+            safe(self.recipe), _number(self.loss), _number(self.grad_norm), _number(self.cosine, 4),
+            _number(self.mean_advantage, 3), _number(self.clipped, 3), str(self.tokens), str(self.dropped),
+            self.skipped or recorded,
+        ]  # fmt: skip
+
+
+def _number(value: float | None, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
 
 class Experiment(_Value):
     """One update under every recipe."""
@@ -127,22 +141,23 @@ class LabReport(_Value):
     seconds: float
 
 
-def lab(run: str | Path, recipes: Sequence[str | Recipe], updates: Sequence[int] | None = None, *, tokens: int = 5,
-        progress: Progress = silent) -> LabReport:  # fmt: skip
+def lab(run: str | Path, recipes: Sequence[str | Recipe], updates: Sequence[int] | None = None, *,
+        policy: str | None = None, tokens: int = 5, progress: Progress = silent) -> LabReport:  # fmt: skip
     """Compute past updates of the run again under each recipe, the first of which is what others are compared with.
 
     A recipe is a value, a name, `own` (the run's), or a file (`RecipeFile`). updates: their numbers, from 0; None: the
-    last one of the loop. tokens: how many to name that gained most, and lost. UsageError where an update or a recipe
-    isn't there; Unknown where the base weights are gone.
+    last one of the loop. policy: a player of the run that learned; None: the loop's own. tokens: how many to name that
+    gained most, and lost. UsageError where an update, a policy or a recipe isn't there; Unknown where the base weights
+    are gone.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=()):
-        lineage = _lineage(run, store)
+        lineage, folder = _lineage(run, store, policy)
         past = Past.of(run, store, Path(scratch), lineage)
         wanted = _wanted(store.ledger(lineage).uses, updates)
         bench = _Bench(past, named, tokens)
-        past.history.directory = run / "checkpoints"
+        past.history.directory = folder
         done = []
         for k, epochs in enumerate(wanted):
             _go_to(past.history, epochs[0].update)
@@ -164,12 +179,21 @@ def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
     return recipe, get_recipe(recipe)
 
 
-def _lineage(run: Path, store: Store) -> str:
+def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
+    """The policy's lineage, and where its checkpoints are."""
     living = store.lineages().living
-    last = [one.state["lineage"] for one in checkpoints(run / "checkpoints")]
+    own, *others = checkpoint_folders(run)
+    last = [one.state["lineage"] for one in checkpoints(own)]
     if not living:
         raise UsageError(f"{run} has no updates: nothing was trained there")
-    return str(last[-1]) if last and last[-1] in living else living[-1]
+    lead = str(last[-1]) if last and last[-1] in living else living[-1]
+    if policy is None:
+        return lead, own
+    players = {folder.name: folder for folder in others}
+    if policy not in players:
+        there = f"the players that learned there are {', '.join(players)}" if players else "no player learned there"
+        raise UsageError(f"{run} has no policy {policy!r}: {there}; without a name it is the loop's own")
+    return lineage_of(lead, policy), players[policy]
 
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
@@ -230,7 +254,7 @@ class _Bench:
                              f"made without one (by {own.recipe.name!r}): compare recipes without values")  # fmt: skip
         trainer = Trainer(
             self.history.model, recipe, lr=own.lr, schedule=own.schedule, critic=own.critic,
-            micro_tokens=own.micro_tokens, autocast=own.autocast,
+            micro_tokens=own.micro_tokens, autocast=own.autocast, gradient_checkpointing=own.gradient_checkpointing,
             reference=self.reference if recipe.needs_reference else None,
         )  # fmt: skip
         if mine:

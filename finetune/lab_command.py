@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.console import Exit, answer, safe, table
+from ..tapes.console import Exit, UsageError, answer, check_target, safe, table
 from ..tapes.progress import live_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from .lab import Experiment, RecipeLine
+    from .lab import Experiment
 
 EXAMPLE = """
 tapereel lab runs/demo --recipe own --recipe dr_grpo --recipe rloo
@@ -29,6 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "is what the others are compared with (one alone: with `own`)")  # fmt: skip
     parser.add_argument("--update", action="append", type=int, metavar="K", dest="updates",
                         help="number of an update, from 0; repeat it for more (default: the loop's last)")  # fmt: skip
+    parser.add_argument("--policy", metavar="NAME",
+                        help="one of the run's players that learned (default: the loop's own policy)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=5, metavar="N",
                         help="name the N tokens that gain most weight, and lose most (default 5)")  # fmt: skip
     parser.add_argument("--png", metavar="FILE", help="where to draw each token's pull (default: lab.png in the run)")
@@ -40,9 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from .lab import OWN, lab
     from .lab_page import draw_lab, write_lab_page
 
+    check_target("--png", args.png)
+    check_target("--html", args.html)
+    if args.tokens < 0:
+        raise UsageError(f"--tokens is {args.tokens}; it must be 0 or more")
     recipes = args.recipes if len(args.recipes) > 1 else [OWN, *args.recipes]
     with live_progress() as progress:
-        report = lab(args.run, recipes, args.updates, tokens=args.tokens, progress=progress)
+        report = lab(args.run, recipes, args.updates, policy=args.policy, tokens=args.tokens, progress=progress)
     png = Path(args.png) if args.png is not None else Path(args.run) / "lab.png"
     draw_lab(report, png)
     if args.html is not None:
@@ -59,21 +65,11 @@ def _shown(experiment: Experiment) -> Iterator[RenderableType]:
     made = table("recipe", "#loss", "#gradient norm", "#cosine", "#mean |A|", "#clipped", "#tokens", "#dropped",
                  "as recorded", fold=("recipe",))  # fmt: skip
     for line in experiment.lines:
-        made.add_row(*cells(line))
+        made.add_row(*line.cells())
     yield made
     shifts = _shifts(experiment)
     if shifts is not None:
         yield shifts
-
-
-def cells(line: RecipeLine) -> list[str]:
-    """A recipe's line as text."""
-    recorded = "" if line.recorded is None else "yes" if line.recorded else "NO"
-    return [
-        safe(line.recipe), _number(line.loss), _number(line.grad_norm), _number(line.cosine, 4),
-        _number(line.mean_advantage, 3), _number(line.clipped, 3), str(line.tokens), str(line.dropped),
-        line.skipped or recorded,
-    ]  # fmt: skip
 
 
 def _shifts(experiment: Experiment) -> Any:
@@ -85,7 +81,3 @@ def _shifts(experiment: Experiment) -> Any:
                 safe(shift.tape), safe(shift.call.removeprefix(shift.tape).lstrip(".")), str(shift.offset),
             )  # fmt: skip
     return made if made.row_count else None
-
-
-def _number(value: float | None, digits: int = 6) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from .lab import Experiment, LabReport
-from .lab_command import cells
 from .plots import Curve, curve_svg, plot_curve
 from .report import render_page
 
@@ -34,5 +33,5 @@ def draw_lab(report: LabReport, path: Path) -> None:
 def write_lab_page(report: LabReport, path: str | Path) -> None:
     """Write the report as one HTML file."""
     drawn = [curve_svg(pull_curves(e), xlabel=XLABEL, ylabel=YLABEL) for e in report.experiments]
-    page = render_page("lab.html.jinja", {"cells": cells}, r=report, drawn=drawn)
+    page = render_page("lab.html.jinja", {}, r=report, drawn=drawn)
     Path(path).write_text(page, encoding="utf-8")

@@ -278,8 +278,8 @@ class Loop:
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
             raise SamplerMismatch(
                 f"update {self.history.updates}: a token's log-prob differs by {stats.mismatch:.3g} nats between "
-                f"sampler and trainer, which have the same weights (tolerance {bound:g}); run `tapereel explain` on "
-                "its tapes"
+                f"sampler and trainer, which have the same weights (loop.sampler_tolerance={bound:g}). Where one of "
+                "them computes in bfloat16, allow for that, by some 0.05; else see `tapereel explain` on its tapes"
             )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..agents.pretrained import BadModel, weights_digest
+from ..agents.pretrained import device_of, weights_digest
 from ..tapes.config import Config, ConfigError, load_config
 from ..tapes.config_yaml import YamlProblem, read_yaml
 from ..tapes.console import UsageError
@@ -99,6 +99,15 @@ def _read(kind: type[Settings], run: Path) -> Settings:
         raise Unknown(f"{run / CONFIG} says what this version of the library doesn't know: {error}") from error
 
 
+def _here(engine: Any) -> Any:
+    """The engine on its device, or on one that there is: what was trained on a GPU may be looked at without."""
+    try:
+        device_of(engine.device)
+    except UsageError:
+        return engine.model_copy(update={"device": "auto"})
+    return engine
+
+
 def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
     from .demo import DemoConfig, demo_training
 
@@ -110,9 +119,12 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
     from .train import TrainConfig, train_training
 
     config = _read(TrainConfig, run)
+    players = {name: player if player.frozen else player.model_copy(update={"engine": _here(player.engine)})
+               for name, player in config.players.items()}  # fmt: skip
+    config = config.model_copy(update={"engine": _here(config.engine), "players": players})
     try:
         training = train_training(config, directory)
-    except (UsageError, BadModel, BrokenHistory) as error:
+    except (UsageError, BrokenHistory) as error:
         raise Unknown(f"the base weights are gone: {error}") from error
     found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
     if begun not in (None, found):

@@ -9,7 +9,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from .config import CriticConfig, LoopConfig, WarmStartConfig
+import torch
+
+from .config import CriticConfig, LoopConfig, OptimiserConfig, WarmStartConfig
 from .critic import Critic, CriticTrainer
 from .ranks import Ranks
 from .recipes import BadRecipe, Recipe, get_recipe
@@ -51,7 +53,7 @@ class Phases:
         return Trainer(
             work, recipe, lr=optimiser.lr, betas=optimiser.betas, weight_decay=optimiser.weight_decay,
             grad_clip=optimiser.grad_clip, schedule=optimiser.schedule, micro_tokens=optimiser.micro_tokens,
-            ema=optimiser.ema, reference=self._reference if recipe.needs_reference else None,
+            ema=optimiser.ema, **_memory(optimiser), reference=self._reference if recipe.needs_reference else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0, ranks=ranks,
         )  # fmt: skip
@@ -69,5 +71,11 @@ class Phases:
         return CriticTrainer(
             critic, loss=Value(clip=config.clip), lr=optimiser.lr, betas=optimiser.betas,
             weight_decay=optimiser.weight_decay, grad_clip=optimiser.grad_clip, schedule=optimiser.schedule,
-            micro_tokens=optimiser.micro_tokens, passes=config.passes, ranks=ranks,
+            micro_tokens=optimiser.micro_tokens, **_memory(optimiser), passes=config.passes, ranks=ranks,
         )  # fmt: skip
+
+
+def _memory(optimiser: OptimiserConfig) -> dict[str, Any]:
+    """What the forward passes of a trainer keep, and in which dtype."""
+    return {"autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
+            "gradient_checkpointing": optimiser.gradient_checkpointing}  # fmt: skip

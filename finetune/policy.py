@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..agents.adapter_config import add_adapters
 from ..agents.embedded import EmbeddedEngine
-from ..agents.engines import EmbeddedConfig, connect_to
-from ..agents.pretrained import load_pretrained
+from ..agents.engines import EmbeddedConfig, connect_to, samples_with
+from ..agents.pretrained import Attention, device_of, load_pretrained, placed
 from ..agents.render import Renderer
+from ..agents.weight_config import add_adapters
 from ..tapes.store import Store
 from .checkpoint import copied_weights
 from .config import LoopConfig
@@ -33,12 +34,18 @@ class Policy:
     renderer: Renderer
     slots: int = 64
     capacity: int | None = None
+    attention: Attention | None = None
+    """How the model computes its attention in training; None: as transformers chose."""
     servers: Callable[[], Awaitable[RemoteEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process does."""
 
     def copy(self, version: str) -> EmbeddedEngine:
         """An engine with a copy of the weights as they are now, which are called `version`."""
-        return EmbeddedEngine(self.model, self.renderer, version=version, slots=self.slots, capacity=self.capacity)
+        model = copying.deepcopy(self.model)
+        if samples_with(self.attention) != self.attention:
+            model.set_attn_implementation(samples_with(self.attention))
+        return EmbeddedEngine(model, self.renderer, version=version, slots=self.slots, capacity=self.capacity,
+                              copy=False)  # fmt: skip
 
     async def sampler(self, version: str) -> EmbeddedEngine | RemoteEngine:
         """The engine of the loop, with the weights as they are now."""
@@ -63,13 +70,17 @@ class Policy:
 
 def load_policy(engine: TrainedConfig, seed: int) -> Policy:
     """The model that `engine` names, with its adapters, drawn from `seed`, where those are what is trained."""
-    found = load_pretrained(engine.model)
+    device = device_of(engine.device)
+    found = load_pretrained(engine.model, attention=engine.attention)
     renderer = engine.renderer.make(found.tokenizer)
     if isinstance(engine, EmbeddedConfig):
-        return Policy(found.model, found.tokenizer, renderer, engine.slots, engine.capacity)
-    model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
-    return Policy(model, found.tokenizer, renderer, engine.slots, engine.capacity,
-                  partial(connect_to, engine, weights=True))  # fmt: skip
+        model, servers = found.model, None
+    else:
+        # Adapters are drawn on the CPU: the same ones whatever trains them.
+        model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
+        servers = partial(connect_to, engine, weights=True)
+    return Policy(placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention,
+                  servers)  # fmt: skip
 
 
 def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:

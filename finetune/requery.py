@@ -78,7 +78,7 @@ class Policies:
 
 def _checkpoint(one: Checkpoint) -> Policy:
     def load() -> Any:
-        model = load_pretrained(one.path / "hf").model
+        model = load_pretrained(one.path / "hf", device="auto").model
         model.load_state_dict(one.weights())
         return model
 
@@ -89,7 +89,7 @@ def _folder(path: Path) -> Policy:
     """A checkpoint's directory, or a model in Hugging Face format."""
     if (path / "state.json").is_file():
         return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path))
-    model = load_pretrained(path).model
+    model = load_pretrained(path, device="auto").model
     return Policy(str(path), weights_digest(model.state_dict()), lambda: model)
 
 

@@ -7,7 +7,7 @@ a long prompt it is forwarded once, and its keys and values, with their gradient
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,6 +134,24 @@ def packs(model: nn.Module) -> bool:
     base = _base(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
+
+
+def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Forwards of the model's body are in this dtype; None: in that of its weights."""
+    return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
+
+
+def be_still(model: nn.Module, *, checkpointing: bool) -> None:
+    """No dropout: what is trained must be what sampled. Checkpointing needs the training mode. UnsupportedModel."""
+    if not checkpointing:
+        model.eval()
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise UnsupportedModel(f"gradient checkpointing runs the model in training mode, where {name} drops "
+                                   f"{module.p:.0%} of its inputs at random: set its dropout to 0")
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
 
 
 @contextmanager

@@ -230,8 +230,8 @@ class _Run:
                 self.rates = rates_of(self.config.curriculum, self.train_tasks)
                 drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
-        threads = ("engine.threads", *(f"players.{name}.engine.threads" for name in self.config.players))
-        free = (*threads, "processes", "trackers")
+        engines = ("engine", *(f"players.{name}.engine" for name in self.config.players))
+        free = (*(f"{engine}.{name}" for engine in engines for name in ("threads", "device")), "processes", "trackers")
         with open_run(self.out, self.config, resume=resume, begin=new_results, free=free) as directory:
             with directory.timed("total"), tracking(directory, self.config.trackers):
                 self.work(directory)

@@ -13,7 +13,6 @@ thread the same batches in the same order give bit-equal weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -30,7 +29,21 @@ from .recipes import Recipe, get_recipe
 from .router import Load, load, probabilities, routed
 from .rows import Row
 from .schedule import Schedule
-from .score import MICRO_TOKENS, Micro, Scores, forward, packs, parts, plan, read_out, score, shares_prefixes, states
+from .score import (
+    MICRO_TOKENS,
+    Micro,
+    Scores,
+    be_still,
+    casting,
+    forward,
+    packs,
+    parts,
+    plan,
+    read_out,
+    score,
+    shares_prefixes,
+    states,
+)
 from .stream import BadBatch, Episode, Stream
 from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
 from .words import KL, Balance, Context, Demonstrations, Moments, Sums
@@ -96,7 +109,8 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
         self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()} if ema is not None else {}
-        _still(model, gradient_checkpointing)
+        self.gradient_checkpointing = gradient_checkpointing
+        be_still(model, checkpointing=gradient_checkpointing)
 
     def update(self, rows: Sequence[Row], episodes: Sequence[Episode],
                demonstrations: Sequence[Row] = ()) -> UpdateStats:
@@ -175,7 +189,7 @@ class Trainer:
         return self._score(self.model, rows, ref=True).logprob
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
-        with self._casting():
+        with casting(self.model, self.autocast):
             return score(model, rows, unit_temperature=self._unit, micro_tokens=self.micro_tokens, ranks=self.ranks,
                          float32=self._float32, pack=self.pack, **options)
 
@@ -186,11 +200,6 @@ class Trainer:
     @property
     def _float32(self) -> bool:
         return self.recipe.score.head == "float32"
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
@@ -339,7 +348,7 @@ class Trainer:
 
     def _forward(self, micro: Micro, load: Load | None, sums: Sums) -> tuple[Scores, Tensor | None]:
         """Scores, and what the micro-batch adds for the balance of the experts."""
-        with self._casting():
+        with casting(self.model, self.autocast):
             if load is None:
                 return self._read(states(parts(self.model)[0], micro), micro), None
             hidden, logits = routed(self.model, micro)
@@ -366,7 +375,7 @@ class Trainer:
         scale = self._imitation
         done.skipped = None
         for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
-            with self._casting():
+            with casting(self.model, self.autocast):
                 work = partial(forward, self.model, micro, unit_temperature=True, float32=self._float32)
                 lp = self.ranks.run(self.model, work).logprob.cpu()
             done.sums.add("demonstrations/nll", -lp.detach())
@@ -425,16 +434,3 @@ def _cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
         raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give more of them")
     owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
     return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]
-
-
-def _still(model: nn.Module, checkpointing: bool) -> None:
-    """No dropout: what is trained must be what sampled. Checkpointing needs the training mode."""
-    if not checkpointing:
-        model.eval()
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p:
-            raise BadBatch(f"gradient checkpointing runs the model in training mode, where {name} drops {module.p:.0%} "
-                           "of its inputs at random: set its dropout to 0")
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]

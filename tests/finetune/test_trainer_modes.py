@@ -95,7 +95,7 @@ def test_checkpointing_recomputes_the_same_gradient(recipe):
 
 def test_checkpointing_refuses_dropout_by_the_name_of_the_module():
     model = adapted()
-    with pytest.raises(BadBatch, match=r"lora_dropout.* drops 30%"):
+    with pytest.raises(UnsupportedModel, match=r"lora_dropout.* drops 30%"):
         Trainer(model, get_recipe("sft"), gradient_checkpointing=True)
 
 

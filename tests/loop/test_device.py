@@ -1,0 +1,106 @@
+"""Where a model is trained, in which precision, and what of that a later process may do otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+from tapereel.agents.engines import EmbeddedConfig, samples_with
+from tapereel.agents.pretrained import BadModel, device_of, load_pretrained
+from tapereel.cli import main
+from tapereel.finetune import score as scoring
+from tapereel.finetune.config import CriticConfig
+from tapereel.finetune.policy import load_policy
+from tapereel.finetune.train import TrainConfig, train
+from tapereel.tapes.console import UsageError
+from tapereel.tapes.rundir import CONFIG
+
+from .lab import WORDS, Letters, Speaker, model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model().save_pretrained(path)
+    WORDS.save_pretrained(path)
+    return path
+
+
+def config(folder: Path, device: str = "cpu", **loop: Any) -> TrainConfig:
+    return TrainConfig.model_validate({
+        "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b", "cd"],
+        "evaluation": {"fraction": 0}, "engine": {"kind": "embedded", "model": str(folder), "device": device},
+        "loop": {"updates": 2, "groups": 2, "group_size": 4, "sampling": {"max_tokens": 2}, "max_lag": 0,
+                 "checkpoint_every": 1, "keep_checkpoints": None, **loop},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", "meta", ""])
+def test_a_device_that_is_not_there_is_refused_by_its_name(folder: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"device '{name}'.*`auto`"):
+        load_pretrained(folder, device=name)
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert device_of("auto").type == kind
+
+
+def test_an_attention_without_its_package_is_refused(folder: Path) -> None:
+    with pytest.raises(BadModel, match=r"FlashAttention2.*installed"):
+        load_pretrained(folder, attention="flash_attention_2")
+
+
+def test_the_engine_of_a_model_samples_with_what_it_can(folder: Path) -> None:
+    assert [samples_with(kind) for kind in (None, "eager", "sdpa", "flex_attention", "flash_attention_2")] == \
+        [None, "eager", "sdpa", "sdpa", "sdpa"]  # fmt: skip
+    policy = load_policy(EmbeddedConfig(model=str(folder), attention="flex_attention"), seed=0)
+    assert policy.model.config._attn_implementation == "flex_attention"
+    assert policy.copy("run:0")._decoder.model.config._attn_implementation == "sdpa"
+    assert policy.model.config._attn_implementation == "flex_attention"
+
+
+def test_settings_of_precision_reach_every_forward(folder: Path, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    seen: set[tuple[bool, bool]] = set()
+    forward = scoring.states
+
+    def states(body: Any, micro: Any) -> Any:
+        seen.add((torch.is_autocast_enabled("cpu"), body.training and body.is_gradient_checkpointing))
+        return forward(body, micro)
+
+    for place in ("score", "trainer", "critic"):
+        monkeypatch.setattr(f"tapereel.finetune.{place}.states", states)
+    own = {"autocast": "bfloat16", "gradient_checkpointing": True}
+    narrow = config(folder, recipe="ppo", optimiser=own, critic={"optimiser": own}, sampler_tolerance=None)
+    assert train(narrow, tmp_path / "narrow").books_close
+    assert seen == {(True, True)}
+    seen.clear()
+    assert train(config(folder, recipe="ppo"), tmp_path / "plain").books_close
+    assert seen == {(False, False)}
+
+
+def test_bfloat16_is_told_from_what_was_sampled_in_float32(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="sampler_tolerance"):
+        train(config(folder, optimiser={"autocast": "bfloat16"}), tmp_path / "run")
+
+
+def test_a_critic_without_a_body_keeps_no_activations() -> None:
+    with pytest.raises(ValidationError, match="through its head alone"):
+        CriticConfig.model_validate({"body": "policy", "optimiser": {"gradient_checkpointing": True}})
+
+
+def test_what_was_trained_elsewhere_is_looked_at_and_gone_on_with_here(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(config(folder), run)
+    settings = yaml.safe_load((run / CONFIG).read_text())
+    settings["engine"]["device"] = "cuda:99"
+    (run / CONFIG).write_text(yaml.safe_dump(settings))
+    assert main(["reproduce", str(run)]) == 0
+    assert train(config(folder, updates=2), run, resume=True).updates == 2
