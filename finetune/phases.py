@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from .config import CriticConfig, LoopConfig, OptimiserConfig, WarmStartConfig
 from .critic import Critic, CriticTrainer
@@ -25,6 +26,12 @@ def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
 
+def frozen(model: Any) -> nn.Module | Literal["adapters-off"]:
+    """What a recipe may compare with: the model that the run begins with. Fresh adapters add nothing, so the model below
+    them is that one, and no copy is kept."""
+    return "adapters-off" if hasattr(model, "disable_adapter") else copy.deepcopy(model).eval()
+
+
 @dataclass
 class Phases:
     """What a run trains with."""
@@ -37,8 +44,7 @@ class Phases:
     warm: WarmStartConfig
 
     def __post_init__(self) -> None:
-        # The frozen model that a recipe may compare with is the one that the run began with.
-        self._reference = copy.deepcopy(self.model).eval() if self.recipe.needs_reference else None
+        self._reference = frozen(self.model) if self.recipe.needs_reference else None
         if self.loop.critic is not None and not self.recipe.needs_value:
             raise BadRecipe(f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
                             "it out, or take a recipe with credit 'gae', as `ppo`")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tapereel.agents.weight_config import AdapterConfig, add_adapters
+from tapereel.finetune.phases import frozen
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.score import UnsupportedModel, score
 from tapereel.finetune.stream import BadBatch
@@ -36,6 +38,16 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference_without_a_seco
     assert drift is not None
     assert drift > 1e-4
     torch.testing.assert_close(score(model, rows, ref=True).logprob, score(base, rows).logprob, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_recipe_compares_with_is_a_copy_only_where_the_model_itself_is_trained():
+    model = tiny_model()
+    rows, _ = batch(model=model)
+    copied = frozen(model)
+    assert isinstance(copied, torch.nn.Module)
+    assert copied is not model
+    torch.testing.assert_close(score(copied, rows).logprob, score(model, rows).logprob)
+    assert frozen(add_adapters(model, AdapterConfig(rank=2))) == "adapters-off"
 
 
 @pytest.mark.ledger("F91", "P4")

@@ -33,7 +33,8 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
         with pytest.raises(ValueError, match=r"loop\.publish=reprefill can't be done with adapters"):
             TrainConfig(**scene, loop=settings_of())
         # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
-        loop = settings_of(updates=3, max_lag=0, publish="drain", sampler_tolerance=None, recipe="reinforce_plain")
+        loop = settings_of(updates=3, max_lag=0, publish="drain", sampler_tolerance=None, recipe="reinforce_plain",
+                           changes={"regulariser": [{"kind": "kl", "beta": 0.01}]})  # fmt: skip
         config = TrainConfig(**scene, loop=loop)
         summary = train(config, tmp_path / "run")
         resumed = train(config, tmp_path / "run", resume=True)
