@@ -99,7 +99,7 @@ class VLLMReload:
         await self._post("/resume")
 
     async def abandon(self, version: str) -> None:
-        await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
+        await self._drop()
         await self._call_weights(version)
         await self._post("/resume")
 
@@ -108,8 +108,9 @@ class VLLMReload:
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
-        """Bring the server out of a pause that nobody will end, as that of a trainer which died in mid-update. Its
-        weights may be of two versions, so they are called unknown. Nothing where it isn't paused, or can't say so."""
+        """Bring the server out of a pause or a sleep that nobody will end, as that of a trainer which died in
+        mid-update. Its weights may be of two versions, so they are called unknown. Nothing where it isn't paused, or
+        can't say so."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
@@ -117,7 +118,22 @@ class VLLMReload:
                 return
             raise
         if isinstance(found, dict) and found.get("is_paused"):
+            await self._drop()
+            await self._wake()
             await self.abandon(f"{UNKNOWN}the server was found paused")
+
+    async def _drop(self) -> None:
+        """Pause, and end what is under way."""
+        await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
+
+    async def _wake(self) -> None:
+        """One that sleeps is paused too, and has no memory to go on with. One that doesn't sleep goes on by this, so
+        nothing may be under way."""
+        try:
+            await self._post("/wake_up")
+        except ServerFailed as error:
+            if error.status not in (403, 404, 405):
+                raise
 
     async def _post(self, route: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
         return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)

@@ -125,6 +125,9 @@ class LoopConfig(Config):
     limits: Limits = Limits(turns=8, seconds=120.0)
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What becomes of completions in flight when weights change; both keep log-probs exact."""
+    sleep: bool = False
+    """The servers give their GPU's memory away while an update is computed, as to a trainer on the same GPU; with
+    max_lag 0, since nothing is sampled then."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """With max_lag 0, the largest |log-prob at sampling - log-prob in training| allowed (nats); None: not checked."""
     group_deadline: float = Field(default=300.0, gt=0)
@@ -152,6 +155,9 @@ class LoopConfig(Config):
         if self.rollouts > 1 and self.minibatches > 1:
             raise ValueError(f"{self.rollouts} rollout batches in one step and {self.minibatches} steps on one rollout "
                              "batch exclude each other: set rollouts or minibatches to 1")
+        if self.sleep and self.max_lag:
+            raise ValueError(f"sleep puts the servers to sleep for every update, and with max_lag={self.max_lag} they "
+                             "sample meanwhile: set max_lag=0, or leave sleep out")
         if 0 < self.demonstrations < self.minibatches:
             raise ValueError(f"{self.demonstrations} demonstrations can't be cut into {self.minibatches} mini-batches: "
                              "give at least as many")

@@ -13,7 +13,8 @@ import logging
 import random
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,8 @@ class Loop:
         if not config.sampling.exact:
             raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
                              "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
+        if config.sleep and not hasattr(getattr(engine, "lead", engine), "sleep"):
+            raise ValueError(f"loop.sleep is for servers, and {engine.name} has no sleep: leave it out")
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
         self.config = config
@@ -141,6 +144,11 @@ class Loop:
         """(time, the engine's busy seconds) when it began."""
         self._heard = False
         """Whether an agent that is trained has spoken."""
+
+    @property
+    def _lead(self) -> Any:
+        """The engine of the policy, where it speaks beside others."""
+        return getattr(self.engine, "lead", self.engine)
 
     @property
     def target(self) -> int:
@@ -234,30 +242,47 @@ class Loop:
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._trains_somebody(plan)
         before = self.engine.stats.busy_seconds
-        started = time.perf_counter()
-        stats, uses = await asyncio.to_thread(self.history.update, plan, source)
-        weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
-        others = [await asyncio.to_thread(player.update, player.plan(plan, self.config.max_lag), source,
-                                          self.config.publish) for player in self.players]  # fmt: skip
-        seconds = time.perf_counter() - started
-        self.train_seconds += seconds
-        self.train_engine_seconds += self.engine.stats.busy_seconds - before
-        for told in (stats, *(other[0] for other in others)):
-            self._check(told)
-        for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
-            self.store.append_layer(record)
-        await self.store.writer.durable()
-        started = time.perf_counter()
-        await self.engine.publish(weights, publish.version, self.config.publish)
-        self.publish_seconds += time.perf_counter() - started
-        for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
-            await player.engine.publish(theirs, name.version, self.config.publish)
+        async with self._asleep():
+            started = time.perf_counter()
+            stats, uses = await asyncio.to_thread(self.history.update, plan, source)
+            weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
+            others = [await asyncio.to_thread(player.update, player.plan(plan, self.config.max_lag), source,
+                                              self.config.publish) for player in self.players]  # fmt: skip
+            seconds = time.perf_counter() - started
+            self.train_seconds += seconds
+            self.train_engine_seconds += self.engine.stats.busy_seconds - before
+            for told in (stats, *(other[0] for other in others)):
+                self._check(told)
+            for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
+                self.store.append_layer(record)
+            await self.store.writer.durable()
+            started = time.perf_counter()
+            await self.engine.publish(weights, publish.version, self.config.publish)
+            self.publish_seconds += time.perf_counter() - started
+            for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
+                await player.engine.publish(theirs, name.version, self.config.publish)
         self.rollouts.applied(plan.every)
         line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line(), **self._perf(),
                 **reward_by_agent(stats.stream)}  # fmt: skip
         for player, (told, *_) in zip(self.players, others, strict=True):
             line |= player.line(told)
         return UpdateReport(self.history.updates, line["reward"], line)
+
+    @asynccontextmanager
+    async def _asleep(self) -> AsyncIterator[None]:
+        """Servers that are to sleep in the meantime do, and sample again when it is over, however that ends."""
+        sleepers = [self._lead, *(player.engine for player in self.players)] if self.config.sleep else []
+        await asyncio.gather(*(engine.sleep() for engine in sleepers))
+        try:
+            yield
+        except BaseException as error:
+            for engine in sleepers:
+                try:
+                    await engine.wake()
+                except TapereelError as second:
+                    error.add_note(f"and {engine.name} could not be woken: {second}")
+            raise
+        await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self) -> dict[str, float]:
         wall, engine = time.perf_counter() - self._began[0], self.engine.stats.busy_seconds - self._began[1]

@@ -80,8 +80,13 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
                          "frozen), and name the models that come out as engine.model and players.NAME.engine.model")
 
 
-def check_adapters(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
-    """ValueError where new adapters would have to reach completions at work."""
-    if getattr(engine, "publish", None) == "lora" and loop.publish != "drain":
+def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
+    """ValueError where new adapters would have to reach completions at work, or what has no sleep should sleep."""
+    publish = getattr(engine, "publish", None)
+    if publish == "lora" and loop.publish != "drain":
         raise ValueError(f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "
                          f"one it began with, so set loop.publish=drain, or {name}.publish=reload")  # fmt: skip
+    if loop.sleep and publish in (None, "lora"):
+        what = "an engine in this process, which shares its memory anyway" if publish is None else \
+            "servers that take adapters, which must be awake for that"
+        raise ValueError(f"loop.sleep is for servers that reload all weights, and {name} is {what}: leave it out")

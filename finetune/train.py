@@ -36,7 +36,7 @@ try:
     from .history import History
     from .loop import UpdateReport, check_recipe
     from .phases import Phases
-    from .player_config import Players, TrainedEngine, check_adapters, check_players_of
+    from .player_config import Players, TrainedEngine, check_engine, check_players_of
     from .plots import Curve, plot_curve
     from .policy import Policy, check_begun, load_policy
     from .ranks import Ranks
@@ -115,11 +115,11 @@ class TrainConfig(Scene):
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
-        check_adapters(self.engine, self.loop, "engine")
+        check_engine(self.engine, self.loop, "engine")
         check_players_of(self.players, self.loop, warm=self.warm is not None)
         for name, player in self.players.items():
             if not player.frozen:
-                check_adapters(player.engine, self.loop, f"players.{name}.engine")
+                check_engine(player.engine, self.loop, f"players.{name}.engine")
         return self
 
     @property

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +17,18 @@ import torch
 from aiohttp import web
 
 from tapereel.agents import transfer
-from tapereel.agents.adapter_config import AdapterConfig, add_adapters
 from tapereel.agents.adapters import AdapterEngine, adapters_in, write_adapter
 from tapereel.agents.connect import DIFFERENT, NotTrainable, connect
 from tapereel.agents.engine import EngineError
 from tapereel.agents.engines import NCCLConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig
+from tapereel.agents.health import Wellness
 from tapereel.agents.inprocess import lora_options
 from tapereel.agents.publishing import PublishFailed
 from tapereel.agents.remote import ForeignWeights, RemoteEngine
 from tapereel.agents.serve import LocalServer, ServerStart
 from tapereel.agents.tiny import tiny_model
 from tapereel.agents.transfer import CannotSend, ports, update_info, worker_info
+from tapereel.agents.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main
 from tapereel.tapes.errors import MissingExtra
 
@@ -69,6 +70,7 @@ def adapted(seed: int = 0) -> Any:
 # -- transfer -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ledger("X9")
 def test_transfer_starts_updates_and_finishes_with_the_version(tmp_path: Path) -> None:
     server = FaultyServer()
 
@@ -228,7 +230,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool
     using([server], test, way=way)
     named = {"reload": ["/update_weight_version"], "transfer": ["/finish_weight_update"]}[way]
     named += ["/start_weight_update", *named] if way == "transfer" and not begun else []
-    assert server.control[:len(named) + 2] == ["/pause", *named, "/resume"]
+    assert server.control[:len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
     server.paused = True
     with pytest.raises(NotTrainable, match="under the adapters"):
         using([server], test, way="lora", adapters=ADAPTERS)
@@ -421,6 +423,22 @@ def test_timers_and_sums_only_grow(tmp_path: Path) -> None:
     using([server], test, weights_folder=tmp_path)
 
 
+@pytest.mark.ledger("X9")
+@pytest.mark.parametrize(("under_way", "new"), [
+    ((0, 0, 0), (3, 2, 2)), ((5, 0, 2), (0, 4, 2)), ((9, 9, 0), (0, 0, 6)), ((1, 1), (2, 1)), ((4,), (3,)),
+])  # fmt: skip
+def test_conversations_that_begin_at_once_go_where_the_least_is_under_way(under_way: Any, new: Any) -> None:
+    async def placed() -> list[Any]:
+        return [wellness.best(servers) for _ in range(sum(new))]
+
+    servers: list[Any] = [SimpleNamespace(in_flight=n) for n in under_way]
+    wellness = Wellness()
+    found = asyncio.run(placed())
+    assert tuple(sum(one is server for one in found) for server in servers) == new
+    assert asyncio.run(placed()) == found, "what has begun by now is counted once"
+
+
+@pytest.mark.ledger("X9")
 def test_health_is_asked_and_new_conversations_avoid_a_server_that_was_lost() -> None:
     first, second = FaultyServer([dropped]), FaultyServer()
 

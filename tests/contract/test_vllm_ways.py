@@ -225,3 +225,14 @@ def test_sleep_and_wake_are_taken_by_the_server(with_engine: Callable[[Test], An
         assert engine.stats.timers["publish/update"] > 0
 
     with_engine(test)
+
+
+def test_a_run_whose_server_sleeps_for_its_updates(server: str, folder: Path, tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({
+        "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b", "c", "d"],
+        "evaluation": {"fraction": 0}, "engine": {"kind": "vllm", "model": str(folder), "urls": [server]},
+        "loop": {**settings_of(updates=3, max_lag=0).model_dump(), "sleep": True},
+    })  # fmt: skip
+    summary = train(config, tmp_path / "run")
+    assert (summary.books_close, summary.updates) == (True, 3)
+    assert_books_close(tmp_path / "run")
