@@ -119,7 +119,7 @@ def acting(agent: Any) -> Iterator[None]:
         yield
         return
     guard.watch(agent)
-    _armed.again()
+    _armed.watch()
     token = _acting.set(True)
     try:
         yield
@@ -138,27 +138,28 @@ def outside() -> Iterator[None]:
 
 
 class _Armed(threading.local):
-    """How many guards are on in this thread; the first sets its profile function, the last one puts back what was."""
+    """How many guards are on in this thread. Its profile function, which costs at every call of any function, is set
+    when an agent acts for the first time; the last guard puts back what was."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.watching = False
         self.before: Any = None
 
     def add(self) -> None:
-        if self.count == 0:
-            self.before = sys.getprofile()
-            sys.setprofile(_profile)
         self.count += 1
 
     def remove(self) -> None:
         self.count -= 1
-        if self.count == 0:
+        if self.count == 0 and self.watching:
             sys.setprofile(self.before)
-            self.before = None
+            self.watching, self.before = False, None
 
-    def again(self) -> None:
-        """Python drops a profile function that raised."""
-        if self.count and sys.getprofile() is None:
+    def watch(self) -> None:
+        if self.count and not self.watching:
+            self.watching, self.before = True, sys.getprofile()
+            sys.setprofile(_profile)
+        elif self.count and sys.getprofile() is None:  # Python drops a profile function that raised
             sys.setprofile(_profile)
 
 
@@ -263,14 +264,21 @@ def _own(file: str, homes: frozenset[str]) -> bool:
     return not library
 
 
+def is_of_the_user(file: str) -> bool:
+    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own."""
+    return file != "<string>" and _own(file, frozenset())  # which is what dataclasses call the methods that they make
+
+
 @functools.cache
 def _install_audit() -> None:
     """Once in a process: an audit hook can't be taken away."""
     sys.addaudithook(_audit)
 
 
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event not in _EVENTS or not _acting.get():
+def _audit(event: str, args: tuple[Any, ...], events: frozenset[str] = _EVENTS,
+           acting: ContextVar[bool] = _acting) -> None:  # fmt: skip
+    # The defaults last to the end of the process, when the module's names are gone.
+    if event not in events or not acting.get():
         return
     guard = _guard.get()
     if guard is None or (event == "open" and args[0] not in _DEVICES):

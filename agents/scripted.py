@@ -23,15 +23,8 @@ class ScriptedEngine:
         self._policy = answers if callable(answers) else None
         self._answers = None if callable(answers) else iter(answers)
         self._given = 0
-        self._renderer = renderer
-
-    @property
-    def renderer(self) -> Any | None:
-        return self._renderer
-
-    @property
-    def context(self) -> int | None:
-        return None
+        self.renderer = renderer
+        self.context: int | None = None
 
     async def complete(self, request: Request) -> Completion:
         if self._policy is not None:

@@ -62,16 +62,6 @@ def reasoning_scorer(name: str) -> Callable[[str | None, Task], float]:
     return scored
 
 
-def reasoning_names() -> tuple[str, ...]:
-    """Every dataset that `reasoning_tasks` makes without further settings: all but `composite`, a mixture of named
-    others. Five have no reference answer (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour): their
-    scorers check a solution."""
-    _gym()
-    from reasoning_gym.factory import DATASETS
-
-    return tuple(sorted(set(DATASETS) - {"composite"}))
-
-
 def _board(value: Any) -> Any:
     return tuple(map(_board, value)) if isinstance(value, list) else value
 

@@ -15,7 +15,7 @@ from ..tapes.extras import raise_missing
 try:
     # Not lazy: a function and its module share a name, and whoever imports the module first would hide the function.
     from .evaluate import Evaluation, evaluate
-    from .rows import Row, all_rows, rows
+    from .rows import Row, rows
 except ModuleNotFoundError as _error:
     raise_missing(_error, "tapereel.finetune")
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RECIPES", "Episode", "Evaluation", "History", "Loop", "LoopConfig", "OptimiserConfig", "RLConfig", "Recipe",
-    "ReportData", "Row", "Stream", "Trainer", "UpdateStats", "WarmStartConfig", "all_rows", "evaluate", "get_recipe",
+    "ReportData", "Row", "Stream", "Trainer", "UpdateStats", "WarmStartConfig", "evaluate", "get_recipe",
     "populate_rl_data", "prepare_rl_fields", "rl_step", "rows", "to_dataset", "update_rewards_and_advantages",
     "warm_start", "write_report",
 ]  # fmt: skip

@@ -33,10 +33,6 @@ class Batch:
     shown: list[Row] = field(default_factory=list)
     """Demonstrations, for a recipe with an `nll` regulariser."""
 
-    @property
-    def tapes(self) -> list[str]:
-        return [episode.tape for episode in self.episodes]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

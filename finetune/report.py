@@ -105,8 +105,6 @@ class ReportData(_Value):
     """Where the wall-clock time went, by part."""
     tokens: dict[str, int] = {}
     """The token books: a partition of the sampled tokens."""
-    tokens_other: dict[str, int] = {}
-    """Token counts beside the books (authored, prompt)."""
     episodes: dict[str, int] = {}
     """Episodes by status."""
     tapes: tuple[TapePage, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -252,8 +252,3 @@ class _Building:
             agents=tuple(self.agents),
             versions=tuple(self.versions),
         )
-
-
-def all_rows(tapes: Iterable[Tape], **options: Any) -> list[Row]:
-    """The rows of many tapes, in order; options as in `rows`."""
-    return [row for tape in tapes for row in rows(tape, **options)]

@@ -150,11 +150,6 @@ class Stream:
         """(T,) permutation: episode after episode, and in each the tokens by turn, then by row and position."""
         return torch.argsort(self.turn, stable=True)
 
-    @cached_property
-    def tokens_of_episode(self) -> Tensor:
-        """(E,) int64: own tokens in this batch."""
-        return torch.bincount(self.episode, minlength=len(self.episodes.tape))
-
     def having(self, **columns: Tensor | None) -> Stream:
         """A copy with these optional columns (`ref`, `anchor`, `entropy`, `value`) set."""
         for name, column in columns.items():

@@ -16,7 +16,6 @@ It knows nothing of files; feed it records.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -75,11 +74,6 @@ class Books(BaseModel):
         """Nothing found, and both sums agree."""
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
 
-    @property
-    def attrition(self) -> tuple[Lost, ...]:
-        """The ends that are never trained on."""
-        return tuple(end for end in self.ends if not end.trainable)
-
 
 class _Tape:
     __slots__ = ("actions", "authored", "calls", "cause", "ended", "failed", "sampled", "scored", "split", "status")
@@ -117,11 +111,6 @@ class BooksFold:
         self._sampled = 0
         self._begun = self._ended = 0
         self._odd: list[str] = []
-
-    def add_all(self, bodies: Iterable[bytes]) -> BooksFold:
-        for body in bodies:
-            self.add(body)
-        return self
 
     def add(self, body: bytes) -> None:
         """One record body. NotATape when it is none."""

@@ -355,7 +355,7 @@ class Cause(BaseModel):
     """Class of the exception."""
     message: str | None = None
     frame: str | None = None
-    """`file:line in function` of the last traceback frame."""
+    """`file:line in function`: the last place in the user's code, else the last of the traceback."""
 
 
 class End(Record):
@@ -472,7 +472,6 @@ AnyRecord = Annotated[
     Begin | StepRecord | Call | Reward | End | Label | Tokens | Use | Void | Open | Publish | Commit | Seal,
     Field(discriminator="t"),
 ]
-TapeRecord = Begin | StepRecord | Call | Reward | End
 
 _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 
@@ -480,11 +479,6 @@ _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 def parse_record(body: bytes) -> Any:
     """The record in `body` (JSON). A pydantic ValidationError, which is a ValueError, says what is wrong with it."""
     return _adapter.validate_json(body)
-
-
-def record_schema() -> dict[str, Any]:
-    """JSON Schema of the union."""
-    return _adapter.json_schema()
 
 
 def fold(digest: bytes, body: bytes) -> bytes:

@@ -340,10 +340,5 @@ class Store:
                                       "media file; close it first")
             return self.media.collect(stored.body for stored in self.records())
 
-    def heads(self) -> dict[str, str]:
-        """Head of every segment: kept elsewhere, they are the pins that `verify` can compare with."""
-        self.refresh()
-        return {segment.name: segment.head for segment in self.index.segments()}
-
 
 __all__ = ["Cursor", "Durability", "Store", "Stored", "Summary"]

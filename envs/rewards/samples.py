@@ -113,13 +113,6 @@ def _finite(value: float) -> bool:
         return False
 
 
-async def score_batches(model: RewardModel, batches: Sequence[Sequence[Sample]]) -> list[list[ModelScore]]:
-    """The scores of several batches by one call with all of their samples, split back by their sizes."""
-    flat = [sample for batch in batches for sample in batch]
-    scores = iter(checked(await model.score(flat), flat, type(model).__name__) if flat else ())
-    return [[next(scores) for _ in batch] for batch in batches]
-
-
 class Batched:
     """A scorer of single tapes that asks a model about all those waiting at once, at most `size`, in `concurrency`
     calls at a time. One call that fails leaves all of its tapes unscored."""

@@ -18,7 +18,7 @@ from tapereel.envs.rewards import Scored, remote
 from tapereel.envs.rewards.files import file_reward
 from tapereel.envs.rewards.recipe import ensemble
 from tapereel.envs.rewards.remote import HttpReward, http_reward
-from tapereel.envs.rewards.samples import Sample, model_source, sample_of, score_batches
+from tapereel.envs.rewards.samples import Sample, model_source, sample_of
 from tapereel.tapes import Tape, Task
 from tapereel.tapes.console import UsageError
 
@@ -47,15 +47,6 @@ def samples(*answers: str) -> list[Sample]:
 
 
 @pytest.mark.ledger("F22")
-def test_one_call_for_several_batches_gives_what_a_call_for_each_gives():
-    batches = [samples("a", "bb"), samples(), samples("ccc", "d", "ee")]
-    model = Model()
-    together = asyncio.run(score_batches(model, batches))
-    assert len(model.calls) == 1
-    apart = [asyncio.run(model.score(batch)) for batch in batches]
-    assert together == apart == [[1.0, 2.0], [], [3.0, 1.0, 2.0]]
-
-
 def test_tapes_that_wait_are_scored_together():
     model = Model()
     found = tapes(["a", "bb", "ccc", "dddd", "eeeee"])

@@ -32,7 +32,6 @@ def test_an_episode_without_tokens_has_its_turn_and_one_without_turn_rewards_ear
     stream = Stream.of([row("b", turns=(1, 1))], episodes)
     assert stream.turns.reward.tolist() == [2.0, 0.0, 3.0, 4.0]
     assert stream.turns.episode.tolist() == [0, 1, 1, 2]
-    assert stream.tokens_of_episode.tolist() == [0, 2, 0]
     empty = Stream.of([], episodes)
     assert len(empty) == 0
     recipe = get_recipe("ppo", {"credit": {"kind": "returns"}})

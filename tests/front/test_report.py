@@ -45,7 +45,7 @@ def _report(text: str) -> ReportData:
         plots=(Plot(title=text, curves=(_curve(text),), levels=(Level(name=text, value=0.5),), xlabel=text, ylabel=text,
                     caption=text),),
         scores=(Score(name=text, sampled=0.5, greedy=None, n=7, note=text),), seconds={text: 1.5}, tokens={text: 1200},
-        tokens_other={text: 3}, episodes={text: 1}, tapes=(page, tape_page(tape, text)), config=text, next=(text,),
+        episodes={text: 1}, tapes=(page, tape_page(tape, text)), config=text, next=(text,),
     )  # fmt: skip
 
 

@@ -25,19 +25,10 @@ from tapereel.tapes import Answer, Status, Tape, Text
 from tapereel.tapes.store import Store
 
 from . import clock
-from .lab import (
-    RENDERER,
-    Letters,
-    Speaker,
-    assert_books_close,
-    history_in,
-    loop_in,
-    model,
-    run,
-    settings_of,
-    tasks,
-)
+from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 from .test_history import abandoned
+
+pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
 
 ENDLESS = Limits(seconds=None, environment_seconds=None)
 """Nothing but a group's deadline ends what hangs."""
@@ -155,7 +146,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return (base / str(k) for k in range(10**6))  # type: ignore[return-value]
 
 
-@pytest.mark.ledger("F10", "F39", "T10")
+@pytest.mark.ledger("F10", "F39", "T10", "X8")
 @settings(max_examples=20, derandomize=True, phases=[Phase.generate])
 @given(data=st.data(), lag=st.integers(0, 2), groups=st.integers(1, 3), size=st.integers(1, 3),
        extra=st.none() | st.integers(0, 4), drop=st.booleans(), seed=st.integers(0, 10**6),

@@ -15,6 +15,8 @@ from tapereel.tapes.store import Store
 
 from .lab import model, run, settings_of, tasks
 
+pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
+
 UPDATES = 24
 
 

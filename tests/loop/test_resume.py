@@ -26,6 +26,8 @@ from tapereel.tapes.writer import SegmentWriter
 from .lab import model
 from .micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes
 
+pytestmark = pytest.mark.unguarded  # the replays of a demo guard its agent
+
 
 class Death(BaseException):
     """The process is gone."""

@@ -234,15 +234,39 @@ def test_a_task_of_the_agents_own_is_the_agent_too():
     assert tape.cause.error == "Nondeterministic"
 
 
-def test_the_guard_leaves_nothing_behind():
+@pytest.mark.unguarded
+def test_the_guard_costs_nothing_before_an_agent_acts_and_leaves_nothing_behind():
     before = sys.getprofile()
     with Guard() as outer:
+        assert sys.getprofile() is before
         with Guard():
-            pass
+            play(Uses(lambda: None))
+        assert sys.getprofile() is not before, "a task of the agent's may go on"
         assert time.time() > 0, "only agents are watched"
     assert sys.getprofile() is before
     assert outer.hits == []
     assert issubclass(Nondeterministic, RuntimeError)
+
+
+LATE = """
+import sys, types
+early = sys.modules["early"] = types.ModuleType("early")
+from tapereel.agents import guard
+with guard.Guard():
+    pass
+sys.addaudithook(lambda *event, kept=(early, guard): None)
+class Late:
+    def __del__(self, open=open):
+        open("/dev/null").close()
+early.late = Late()
+del Late, early, guard
+"""
+"""Opens a file when the guard's module has been taken apart."""
+
+
+def test_a_process_that_had_a_guard_ends_without_a_word():
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.unguarded

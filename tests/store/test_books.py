@@ -21,7 +21,10 @@ lab = Lab()
 
 
 def account(*bodies: bytes) -> Books:
-    return BooksFold().add_all(bodies).books()
+    books = BooksFold()
+    for body in bodies:
+        books.add(body)
+    return books.books()
 
 
 def tape(name: str, tokens: int, *, status: str | None = "finished", cause: str | None = None, scored: bool = True,
@@ -134,7 +137,7 @@ def test_attrition_is_told_by_cause_and_length() -> None:
     long = [lab.begin("b"), *(lab.step("b", str(k)) for k in range(5)), lab.end("b", "limit", "seconds")]
     books = account(*tape("a", 5), *long, *tape("c", 2, status="limit", cause="seconds"), *tape("d", 1, status=None))
     assert (books.begun, books.ended, books.open) == (4, 3, 1)
-    (lost,) = books.attrition
+    (lost,) = (end for end in books.ends if not end.trainable)
     assert (lost.status, lost.cause, lost.episodes, lost.sampled) == ("limit", "seconds", 2, 2)
     assert lost.turns == {"1": 1, "4-7": 1}
 
