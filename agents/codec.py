@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from ..tapes.console import UsageError
 from ..tapes.errors import TapereelError
 
 _MARK = "\ufdd0"
@@ -27,7 +28,7 @@ class RenderError(TapereelError, ValueError):
     """A conversation can't be turned into tokens; says which message and what to do."""
 
 
-class NoChatTemplate(RenderError):
+class NoChatTemplate(RenderError, UsageError):
     """The tokenizer has no chat template."""
 
 
@@ -77,6 +78,9 @@ class Codec:
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
         """Ids that plain text never gives; the unknown token is what some plain text gives."""
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids = frozenset(id for id in ids if id is not None)
+        """Ids of single bytes, where the tokenizer has them: what a run of them reads as hangs on all of it."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from ..tapes.arrays import ints
 from ..tapes.records import Message
 from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, SpecialText, common_prefix, digest, plain
+from .listening import Spoken
 from .template import Template, template_text
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
@@ -113,6 +114,7 @@ class Renderer:
         self._framing = self._codec.pattern(self._template.framing)
         self.end_ids: tuple[int, ...] = self._template.end_ids
         """Ids that end an answer, the template's own first."""
+        self._before_end = self._template.ending.removesuffix(self._template.end_text)
         self.tokenizer_hash: str = self._codec.hash
         """SHA-256 (hex) of the tokenizer."""
         self.template_hash: str = self._template.hash
@@ -197,8 +199,11 @@ class Renderer:
         while n and ids[n - 1] in self.end_ids:
             n -= 1
         text = self._codec.decode(ids[:n])
-        before_end = self._template.ending.removesuffix(self._template.end_text)
-        return text.removesuffix(before_end) if n < len(ids) and before_end else text
+        return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
+
+    def spoken(self) -> Spoken:
+        """Reads one completion while it is sampled; what it says adds up to what `decode` says."""
+        return Spoken(self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end)
 
     def probe(self) -> list[str]:
         """What this template would change of history or can't take, a sentence each; for a report at start."""

@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     insight = functools.partial(args.insight, weights=args.weights, tokenizer=args.tokenizer)
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
+    for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
+        if folder is not None and not Path(folder).is_dir():
+            raise UsageError(f"{flag} {folder}: there is no such folder")
     with RunView(args.run, insight=insight) as view:
         if args.out is not None:
             from ..tapes.view.bundle import write_bundle

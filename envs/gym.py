@@ -60,9 +60,10 @@ class CodecNeeded(TapereelError, TypeError):
 class GymEnvironment(Environment[Any]):
     """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a function that makes one.
 
-    A task is None (the start is drawn from `self.rng`), an int (the seed of the start) or a dict (the `options` of
-    gymnasium's `reset`, with `seed` if you like). Every step is scored, since gymnasium's always are; an action outside
-    the action space earns 0.0 and a `GymRefusal`.
+    A task is None (the start is drawn from `self.rng`), an int (the seed of the start) or a dict: the `options` of
+    gymnasium's `reset`, with `seed` if you like, and `make` for arguments of `gymnasium.make` that this task wants
+    (they go before those given here). Every step is scored, since gymnasium's always are; an action outside the action
+    space earns 0.0 and a `GymRefusal`.
     """
 
     blocking = True
@@ -72,7 +73,7 @@ class GymEnvironment(Environment[Any]):
                  metrics: Sequence[str] = (), **make: Any) -> None:  # fmt: skip
         """observe, act: codecs, where the spaces have no plain form. metrics: numbers of gymnasium's `info` to record.
 
-        make: arguments of `gymnasium.make`.
+        make: arguments of `gymnasium.make`, for every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
@@ -85,12 +86,15 @@ class GymEnvironment(Environment[Any]):
         self.metrics = tuple(metrics)
         self.make = make
         self._env: Any = None
+        self._env_make: dict[str, Any] = {}
 
     async def reset(self, task: Any) -> Observation:
-        """Make the environment on the first call, and start it."""
-        if self._env is None:
-            self._env = self._made()
-        seed, options = _start(task)
+        """Make the environment on the first call, and again for a task that wants another; start it."""
+        seed, options, make = _start(task)
+        if self._env is None or make != self._env_make:
+            await self.close()
+            self._env = None
+            self._env, self._env_make = self._made(make), make
         seed = self.rng.getrandbits(31) if seed is None else seed
         observation, _ = self._env.reset(seed=seed, options=options)
         return self._shown(observation)
@@ -113,12 +117,22 @@ class GymEnvironment(Environment[Any]):
         if self._env is not None:
             self._env.close()
 
-    def _made(self) -> Any:
+    def _made(self, make: dict[str, Any]) -> Any:
         if callable(self.env):
+            if make:
+                raise TypeError(f"the task gives gymnasium.make {sorted(make)}, but a function makes this environment; "
+                                "name the environment by its id instead, or leave them out of the task's `make`")
             return self.env()
         import gymnasium
 
-        return gymnasium.make(self.env, **self.make)
+        if not make:
+            return gymnasium.make(self.env, **self.make)
+        try:
+            return gymnasium.make(self.env, **{**self.make, **make})
+        except Exception as error:  # gymnasium hands on whatever the environment's own code raises
+            given = ", ".join(f"{name}={value!r:.80}" for name, value in make.items())
+            raise TypeError(f"gymnasium.make({self.env!r}) refuses what the task gives it ({given}): "
+                            f"{type(error).__name__}: {error}; correct the task's `make`") from error
 
     def _shown(self, observation: Any) -> Observation:
         if self.observe is not None:
@@ -193,14 +207,18 @@ def _no_action(value: JsonValue, space: Any) -> ValueError:
     return ValueError(f"{to_json(value).decode()} is no action here; the actions are {space}")
 
 
-def _start(task: Any) -> tuple[int | None, dict[str, Any] | None]:
-    """Seed and options of `env.reset`."""
+def _start(task: Any) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
+    """Seed and options of `env.reset`, and the task's own arguments of `gymnasium.make`."""
     given = task.private if isinstance(task, Task) else task
     if given is None:
-        return None, None
+        return None, None, {}
     if isinstance(given, int) and not isinstance(given, bool):
-        return given, None
+        return given, None, {}
     if isinstance(given, dict):
         options: dict[str, Any] = dict(given)
-        return options.pop("seed", None), options or None
+        seed, make = options.pop("seed", None), options.pop("make", {})
+        if not isinstance(make, dict):
+            raise TypeError(f"`make` of a task of GymEnvironment is a dict of gymnasium.make's arguments by name, not "
+                            f"{make!r:.80}")
+        return seed, options or None, make
     raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (reset's options), not {given!r:.80}")

@@ -19,7 +19,8 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
-from ..tapes.errors import MissingExtra, TapereelError
+from ..tapes.console import UsageError
+from ..tapes.errors import MissingExtra
 from ..tapes.records import Task
 from .task_files import quiet_datasets, unreadable
 
@@ -27,7 +28,7 @@ Row = Callable[[Any], Any]
 """What one item of a source becomes: a `Task`, or a bare value, which is the private part of one."""
 
 
-class BadTasks(TapereelError, ValueError):
+class BadTasks(UsageError):
     """A source that gives no tasks, or a cursor of other tasks; says which item and why."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ..agents.llm import derive_seed
@@ -51,11 +51,16 @@ except ModuleNotFoundError as error:
     raise MissingExtra(error.name, "demo", "the demo") from error
 
 
+SPARE = 1.25
+"""Tasks that are set aside for each one held out: a split by hash is only about as large as asked for."""
+
+
 class DemoConfig(Config):
     """What the demo does. The defaults are what the README's numbers were made with."""
 
     seed: int = 0
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
+    """The recipe of the improvement; `loop.recipe` follows it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
     context: int = Field(default=64, ge=32)
     """Tokens of prompt and completion together; a whole episode takes about 45."""
@@ -77,6 +82,18 @@ class DemoConfig(Config):
     """Torch threads. One is steady when anything else runs beside; two are faster on an idle machine."""
     trackers: tuple[TrackerName, ...] = ()
     """Draw the metrics there too; metrics.jsonl is always written."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DemoConfig:
+        if self.loop.recipe not in (self.algo, LoopConfig.model_fields["recipe"].default):
+            raise ValueError(f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
+                             "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own")
+        if self.held_out * SPARE >= self.tasks:
+            raise ValueError(f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
+                             "aside: nothing is left to train on; raise tasks or lower held_out")
+        # What is written down is what trains.
+        object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
+        return self
 
 
 class DemoFailed(TapereelError, RuntimeError):
@@ -148,7 +165,7 @@ class Demo:
     def _setup(self, directory: RunDir) -> None:
         config = self.config
         tasks = calculator_tasks(config.tasks, config.seed)
-        share = config.held_out / config.tasks * 1.25
+        share = config.held_out / config.tasks * SPARE
         train, held_out = tasks.split(1 - share, share)
         self.train_tasks, self.held_out = list(train), list(held_out)[: config.held_out]
         if overlap(train, held_out) != 0:

@@ -47,7 +47,7 @@ def write_demo_report(demo: Demo) -> None:
 
 def reward_plot(demo: Demo) -> Plot:
     """Reward per update, with the held-out levels."""
-    curves = [reward_curve("GRPO" if demo.config.algo == "grpo" else "REINFORCE", demo.out / METRICS)]
+    curves = [reward_curve(demo.config.algo.upper(), demo.out / METRICS)]
     shuffled = demo.out / "controls" / "shuffled" / METRICS
     if shuffled.exists():
         curves.append(reward_curve("control: shuffled rewards", shuffled))

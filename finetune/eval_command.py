@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from ..agents.passk import Comparison, Interval, Rewards, Scores, compare, evaluate_rewards
 from ..agents.run import rewards_of, scores_of
 from ..agents.run_command import read_k, score_lines
-from ..tapes.console import Exit, UsageError, answer, safe
+from ..tapes.console import Exit, UsageError, answer, check_target, safe
 from ..tapes.store import Store
 from .plots import Curve, plot_curve
 
@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, and print what it comes to."""
+    check_target("--plot", args.plot)
     with ExitStack() as open_stores:
         store = open_stores.enter_context(Store.open(args.run))
         rewards = _rewards(store, args.run, args.split)

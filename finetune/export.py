@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ..tapes import NotATape, Tape
+from ..tapes import Tape
+from ..tapes.checking import check_split
 from ..tapes.console import Exit, UsageError, answer, say
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Status
@@ -110,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_format(args)
     renderer = _renderer(args.tokenizer) if args.tokenizer is not None else None
     with Store.open(args.run) as store:
+        check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
         done = export(tapes, args.out, agents=args.agents, renderer=renderer)
     if done.without_tokens:
@@ -127,6 +129,7 @@ def _run_format(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         raise UsageError(f"--tokenizer is for --format rows: {args.format} has the tokens that were recorded, or none")
     with Store.open(args.run) as store:
+        check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
         done = write(tapes, args.out, args.format)
     for sentence in done.loses:
@@ -187,4 +190,4 @@ def _renderer(folder: str) -> Any:
     try:
         return Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise NotATape(f"the tokenizer in {folder} can't be used: {error}") from error
+        raise UsageError(f"the tokenizer in {folder} can't be used: {error}") from error

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
+from torch import Tensor
 
 from ..tapes.console import Exit, UsageError
 from ..tapes.errors import TapereelError
@@ -50,8 +51,8 @@ class Difference(BaseModel):
     update: int
     """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
     field: str
-    """`tape`, `recipe`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`, `weights`, `checkpoint` or
-    `taught`."""
+    """`tape`, `recipe`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`, `weights`, `checkpoint`,
+    `trainer` or `taught`."""
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str
@@ -77,6 +78,9 @@ class Reproduction(BaseModel):
     """Versions on the way whose weights have the digest that was published."""
     checkpoints: int = 0
     """Checkpoint files whose weights are those that were derived."""
+    trainers: int = 0
+    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) is the one
+    that was derived; the base has none."""
     tapes: int = 0
     """Tapes that were trained on, each with the digest that its updates pinned."""
     digest: str | None = None
@@ -176,7 +180,7 @@ class _Walk:
         self.files = {one.update: one for one in files}
         self.last = files[-1] if files else None
         self.known = {stored.record.version: stored.record.digest for stored in history.store.run_records("publish")}
-        self.counts = {"published": 0, "checkpoints": 0}
+        self.counts = {"published": 0, "checkpoints": 0, "trainers": 0}
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
@@ -245,14 +249,33 @@ class _Walk:
         if found != self.digest:
             raise _Other(file.update - 1, "checkpoint", f"the weights in {file.path} fold to {found}, base weights and "
                          f"tapes give {self.digest}", self.digest, found)  # fmt: skip
+        self._trainer(file)
         pinned = taught_by(use for use in self.ledger.uses if use.update < file.update)
         if "taught" in file.state and taught != pinned:
             tape = next(name for name in [*taught, *pinned] if taught.get(name) != pinned.get(name))
             raise _Other(file.update - 1, "taught", f"{file.path} was taught by tape {tape} as {taught.get(tape)}, the "
                          f"ledger says {pinned.get(tape)}", list(pinned.get(tape, ())), list(taught.get(tape, ())))
 
+    def _trainer(self, file: Checkpoint) -> None:
+        """Compare the state that the next update goes on from, but for random numbers, which no update draws."""
+        phase, trainer = file.state["phase"], self.history.trainer
+        if not phase:
+            return
+        if trainer is None or phase != self.history.phase:
+            raise _Other(file.update - 1, "trainer", f"{file.path} is of phase {phase!r}, its last update was of "
+                         f"{self.history.phase!r}", self.history.phase, phase)  # fmt: skip
+        try:
+            saved = {name: value for name, value in file.trainer_state().items() if name != "rng"}
+        except BadCheckpoint as error:
+            raise _Other(file.update - 1, "trainer", str(error), None, None) from error
+        derived = trainer.state_dict()
+        for place, then, now in _unlike(saved, {name: derived.get(name) for name in saved}):
+            raise _Other(file.update - 1, "trainer", f"{place} of the trainer's state in {file.path} is {then}, base "
+                         f"weights and tapes give {now}", now, then)  # fmt: skip
+        self.counts["trainers"] += 1
+
     def _differs(self, difference: Difference) -> Reproduction:
-        if self.other and difference.field in ("loss", "grad_norm", "weights", "checkpoint"):
+        if self.other and difference.field in ("loss", "grad_norm", "weights", "checkpoint", "trainer"):
             return self._made("unverifiable", reason=f"update {difference.update} comes out otherwise, but here is "
                               f"{self.other}, where last bits may differ: {difference.sentence}")  # fmt: skip
         return self._made("diverged", difference=difference)
@@ -271,6 +294,20 @@ class _Walk:
     def _equal(more: dict[str, Any]) -> int:
         difference = more.get("difference")
         return max(0, difference.update) if difference is not None else 1 << 62
+
+
+def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
+    """(place, saved, derived) of what isn't the same to the bit; of tensors their digests."""
+    if isinstance(saved, dict) and isinstance(derived, dict):
+        for key in dict.fromkeys([*saved, *derived]):
+            yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(saved, list | tuple) and isinstance(derived, list | tuple) and len(saved) == len(derived):
+        for k, (then, now) in enumerate(zip(saved, derived, strict=True)):
+            yield from _unlike(then, now, f"{place}[{k}]")
+    else:
+        then, now = (weights_digest({"": x}) if isinstance(x, Tensor) else repr(x) for x in (saved, derived))
+        if then != now:
+            yield place, then, now
 
 
 class _Other(TapereelError):

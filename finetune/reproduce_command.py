@@ -43,6 +43,7 @@ def _table(found: Reproduction) -> Any:
         (f"updates applied again, from {safe(found.base)}, bit for bit as recorded", f"{found.updates} of {found.of}"),
         ("versions with the weights that were published", str(found.published)),
         ("checkpoint files with the derived weights", str(found.checkpoints)),
+        ("of these, with the derived state of the optimiser and of all that goes with it", str(found.trainers)),
         ("tapes trained on, each with the pinned digest", str(found.tapes)),
     ):
         made.add_row(name, number)

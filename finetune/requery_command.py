@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.checking import chosen_tapes, tell, torn_tails
+from ..tapes.checking import add_keep_argument, chosen_tapes, tell, torn_tails
 from ..tapes.console import UsageError
 from ..tapes.progress import live_progress
 from ..tapes.verdict import Verdict, Verdicts
@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="a checkpoint or model folder that must have sampled every "
                         "token (default: those of each token's own version, where the run keeps them)")  # fmt: skip
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...)")
+    add_keep_argument(parser)
     parser.add_argument("--tolerance", type=float, metavar="NATS", help="difference of log-probs that is none (1e-4)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads (default 1)")
 
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
                             begun=_begun(args.run))  # fmt: skip
         for k in range(0, len(ids), BATCH):
             tapes = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
-            found += requery(tapes, policies, tolerance=tolerance)
+            verdicts = requery(tapes, policies, tolerance=tolerance)
+            found += [verdict.of(tape) for verdict, tape in zip(verdicts, tapes, strict=True)]
             progress("requery", len(found), len(ids), "")
     verdicts = Verdicts(verb="requery", run=str(args.run), verdicts=tuple(found), torn=tuple(torn),
                         seconds=round(time.perf_counter() - started, 3))  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checking import check_split, torn_tails
-from .console import Exit, UsageError, answer, safe, say
+from .console import Exit, UsageError, answer, check_target, safe, say
 from .progress import Progress, live_progress
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.markdown == STDOUT and args.json:
         raise UsageError("--json and --markdown both write to stdout; name a file: --markdown FILE")
-    if args.markdown not in (None, STDOUT) and not Path(args.markdown).parent.is_dir():
-        raise UsageError(f"--markdown {args.markdown}: there is no folder {Path(args.markdown).parent}")
-    if args.markdown is not None and Path(args.markdown).is_dir():
-        raise UsageError(f"--markdown {args.markdown} is a folder; name a file in it")
+    if args.markdown != STDOUT:
+        check_target("--markdown", args.markdown)
     for name, least in (("limit", 1), ("repeats", 2)):
         value = getattr(args, name)
         if value is not None and value < least:

@@ -16,7 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from .config_yaml import YamlProblem, read_value, read_yaml, write_yaml
 from .console import UsageError
@@ -33,6 +34,16 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _onto_defaults(cls, data: Any) -> Any:
+        """A group that is set in part keeps the rest of the field's default, which the group's own may differ from."""
+        if not isinstance(data, Mapping):
+            return data
+        partly = {name: _merged(_given(info.default), data[name]) for name, info in cls.model_fields.items()
+                  if isinstance(data.get(name), Mapping) and _is_group(info)}  # fmt: skip
+        return {**data, **partly}
+
     @field_validator("*")
     @classmethod
     def _no_secret_in_an_address(cls, value: Any) -> Any:
@@ -41,6 +52,17 @@ class Config(BaseModel):
                              "name the environment variable that holds it: by key_variable where there is one, or in a "
                              "module of your own that this setting names")  # fmt: skip
         return value
+
+
+def _is_group(info: FieldInfo) -> bool:
+    """Whether the field is one model by default, and can be no other."""
+    return isinstance(info.default, BaseModel) and info.annotation is type(info.default)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(below[key], above[key]) for key in below
+            if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)}  # fmt: skip
+    return {**below, **above, **both}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -130,6 +152,8 @@ def _add_file(layers: _Layers, path: Path) -> None:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     if path.suffix == ".toml":
@@ -219,11 +243,13 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
     return len(group) == len(above) and all(k in (name, NAME) for k, name in zip(group, above, strict=True))
 
 
-def _given(value: Any) -> Any:
-    """What was set in Python, and every one-word field, which tells the members of a union apart."""
+def _given(value: Any, whole: bool = False) -> Any:
+    """What was set in Python, and every one-word field, which tells the members of a union apart; all of a group, since
+    what isn't there would be taken from the default of its place."""
     if isinstance(value, BaseModel):
-        return {info.alias or name: _given(getattr(value, name)) for name, info in type(value).model_fields.items()
-                if name in value.model_fields_set or get_origin(info.annotation) is Literal}  # fmt: skip
+        return {info.alias or name: _given(getattr(value, name), _is_group(info))
+                for name, info in type(value).model_fields.items()
+                if whole or name in value.model_fields_set or get_origin(info.annotation) is Literal}  # fmt: skip
     if isinstance(value, dict):
         return {key: _given(item) for key, item in value.items()}
     return value

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Collection, Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
@@ -35,17 +36,25 @@ class Exit(IntEnum):
     UNVERIFIABLE = 2
     """It can't be told from what is there; the answer says what is missing."""
     USAGE = 64
-    """The command line or the configuration makes no sense."""
+    """What was given makes no sense: a word of the command line, a setting, or a file, folder or code that it names."""
 
 
 class UsageError(TapereelError, ValueError):
-    """The caller asked for something that can't be meant; ends the command with `Exit.USAGE`."""
+    """What the caller gave can't be meant; ends the command with `Exit.USAGE`, whichever verb it is."""
 
 
 def check_port(port: int) -> None:
     """UsageError where `--port` is none."""
     if not 0 <= port < 65536:
         raise UsageError(f"--port is {port}; a port is a number from 0 (any free one) to 65535")
+
+
+def check_target(flag: str, path: str | Path | None) -> None:
+    """UsageError where no file can be written at `path`, the value of `flag`; before the work, not after it."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    if path is not None and Path(path).is_dir():
+        raise UsageError(f"{flag} {path} is a folder; name a file in it")
 
 
 class Verb(Protocol):
@@ -75,8 +84,10 @@ def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown
         out.write(_spelled(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False)) + "\n")
     else:
         console = console_for(out)
+        own = console.width
         for item in shown:
             # Sentences go on one line, for grep; a table keeps to the width.
+            console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
@@ -87,6 +98,11 @@ def console_for(out: Any) -> Console:
 
     # Into a file or a pipe there is no width to fit; 140 keeps tables readable.
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
+
+
+NARROWEST = 12
+"""Characters that a column which may break its lines has at least, if it has so many."""
+WIDEST = 10_000
 
 
 def table(*headings: str, fold: Collection[str] = ()) -> Table:
@@ -100,6 +116,23 @@ def table(*headings: str, fold: Collection[str] = ()) -> Table:
         side = "right" if heading.startswith("#") else "left"
         made.add_column(name, justify=side, no_wrap=name not in fold, overflow="fold")
     return made
+
+
+def _least_width(item: RenderableType, console: Console) -> int:
+    """What a table needs at least: a terminal that is narrower breaks its lines, but no number is ever cut short."""
+    from rich.cells import cell_len
+    from rich.table import Table
+
+    if not isinstance(item, Table):
+        return 0
+    for column in item.columns:
+        lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
+        longest = max(map(cell_len, lines), default=0)
+        column.min_width = column.width = longest if column.no_wrap else min(longest, NARROWEST)
+    least = console.measure(item, options=console.options.update(width=WIDEST)).minimum
+    for column in item.columns:
+        column.width = None
+    return least
 
 
 def number(value: float | None) -> str:

@@ -99,7 +99,7 @@ def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
 
     try:
         return {keys: value for keys, value, _ in read_yaml((Path(path) / CONFIG).read_text(encoding="utf-8"))}
-    except (FileNotFoundError, YamlProblem):
+    except (FileNotFoundError, NotADirectoryError, YamlProblem):
         return {}
 
 

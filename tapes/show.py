@@ -10,18 +10,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic_core import from_json
+
 from .console import Exit, UsageError, answer, number, safe, table
 from .records import Status
 from .tape import Tape
-from .transcript import (
-    CallLine,
-    StepLine,
-    TapeSummary,
-    call_lines,
-    episode_rewards,
-    step_lines,
-    summarise,
-)
+from .transcript import CallLine, StepLine, TapeSummary, call_lines, episode_rewards, step_lines, summarise
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
     if path.is_file():
         if args.tape is not None:
             raise UsageError(f"{path} is one tape; name no other beside it")
-        _show_tape(args, Tape.model_validate_json(path.read_bytes()))
+        try:
+            document = from_json(path.read_bytes())
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{path} is no tape that was written as JSON: {error}") from error
+        if not isinstance(document, dict) or "records" not in document:
+            raise UsageError(f"{path} is no tape that was written as JSON: it has no `records`")
+        _show_tape(args, Tape.model_validate(document))
         return Exit.HOLDS
     from .store import Store
 
@@ -149,6 +149,8 @@ def _head(tape: Tape, s: TapeSummary) -> list[Text]:
         lines.append(_text(f"forked from {s.parent}"))
     if s.cause is not None:
         lines.append(_text(f"ended by {s.cause}", "yellow"))
+    if s.raised_at is not None:
+        lines.append(_text(f"raised at {s.raised_at}"))
     if tape.task is not None:
         lines.append(_text(f"task {tape.task}"))
     return lines

@@ -30,7 +30,7 @@ PARQUET_ROWS = 16
 """Decoded at once, which is before they can be measured."""
 
 
-class BadImport(TapereelError, ValueError):
+class BadImport(UsageError):
     """A file that isn't what it should be, or is more than the limits allow; names the place and the cause."""
 
 

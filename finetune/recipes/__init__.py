@@ -41,8 +41,9 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its words."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=2) or sorted(RECIPES)
-        raise NoSuchRecipe(f"there is no recipe {name!r}: take one of {', '.join(near)}")
+        near = difflib.get_close_matches(name, RECIPES, n=2)
+        known = dict.fromkeys([*near, *sorted(RECIPES)])
+        raise NoSuchRecipe(f"there is no recipe {name!r}: take one of {', '.join(known)}")
     return RECIPES[name].but(changes) if changes else RECIPES[name]
 
 

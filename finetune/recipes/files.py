@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...tapes.disk import REAL, put_file
-from .recipe import BadRecipe, Recipe, read
+from ...tapes.errors import TapereelError
+from .recipe import Recipe, read
 
 RECIPES_FILE = "recipes.json"
+
+
+class BrokenRecipes(TapereelError, ValueError):
+    """A run's file of recipes isn't what was written there."""
 
 
 def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
@@ -19,11 +24,11 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe]:
-    """The recipe of each phase; empty where the run has no such file. BadRecipe where it can't be read."""
+    """The recipe of each phase; empty where the run has no such file. BrokenRecipes where it can't be read."""
     path = directory / RECIPES_FILE
     if not path.exists():
         return {}
     try:
         return {phase: read(recipe) for phase, recipe in json.loads(path.read_text(encoding="utf-8")).items()}
     except (ValueError, AttributeError) as error:
-        raise BadRecipe(f"{path} holds no recipes: {error}") from error
+        raise BrokenRecipes(f"{path} holds no recipes: {error}") from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from pydantic import ValidationError, model_validator
 
 from ...tapes.console import UsageError
-from ...tapes.errors import TapereelError
 from ..words import (
     KL,
     PPO,
@@ -34,11 +33,11 @@ from ..words import (
 from ..words.surrogate import MinorNLL
 
 
-class BadRecipe(TapereelError, ValueError):
+class BadRecipe(UsageError):
     """An unknown recipe, an unknown key, or words that contradict each other."""
 
 
-class NoSuchRecipe(BadRecipe, UsageError):
+class NoSuchRecipe(BadRecipe):
     """A name that no recipe has; says which there are."""
 
 
@@ -172,8 +171,24 @@ def _plain(value: Any) -> Any:
 def _sentence(error: Any) -> str:
     where = ".".join(map(str, error["loc"])) or "recipe"
     if error["type"] == "extra_forbidden":
-        valid = list(Recipe.model_fields)
+        valid = [name for name in _keys_beside(error["loc"]) if name != "kind"]
         near = difflib.get_close_matches(str(error["loc"][-1]), valid)
-        hint = f"; did you mean {' or '.join(near)}?" if near and len(error["loc"]) == 1 else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(valid)}" if valid else ""
         return f"unknown key {where!r}{hint}"
     return f"{where}: {error['msg']} (got {error['input']!r})"
+
+
+def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
+    """The keys that the word at `loc`, without its last part, does have; empty where they can't be told."""
+    if len(loc) == 1:
+        return list(Recipe.model_fields)
+    words = list(_words_in(Recipe.model_fields[str(loc[0])].annotation))
+    kinds = words if len(words) == 1 else [w for w in words if loc[-2] in get_args(w.model_fields["kind"].annotation)]
+    return list(kinds[0].model_fields) if len(kinds) == 1 else []
+
+
+def _words_in(annotation: Any) -> Iterator[type[Word]]:
+    if isinstance(annotation, type) and issubclass(annotation, Word):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _words_in(part)

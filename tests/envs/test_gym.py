@@ -83,6 +83,37 @@ def test_a_task_of_another_shape_is_refused():
             _started(GymEnvironment("Blackjack-v1"), wrong)
 
 
+def test_a_task_chooses_what_gymnasium_makes():
+    env = GymEnvironment("FrozenLake-v1", is_slippery=False, map_name="4x4")
+    shapes = []
+    for task in ({"make": {"map_name": "8x8"}, "seed": 1}, None, Task(private={"make": {"desc": ["SFG"]}})):
+        _started(env, task)
+        shapes.append(env._env.unwrapped.desc.shape)
+        assert env._env.unwrapped.P[0][RIGHT] == [(1.0, 1, 0, False)], "what is given for every task still holds"
+    assert shapes == [(8, 8), (4, 4), (1, 3)]
+    asyncio.run(env.close())
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    ({"is_slipery": False, "map_name": "8x8"}, "is_slipery=False, map_name='8x8'"),
+    ({"map_name": "9x9"}, "map_name='9x9'.*KeyError"),
+    ({"id": "Blackjack-v1"}, "id='Blackjack-v1'"),
+    (["8x8"], "not \\['8x8'\\]"),
+])  # fmt: skip
+def test_what_gymnasium_does_not_take_from_a_task_is_named(make: Any, says: str):
+    env = GymEnvironment("FrozenLake-v1")
+    with pytest.raises(TypeError, match=says):
+        _started(env, {"make": make})
+    _started(env)
+    asyncio.run(env.close())
+
+
+def test_a_function_that_makes_the_environment_takes_nothing_from_a_task():
+    env = GymEnvironment(lambda: gymnasium.make("FrozenLake-v1"))
+    with pytest.raises(TypeError, match=r"\['map_name'\], but a function makes"):
+        _started(env, {"make": {"map_name": "8x8"}})
+
+
 class Grid(gymnasium.Env):
     """Records what it is given."""
 

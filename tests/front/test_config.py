@@ -52,6 +52,32 @@ def _refusal(base: type[BaseModel] | BaseModel, file: Path | None = None, *sets:
     return str(caught.value)
 
 
+class Sampled(Config):
+    temperature: float = 1.0
+    most: int = 1000
+
+
+class Looped(Config):
+    updates: int = 1
+    sampled: Sampled = Sampled(most=64)
+
+
+class Demonstrated(Config):
+    looped: Looped = Looped(updates=40)
+    maybe: Looped | None = None
+
+
+def test_a_group_that_is_set_in_part_keeps_the_default_of_its_place(tmp_path: Path):
+    whole = load_config(Demonstrated, None, ["looped.sampled.temperature=0.5"])
+    assert whole.looped == Looped(updates=40, sampled=Sampled(temperature=0.5, most=64))
+    assert load_config(Demonstrated, _file(tmp_path, "a.yaml", dump_config(whole))) == whole
+    opened = load_config(Demonstrated, None, ["maybe.sampled.temperature=0.5"]).maybe
+    assert opened == Looped(sampled=Sampled(temperature=0.5, most=64))
+    mine = Demonstrated(looped=Looped(sampled=Sampled()))
+    assert load_config(mine) == mine, "what is given in Python is given whole"
+    assert load_config(mine, None, ["looped.updates=4"]).looped == Looped(updates=4, sampled=Sampled())
+
+
 def test_a_file_goes_over_python_and_a_setting_over_the_file(tmp_path: Path):
     file = _file(tmp_path, "run.yaml", "seed: 5\ntrain:\n  lr: 1e-4\n")
     config = load_config(Whole(seed=3, train=Optimiser(betas=(0.8, 0.9))), file, ["train.lr=2e-3"])

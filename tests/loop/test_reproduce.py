@@ -20,6 +20,8 @@ from tapereel.tapes.store import Store
 from .lab import WORDS, history_in, model, run, settings_of, tasks
 from .rewrite import repin, rewrite
 
+pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
+
 CONFIG = settings_of(updates=5, checkpoint_every=2, keep_checkpoints=None)
 EDITED = 2
 """The update whose record or tape is edited."""
@@ -58,6 +60,7 @@ def test_a_run_is_verified(trained: Path) -> None:
     found = reproduced(trained)
     assert str(found) == "verified"
     assert (found.exit_code, found.updates, found.of, found.published, found.checkpoints) == (0, 5, 5, 5, 3)
+    assert found.trainers == 3
     last = checkpoints(trained / "checkpoints")[-1]
     assert found.digest == last.state["digest"]
     assert found.tapes == last.state["taught"]["tapes"] == len(last.taught()) > 0
@@ -194,6 +197,41 @@ def _rewrite_state(checkpoint: Checkpoint, weights: dict[str, torch.Tensor]) -> 
     policy.load_state_dict(weights)
     save_checkpoint(checkpoint.path.parent, policy, checkpoint.trainer_state(), checkpoint.state,
                     update=checkpoint.update, taught=checkpoint.taught())  # fmt: skip
+
+
+def moment(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] += 1e-9
+
+
+def steps(state: dict[str, Any]) -> None:
+    state["steps"] += 1
+
+
+def rate(state: dict[str, Any]) -> None:
+    state["optimizer"]["param_groups"][0]["lr"] *= 1.01
+
+
+@pytest.mark.parametrize(("edit", "place"), [(moment, "optimizer.state.0.exp_avg"), (steps, "steps"),
+                                             (rate, "optimizer.param_groups[0].lr")])  # fmt: skip
+def test_what_the_trainer_goes_on_from_is_compared(trained: Path, edit: Callable[[Any], None], place: str) -> None:
+    middle = checkpoints(trained / "checkpoints")[1]
+    state = middle.trainer_state()
+    edit(state)
+    torch.save(state, middle.path / "trainer.pt")
+    verdict = reproduced(trained)
+    assert verdict.difference is not None
+    assert (verdict.exit_code, verdict.difference.update, verdict.difference.field) == (1, 3, "trainer")
+    assert verdict.difference.sentence.startswith(f"{place} of the trainer's state in {middle.path}")
+    assert verdict.difference.recorded != verdict.difference.found
+    assert (verdict.checkpoints, verdict.trainers) == (1, 1), "those before it are as they should be"
+
+
+def test_a_checkpoint_without_a_readable_trainer_is_named(trained: Path) -> None:
+    last = checkpoints(trained / "checkpoints")[-1]
+    (last.path / "trainer.pt").write_bytes(b"no")
+    verdict = reproduced(trained)
+    assert verdict.difference is not None
+    assert (verdict.difference.update, verdict.difference.field) == (4, "trainer")
 
 
 def test_a_checkpoint_that_names_other_teachers(trained: Path) -> None:

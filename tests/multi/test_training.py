@@ -153,7 +153,12 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
         by = {call.call: call.by for call in store.tape(tape).calls}
     assert {by[call]: fate for call, fate in fates.items()}[JUDGE] == {"context"}
     assert answer_of(capsys, "replay", run, tape)["verdicts"][0]["outcome"] == "verified"
-    assert answer_of(capsys, "lab", run, "--recipe", "own", "--recipe", "dr_grpo")["experiments"]
+    for words, lineage in (((), lineages(trained)[0]), (("--policy", "seeker"), seeker)):
+        (found,) = answer_of(capsys, "lab", run, "--recipe", "own", "--recipe", "dr_grpo", *words)["experiments"]
+        assert (found["lineage"], found["version"]) == (lineage, f"{lineage}:2")
+        assert found["lines"][0]["recorded"] is True, "its own weights, trainer and tokens"
+    assert "the players that learned there are seeker" in refusal_of(capsys, "lab", run, "--recipe", "own", "--policy",
+                                                                     "judge")  # fmt: skip
     assert main(["view", run, "--out", str(tmp_path / "view"), "--last", "2"]) == 0
     capsys.readouterr()
     with RunView(trained) as view:

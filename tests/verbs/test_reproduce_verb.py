@@ -10,9 +10,10 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.demo import Demo
+from tapereel.finetune.demo import Demo, DemoConfig
 from tapereel.finetune.explain import Explainer
 from tapereel.finetune.lab import lab
+from tapereel.tapes.config import ConfigError, load_config
 from tapereel.tapes.records import Label
 from tapereel.tapes.store import Store
 
@@ -128,3 +129,13 @@ def test_what_was_added_since_changes_neither_verdict_nor_explanation(trained: P
     assert after == before
     assert any(token.advantage is not None for row in after.rows for token in row.tokens)
     assert answer_of(capsys, "reproduce", str(run))["outcome"] == "verified"
+
+
+def test_a_demo_has_one_recipe_and_writes_down_which():
+    config = DemoConfig(algo="ppo")
+    assert config.loop.recipe == "ppo"
+    assert load_config(DemoConfig, None, ["algo=ppo", "loop.recipe=ppo"]) == config
+    with pytest.raises(ConfigError, match=r"loop\.recipe is 'rloo' and algo is 'grpo'"):
+        load_config(DemoConfig, None, ["loop.recipe=rloo"])
+    with pytest.raises(ConfigError, match="nothing is left to train on"):
+        load_config(DemoConfig, None, ["tasks=64", "held_out=60"])

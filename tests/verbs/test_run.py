@@ -90,6 +90,22 @@ def test_what_broke_is_made_again_once_and_no_more(tmp_path: Path, capsys):
     assert (resumed["recorded"], resumed["episodes"]) == (0, 50)
 
 
+def test_what_ended_episodes_is_told_with_its_place_and_a_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    scene = ("--agent", f"{WORLD}:trips_over_nines", "--env", f"{WORLD}:BrokenForThree", "--tasks", f"{EXAMPLE}:tasks")
+    words = ("run", *scene, *SCRIPT, "--set", "count=100")
+    first, second = answer_of(capsys, *words, "--out", str(tmp_path / "a"))["faults"]
+    assert (first["cause"], first["error"], first["episodes"]) == ("environment", "OSError: the world broke", 20)
+    assert (second["cause"], second["error"], second["episodes"]) == ("agent", "ValueError: nine", 10)
+    for fault in (first, second):
+        assert fault["raised_at"].startswith(WORLD)
+        assert fault["tape"] in {tape.id for tape in tapes_of(tmp_path / "a")}
+    assert main([*words, "--out", str(tmp_path / "b")]) == 0
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert f"10 x error of the agent: ValueError: nine ({second['raised_at']}), first on tape " in told
+    assert main(["show", str(tmp_path / "a"), second["tape"]]) == 0
+    assert f"raised at {second['raised_at']}" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_a_run_of_which_nothing_is_of_use_is_broken(tmp_path: Path, capsys):
     scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Broken", "--tasks", f"{WORLD}:few")
     found = answer_of(capsys, "run", *scene, *SCRIPT, "--set", "refills=0", "--out", str(tmp_path / "r"), code=1)
@@ -156,7 +172,7 @@ def test_a_broken_model_directory_is_a_sentence(model: str, tmp_path: Path, caps
     import shutil
 
     def refused(name: str) -> str:
-        return refusal_of(capsys, "run", *SCENE, "--model", str(tmp_path / name), "--out", str(tmp_path / "r"), code=1)
+        return refusal_of(capsys, "run", *SCENE, "--model", str(tmp_path / name), "--out", str(tmp_path / "r"))
 
     (tmp_path / "empty").mkdir()
     assert "the tokenizer in" in refused("empty")
