@@ -93,6 +93,8 @@ class EmbeddedConfig(Config):
     """Where the model computes, and is trained: `cpu`, `cuda`, `cuda:1` ...; `auto`: a GPU where torch finds one."""
     attention: Attention | None = None
     """How it computes its attention in training; None: as transformers chooses. It samples with `sdpa` or `eager`."""
+    lora: AdapterConfig | None = None
+    """Train these adapters in place of the model's own weights."""
     threads: int = Field(default=1, ge=1)
     """Torch threads. One is steady when anything else runs beside."""
 
@@ -322,6 +324,9 @@ def _embedded(config: EmbeddedConfig) -> Made:
         from .embedded import EmbeddedEngine
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
+    if config.lora is not None:
+        raise UsageError("engine.lora says which adapters are trained, and nothing is trained here: leave it out; to "
+                         "sample with trained ones, give their folder as engine.model")  # fmt: skip
     torch.set_num_threads(config.threads)
     found = load_pretrained(config.model, device=config.device, attention=samples_with(config.attention))
     digest = weights_digest(found.model.state_dict())

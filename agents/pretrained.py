@@ -7,6 +7,7 @@ Knows nothing of engines and of training.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,15 +26,20 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 """How a model of transformers computes its attention. The flash kinds take a GPU and a package of their own."""
 
 
+ADAPTERS = "adapter_config.json"
+"""What peft calls the file that says which model adapters are for."""
+
+
 class BadModel(UsageError):
     """A directory that holds no usable model or tokenizer; says which and why."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model in float32, and its tokenizer."""
+    """A causal language model in float32, or one under trained adapters (peft), and its tokenizer."""
 
     model: PreTrainedModel
+    """Or peft's, which is used alike."""
     tokenizer: Any
 
 
@@ -42,6 +48,14 @@ def load_pretrained(folder: str | Path, *, device: str = "cpu", attention: Atten
     UsageError where there is no such folder or device, BadModel where it holds none."""
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
+    base = _base_of(Path(folder))
+    model = _loaded(folder if base is None else base, attention)
+    if base is not None:
+        model = _adapted(model, folder)
+    return Pretrained(placed(model.eval(), where), tokenizer)
+
+
+def _loaded(folder: str | Path, attention: Attention | None) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +71,35 @@ def load_pretrained(folder: str | Path, *, device: str = "cpu", attention: Atten
     if missing:
         raise BadModel(f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
                        "be random; save it with model.save_pretrained")  # fmt: skip
-    return Pretrained(placed(model.eval(), where), tokenizer)
+    return model
+
+
+def _base_of(folder: Path) -> str | None:
+    """The folder of the model that the adapters in `folder` are for; None where it holds a whole model."""
+    about = folder / ADAPTERS
+    if not about.is_file():
+        return None
+    try:
+        base = json.loads(about.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadModel(f"{about} doesn't say which model its adapters are for: {type(error).__name__}: "
+                       f"{error}") from error  # fmt: skip
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise BadModel(f"the adapters in {folder} are for the model in {base!r}, which is no folder here: bring it "
+                       f"there, or name its place as base_model_name_or_path in {about}")  # fmt: skip
+    return base
+
+
+def _adapted(model: Any, folder: str | Path) -> Any:
+    """The model under the adapters in `folder`, as they were trained: beside its weights, not merged into them."""
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "peft", "lora", f"the adapters in {folder}") from error
+    try:
+        return PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    except Exception as error:  # whatever peft makes of a broken folder
+        raise BadModel(f"the adapters in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
 def device_of(name: str) -> torch.device:

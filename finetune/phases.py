@@ -26,9 +26,13 @@ def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
 
-def frozen(model: Any) -> nn.Module | Literal["adapters-off"]:
-    """What a recipe may compare with: the model that the run begins with. Fresh adapters add nothing, so the model below
-    them is that one, and no copy is kept."""
+Frozen = nn.Module | Literal["adapters-off"]
+"""A model that nothing changes: one of its own, or the one below the adapters of what is trained."""
+
+
+def frozen(model: Any) -> Frozen:
+    """What a recipe may compare with: the model that the run begins with. Fresh adapters add nothing, so the model
+    below them is that one, and no copy is kept."""
     return "adapters-off" if hasattr(model, "disable_adapter") else copy.deepcopy(model).eval()
 
 
@@ -44,7 +48,7 @@ class Phases:
     warm: WarmStartConfig
 
     def __post_init__(self) -> None:
-        self._reference = frozen(self.model) if self.recipe.needs_reference else None
+        self._reference: Frozen | None = frozen(self.model) if self.recipe.needs_reference else None
         if self.loop.critic is not None and not self.recipe.needs_value:
             raise BadRecipe(f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
                             "it out, or take a recipe with credit 'gae', as `ppo`")

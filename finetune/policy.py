@@ -73,12 +73,9 @@ def load_policy(engine: TrainedConfig, seed: int) -> Policy:
     device = device_of(engine.device)
     found = load_pretrained(engine.model, attention=engine.attention)
     renderer = engine.renderer.make(found.tokenizer)
-    if isinstance(engine, EmbeddedConfig):
-        model, servers = found.model, None
-    else:
-        # Adapters are drawn on the CPU: the same ones whatever trains them.
-        model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
-        servers = partial(connect_to, engine, weights=True)
+    # Adapters are drawn on the CPU: the same ones whatever trains them.
+    model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
+    servers = None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True)
     return Policy(placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention,
                   servers)  # fmt: skip
 

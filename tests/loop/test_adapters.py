@@ -4,11 +4,16 @@ tests/contract has the real one."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tapereel.agents.pretrained import BadModel, load_pretrained
+from tapereel.agents.weight_config import AdapterConfig, add_adapters
+from tapereel.cli import main
 from tapereel.finetune.reproduce import reproduce
 from tapereel.finetune.train import TrainConfig, train
 
@@ -50,3 +55,55 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
     assert about["base_model_name_or_path"] == str(folder)
     again = reproduce(tmp_path / "run")
     assert again.outcome == "verified", again
+
+
+def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, run = tmp_path / "model", tmp_path / "run"
+    model().save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+    scene = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters"}
+    config = TrainConfig.model_validate({
+        **scene, "tasks": ["a", "b", "c", "d"], "evaluation": {"fraction": 0.25},
+        "engine": {"kind": "embedded", "model": str(folder), "lora": {"rank": 2}},
+        "loop": {**settings_of(updates=3, max_lag=0, checkpoint_every=1).model_dump(), "keep_checkpoints": None},
+    })  # fmt: skip
+    summary, resumed = [train(config, run, resume=resume) for resume in (False, True)]
+    assert (summary.updates, summary.books_close, resumed.updates) == (3, True, 3)
+    assert {path.name for path in Path(summary.model).glob("adapter_*")} == {"adapter_config.json",
+                                                                             "adapter_model.safetensors"}
+    assert reproduce(run).outcome == "verified"
+    # Of the first update's, only the seed of the fresh adapters is known.
+    assert main(["requery", str(run), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    outcomes = Counter(verdict["outcome"] for verdict in told["verdicts"])
+    assert outcomes["diverged"] == 0
+    assert outcomes["verified"] > outcomes["unverifiable"] / 2 > 0
+
+    found = load_pretrained(summary.model).model
+    trained = torch.load(run / "checkpoints" / "update-000003" / "policy.pt", weights_only=True)
+    assert {name: tensor.tolist() for name, tensor in found.state_dict().items()} == \
+        {name: tensor.tolist() for name, tensor in trained.items()}  # fmt: skip
+    words = ["run", "--agent", scene["agent"], "--env", scene["env"], "--tasks", '["a", "b"]', "--out"]
+    assert main([*words, str(tmp_path / "again"), "--model", summary.model]) == 0
+    assert main([*words, str(tmp_path / "no"), "--model", str(folder), "--set", "engine.lora.rank=2"]) == 64
+    assert "give their folder as engine.model" in capsys.readouterr().err
+
+
+def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) -> None:
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    model().save_pretrained(folder)
+    base = load_bare(folder)
+    add_adapters(base, AdapterConfig(rank=2)).save_pretrained(adapters)
+    WORDS.save_pretrained(adapters)
+    assert load_pretrained(adapters).model.peft_config
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(BadModel, match="model', which is no folder here"):
+        load_pretrained(adapters)
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(BadModel, match="doesn't say which model"):
+        load_pretrained(adapters)
+
+
+def load_bare(folder: Path) -> Any:
+    WORDS.save_pretrained(folder)
+    return load_pretrained(folder).model
