@@ -53,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="what vLLM prints (default: vllm.log)")
     parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="seconds it may take to come up")
     parser.add_argument("--slots", type=int, default=64, help="completions sampled at once, embedded (default: 64)")
-    parser.add_argument("--device", default="auto", metavar="NAME", help="where the embedded engine computes: cpu, cuda, "
-                        "cuda:1 ... (default: a GPU where there is one)")  # fmt: skip
+    parser.add_argument("--device", default="auto", metavar="NAME", help="where the embedded engine computes: cpu, "
+                        "cuda, cuda:1 ... (default: a GPU where there is one)")  # fmt: skip
     parser.add_argument("--options", default="", metavar="FLAGS", help="further flags of vLLM's server, as one word")
 
 

@@ -85,7 +85,7 @@ def _with_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> int:
             added[name] += len(fresh)
             compared = verdict.checked.get("rewards") or verdict.outcome == "diverged"
             if compared or not fresh:
-                verdicts.append(verdict)
+                verdicts.append(verdict.of(tape))
             progress("rescore", k + 1, len(names), f"{added.total():,} added")
         store.writer.sync()
     found = Verdicts(verb="rescore", run=str(args.run), verdicts=tuple(verdicts),

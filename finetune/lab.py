@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,7 +36,7 @@ from ..tapes.store import Store
 from .checkpoint import checkpoint_folders, checkpoints
 from .history import History
 from .past import Past
-from .phases import frozen
+from .phases import Frozen, frozen
 from .plan import Batch, Plan
 from .recipes import Recipe, get_recipe
 from .redo import apply_again, as_read, with_threads
@@ -229,7 +229,7 @@ class _Bench:
         self.decode: Callable[[int], str] = lambda token: str(past.training.tokenizer.decode([token]))
         every = [past.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
-        self.reference: torch.nn.Module | Literal["adapters-off"] | None = frozen(past.history.model) if wants else None
+        self.reference: Frozen | None = frozen(past.history.model) if wants else None
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history

@@ -24,8 +24,8 @@ tapereel requery runs/digits 019a3c --model runs/digits-model --json
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", help="ids of tapes, or their first characters; without any, all that a "
-                        "model sampled")  # fmt: skip
+    parser.add_argument("tape", nargs="*", default=[], help="ids of tapes, or their first characters; without any, "
+                        "all that a model sampled")  # fmt: skip
     parser.add_argument("--model", metavar="DIR", help="a checkpoint or model folder that must have sampled every "
                         "token (default: those of each token's own version, where the run keeps them)")  # fmt: skip
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...)")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -31,6 +32,10 @@ FOLDER = "trackers"
 """Below the run directory."""
 ROLLOUT = frozenset({"reward", "episodes", "turns", "lag", "truncated", "stale_tokens", "filtered_tokens"})
 """Keys of a line that tell of what was sampled; so do those that begin with these and a slash."""
+
+
+_UNNAMED = re.compile(r"[^\w.\- :/]")
+"""What no name of a metric may have in mlflow."""
 
 
 class Point(NamedTuple):
@@ -176,5 +181,7 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 
 
 def _log(name: str, tracker: Tracker, point: Point) -> None:
+    if name == "mlflow":  # it refuses a point whole for one name with another character, as of `reward@agent`
+        point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
     # wandb has one count of its own for all axes, which must never go back; each axis brings its step as a number.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

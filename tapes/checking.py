@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import UsageError, answer, safe, table
+from .console import UsageError, answer, safe, say, table
 from .progress import live_progress
 from .verdict import Divergence, Verdict, Verdicts
 
@@ -32,6 +32,9 @@ SHOWN = 20
 """Verdicts that are shown to people one by one; `--json` has them all."""
 
 
+GIVEN = ("agent", "env", "reward", "model", "layer", "mask", "tolerance", "no_guard")
+"""Arguments that say against what the tapes were checked; kept with the verdicts where they were given."""
+
 Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
 """Picklable: makes, in each process, the check of a tape of an open store."""
 
@@ -39,11 +42,19 @@ Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
 def add_tape_arguments(parser: argparse.ArgumentParser, *, turn: bool = False) -> None:
     """Which tapes, and how."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", help="ids of tapes, or their first characters; without any, all that ended")
+    parser.add_argument("tape", nargs="*", default=[],
+                        help="ids of tapes, or their first characters; without any, all that ended")  # fmt: skip
     if turn:
         parser.add_argument("--turn", type=int, metavar="K", help="this turn alone, counted from 0")
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
+    add_keep_argument(parser)
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as it pays to start)")
+
+
+def add_keep_argument(parser: argparse.ArgumentParser) -> None:
+    """Whether the verdicts stay."""
+    parser.add_argument("--no-keep", action="store_true",
+                        help="leave no file with the verdicts in the run, for `tapereel view`")  # fmt: skip
 
 
 def check_run(args: argparse.Namespace, verb: str, plan: Plan) -> Verdicts:
@@ -111,13 +122,29 @@ def _work(run: Path, plan: Plan, ids: Sequence[str]) -> Iterator[Verdict]:
         check = plan(store)
         store.refresh()
         for name in ids:
-            yield check(store.tape(name, refresh=False))
+            tape = store.tape(name, refresh=False)
+            yield check(tape).of(tape)
 
 
 def tell(args: argparse.Namespace, verdicts: Verdicts, *more: RenderableType, data: Any = None) -> int:
-    """Print the verdicts, and give the exit code. `data`: more fields of the JSON object."""
-    answer(args, {**verdicts.model_dump(mode="json"), **(data or {})}, *_shown(verdicts), *more)
+    """Keep the verdicts beside the run's tapes, print them, and give the exit code. `data`: more fields of the JSON
+    object."""
+    kept = None if args.no_keep else _keep(args, verdicts)
+    answer(args, {**verdicts.model_dump(mode="json"), **(data or {}), "kept": kept}, *_shown(verdicts), *more)
     return verdicts.exit_code
+
+
+def _keep(args: argparse.Namespace, verdicts: Verdicts) -> str | None:
+    """Where they were kept; None where nothing was, and why is said."""
+    from .verdicts import keep_verdicts
+
+    given = {name: str(value) for name in GIVEN if (value := getattr(args, name, None))}
+    try:
+        path = keep_verdicts(Path(args.run), verdicts, given)
+    except OSError as error:
+        say(f"the verdicts are not kept, so `tapereel view` will not show them: {error.strerror or error}: {args.run}")
+        return None
+    return None if path is None else str(path)
 
 
 def _shown(verdicts: Verdicts) -> Iterator[RenderableType]:

@@ -11,12 +11,15 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 from pydantic_core import to_jsonable_python
 
 from .console import Exit
+
+if TYPE_CHECKING:
+    from .tape import Tape
 
 CLIP = 4000
 """Characters of a value that a divergence keeps; a longer one is cut around the first difference."""
@@ -103,6 +106,8 @@ class Verdict(BaseModel):
     """`replay`, `reexec`, `rescore` or `requery`."""
     tape: str
     outcome: Literal["verified", "diverged", "unverifiable"]
+    digest: str | None = None
+    """Of the tape as it was checked; None while it has no end."""
     divergence: Divergence | None = None
     """Where it diverged; None for the other outcomes."""
     reason: str | None = None
@@ -117,6 +122,10 @@ class Verdict(BaseModel):
     """Numbers that come with the verdict, such as the largest difference of log-probs."""
     proposed: dict[str, str | None] = {}
     """Fields that vary from one execution to the next -> what to declare of them (`Environment.varies`)."""
+
+    def of(self, tape: Tape) -> Verdict:
+        """It, with the digest of the tape that it speaks of."""
+        return self.model_copy(update={"digest": tape.digest if tape.closed else None})
 
     def __str__(self) -> str:
         if self.divergence is not None:

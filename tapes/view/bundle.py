@@ -20,7 +20,7 @@ from ..errors import TapereelError
 from ..index import Summary
 from .files import BUNDLE_POLICY, WORKER, static_files
 from .run_view import PAGE, RunView
-from .table import SHARD, columns
+from .table import SHARD
 
 SHARD_BYTES = 512 * 1024
 """A shard of tapes is closed when it is as large."""
@@ -53,7 +53,7 @@ def write_bundle(view: RunView, out: Path, *, tapes: Sequence[str] = (), last: i
     files.data("worker", {"worker": static_files()[WORKER][1].decode()})
     for k in range(0, len(rows), SHARD):
         part = rows[k : k + SHARD]
-        files.data(f"table-{k // SHARD}", {"table": columns(part, view.store.index.versions(row.id for row in part))})
+        files.data(f"table-{k // SHARD}", {"table": view.columns(part)})
     _write_curve(view, files, {row.id for row in rows})
     _write_tapes(view, files, rows)
     return {"index": str(out / "index.html"), "tapes": len(rows), "files": files.count, "bytes": files.bytes,

@@ -53,6 +53,11 @@ class Live:
             return None, now
         return {tape for n, tapes in self._log if n > int(number) for tape in tapes}, now
 
+    def touched(self, tapes: set[str]) -> None:
+        """Something beside their records is new."""
+        self._rev += 1
+        self._log.append((self._rev, frozenset(tapes)))
+
     def _oldest(self) -> int:
         return self._log[0][0] - 1 if self._log else self._rev
 
@@ -69,5 +74,4 @@ class Live:
             tapes |= {tape for tape, _ in written if tape}
             self.training = self.training or any(t in ("use", "void") for _, t in written)
         self.grown |= tapes
-        self._rev += 1
-        self._log.append((self._rev, frozenset(tapes)))
+        self.touched(tapes)

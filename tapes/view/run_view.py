@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from ..index import Summary
 from ..media import references
 from ..records import Call, parse_record
 from ..store import Store
+from ..verdicts import Checks
 from ..verify import verify
 from .calls import call_detail
 from .integrity import quick, whole
@@ -38,6 +39,12 @@ SEARCHED = 1_000_000
 """Characters of one text that a search looks at."""
 SEARCHED_AT_ONCE = 4_000_000
 """Characters of all the texts in one answer to a search; at least one tape is in it."""
+
+
+DIGESTED = 20_000
+"""Records of the longest tape that is read whole to see whether a check was of what it is now."""
+CHECKS, DIFF = 20, 40
+"""Newest checks of a tape, and lines of what differs, that are shown."""
 
 
 class Insight(Protocol):
@@ -67,6 +74,8 @@ class RunView:
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
         self._uses: Uses | None = None
+        self.checks = Checks(self.store.path)
+        self.checks.refresh()
         self.live = Live(self.store)
 
     def __enter__(self) -> RunView:
@@ -79,28 +88,39 @@ class RunView:
 
     def overview(self) -> dict[str, Any]:
         """What the page needs before anything else."""
+        self._look_for_checks()
         rev = self.live.now()
         segments = self.store.index.segments()
         return {
             "run": safe(os.path.basename(os.path.abspath(self.store.path))), "path": safe(str(self.store.path)),
             "tapes": len(self.store.index.rewards()), "records": sum(segment.n for segment in segments),
-            "shard": SHARD, "page": PAGE, "piece": PIECE, "rev": rev,
-            "integrity": quick(self.store, self.live.breaks),
+            "shard": SHARD, "page": PAGE, "piece": PIECE, "rev": rev, "integrity": self._integrity(),
         }  # fmt: skip
+
+    def _integrity(self) -> dict[str, Any]:
+        found = quick(self.store, self.live.breaks)
+        found["holes"] += self.checks.problems
+        return found
+
+    def _look_for_checks(self) -> None:
+        tapes = self.checks.refresh()
+        if tapes:
+            self.live.touched(tapes)
 
     def table(self, shard: int) -> dict[str, Any]:
         """The columns of the tapes number `shard * SHARD` and following, in the order in which they began."""
         rows = self.store.index.tapes("1", (), limit=SHARD, offset=shard * SHARD)
-        return {"from": shard * SHARD, **self._columns(rows)}
+        return {"from": shard * SHARD, **self.columns(rows)}
 
     def changes(self, rev: str) -> dict[str, Any]:
         """What was written since `rev`: the rows that are new or differ, and the next `rev`. `reset`: begin anew."""
+        self._look_for_checks()
         ids, now = self.live.since(rev)
         if ids is None:
             return {"rev": now, "reset": True}
-        found = {"rev": now, "reset": False, **self._columns(self.store.index.among(ids))}
+        found = {"rev": now, "reset": False, **self.columns(self.store.index.among(ids))}
         if ids or self.live.training:
-            found["integrity"] = quick(self.store, self.live.breaks)
+            found["integrity"] = self._integrity()
         if self.live.training:
             self._uses, self.live.training = None, False
             if self._insight is not None:
@@ -108,8 +128,9 @@ class RunView:
             found["training"] = True
         return found
 
-    def _columns(self, rows: list[Summary]) -> dict[str, Any]:
-        return columns(rows, self.store.index.versions(row.id for row in rows))
+    def columns(self, rows: Sequence[Summary]) -> dict[str, Any]:
+        """The columns of these rows of the table."""
+        return columns(rows, self.store.index.versions(row.id for row in rows), self.checks.summary)
 
     @property
     def uses(self) -> Uses:
@@ -141,7 +162,9 @@ class RunView:
 
     def verify(self) -> dict[str, Any]:
         """Read every line of the run. Takes as long as that takes; safe to run in another thread."""
-        return whole(verify(self.store.path))
+        found = whole(verify(self.store.path))
+        found["holes"] += self.checks.problems
+        return found
 
     # One tape
 
@@ -178,7 +201,29 @@ class RunView:
             "inherited": tape_map.inherited, "holes": tape_map.holes, "episode": tape_map.episode,
             "components": _components(tape_map), "taken": self.uses.taken_by(tape),
             "children": [found.id for found in self.store.index.tapes("parent = ?", (tape,))],
+            "checks": self._checks(tape_map),
         }  # fmt: skip
+
+    def _checks(self, tape_map: TapeMap) -> list[dict[str, Any]]:
+        """What checks said of the tape, newest first; `fits`: whether of what is on it now, None where that was not
+        looked at."""
+        kept = self.checks.of(tape_map.tape)
+        digest = self._digest(tape_map) if kept else None
+        return [{
+            "verb": check.verb, "at": check.at, "turn": check.turn, "given": check.given, "outcome": verdict.outcome,
+            "says": str(verdict), "checked": verdict.checked, "not_checked": list(verdict.not_checked),
+            "fits": None if digest is None else verdict.digest == digest,
+            **({"field": d.field, "cause": d.cause.value, "step": d.step, "call": d.call, "where": d.where,
+                "diff": d.diff[:DIFF]} if (d := verdict.divergence) is not None else {}),
+        } for check, verdict in kept[:CHECKS]]  # fmt: skip
+
+    def _digest(self, tape_map: TapeMap) -> str | None:
+        if len(tape_map.places) > DIGESTED:
+            return None
+        try:
+            return self.store.tape(tape_map.tape, refresh=False).digest
+        except (TapereelError, OSError):
+            return None  # the transcript shows what can't be read
 
     def items(self, tape: str, page: int) -> dict[str, Any]:
         """One page of the transcript."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..index import Summary
@@ -11,8 +11,9 @@ SHARD = 8_192
 """Tapes in one piece of the table."""
 
 
-def columns(summaries: Sequence[Summary], versions: dict[str, list[str]]) -> dict[str, Any]:
-    """The columns of these tapes; `versions` are those that sampled each."""
+def columns(summaries: Sequence[Summary], versions: dict[str, list[str]],
+            checks: Callable[[str], str]) -> dict[str, Any]:  # fmt: skip
+    """The columns of these tapes; `versions` are those that sampled each, `checks` says what checks of it came to."""
     return {
         "n": len(summaries),
         "id": [s.id for s in summaries],
@@ -27,6 +28,7 @@ def columns(summaries: Sequence[Summary], versions: dict[str, list[str]]) -> dic
         "env": coded(s.env or "" for s in summaries),
         "version": coded(", ".join(versions.get(s.id, ())) for s in summaries),
         "parent": coded(s.parent or "" for s in summaries),
+        "checks": coded(checks(s.id) for s in summaries),
         "begun": [s.begun for s in summaries],
         "seconds": [s.ended - s.begun if s.ended is not None and s.begun is not None else None for s in summaries],
         "turns": [s.actions for s in summaries],

@@ -69,6 +69,7 @@ def test_too_many_misreadings_are_the_agents_error():
     assert "'b'" in tape.cause.message
 
 
+@pytest.mark.ledger("X11")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -99,6 +100,7 @@ def test_tools_are_spelled_out_once_per_tape():
     assert second.schemas is None
 
 
+@pytest.mark.ledger("X11")
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

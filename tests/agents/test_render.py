@@ -66,7 +66,7 @@ def renderer() -> Renderer:
 LEDGER = json.loads((Path(__file__).parents[1] / "ledger" / "rendering.json").read_text("utf-8"))["cases"]
 
 
-@pytest.mark.ledger("T13", "T14", "T30", "T31")
+@pytest.mark.ledger("T13", "T14", "T30", "T31", "X10")
 @pytest.mark.parametrize("case", LEDGER, ids=lambda case: case["name"])
 def test_the_ids_and_targets_of_the_ledger(renderer: Renderer, case: dict[str, Any]) -> None:
     prompts, tape = episode(renderer, case["turns"])
@@ -84,6 +84,7 @@ def test_a_first_prompt_costs_a_role_token_the_characters_and_an_end_token_a_mes
     assert rendered.new == rendered.ids
 
 
+@pytest.mark.ledger("X10")
 def test_the_next_prompt_keeps_every_sampled_id_and_encodes_only_what_came_after(renderer: Renderer) -> None:
     first = renderer.prompt([say("user", "1+2")])
     track = answer(renderer, first, [*chars("c1+2"), END])

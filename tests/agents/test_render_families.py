@@ -46,7 +46,7 @@ def encode(name: str, text: str) -> list[int]:
     return tokenizer(name).encode(text, add_special_tokens=False)
 
 
-@pytest.mark.ledger("T31")
+@pytest.mark.ledger("T31", "X10")
 @pytest.mark.parametrize("history", ["sampled", "template"])
 @pytest.mark.parametrize("name", KEEPS_ANSWERS)
 def test_spliced_ids_equal_the_whole_conversation_encoded_at_once(name: str, history: Any) -> None:
@@ -243,6 +243,7 @@ SAID = {
 }
 
 
+@pytest.mark.ledger("X11")
 @pytest.mark.parametrize("name", SAID)
 def test_a_tool_call_that_an_engine_parsed_is_kept_as_it_was_sampled(name: str) -> None:
     """The template would space the JSON differently; `reply` has the call in chat form and no text."""

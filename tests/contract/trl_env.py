@@ -1,10 +1,10 @@
-"""Make the environment in which TRL's own trainer runs with our recorder, and the real classes of other formats read
-what we export.
+"""Make the environment in which TRL's own trainer runs with our recorder, the real classes of other formats read what
+we export, and wandb, trackio and mlflow draw a run of ours.
 
     python tests/contract/trl_env.py             (into .contract/trl; does nothing where it is there already)
 
-About 1.5 GB. It is apart because TRL and verifiers pin versions of their own. OpenEnv comes without what it depends on:
-only its classes for traces are used.
+About 2.2 GB. It is apart because TRL, verifiers and mlflow pin versions of their own. OpenEnv comes without what it
+depends on: only its classes for traces are used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ STEPS = [
     ["install", "--quiet", "trl==1.16.0", "transformers==5.20.2", "jmespath", "pydantic", "pyyaml", "rich"],
     ["install", "--quiet", "verifiers==0.1.14"],
     ["install", "--quiet", "--no-deps", "openenv==0.10.0"],
+    # matplotlib is what `train` needs beside them.
+    ["install", "--quiet", "wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2", "matplotlib==3.11.2"],
     ["install", "--quiet", "--no-deps", "--editable", str(ROOT)],
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -31,14 +33,17 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_
 
 
 def main() -> None:
-    if DONE.exists():
+    made = "\n".join(map(" ".join, STEPS))
+    if DONE.exists() and DONE.read_text() == made:
         print(f"{FOLDER} is there already")
         return
-    venv.create(FOLDER, with_pip=True, clear=True)
+    DONE.unlink(missing_ok=True)
+    if not PYTHON.exists():
+        venv.create(FOLDER, with_pip=True)
     for step in STEPS:
         print("pip", *step, flush=True)
         subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
-    DONE.touch()
+    DONE.write_text(made)
 
 
 if __name__ == "__main__":

@@ -88,10 +88,12 @@ def assert_serves(server: McpServer) -> None:
     assert offer["function"]["parameters"]["required"] == ["word"]
 
 
+@pytest.mark.ledger("X11")
 def test_a_server_over_stdio():
     assert_serves(over_stdio(limit=1000))
 
 
+@pytest.mark.ledger("X11")
 def test_a_server_over_http(address: str):
     assert_serves(McpServer.http(address, limit=1000))
 

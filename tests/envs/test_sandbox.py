@@ -256,6 +256,7 @@ def test_a_user_without_privileges_has_it_too(isolation: str, tmp_path: Path):
         subprocess.run(["rm", "-rf", folder], check=True, timeout=60)
 
 
+@pytest.mark.ledger("X11")
 def test_an_agent_programs_in_it_and_its_folder_goes_with_the_episode():
     folders: list[Path] = []
 

@@ -69,6 +69,7 @@ def results(tape: Tape) -> list[tuple[str, str, bool]]:
     return [(r.name, r.content, r.error) for step in tape if isinstance(step, ToolResults) for r in step.results]
 
 
+@pytest.mark.ledger("X11")
 def test_a_functions_hints_and_docstring_are_its_schema():
     made = tool(add)
     assert (made.name, made.description) == ("add", "Add two numbers.\n\nThey may be negative.")
@@ -114,6 +115,7 @@ def test_what_can_be_no_tool_is_refused_with_the_reason():
         ToolEnvironment([], parallel=0)
 
 
+@pytest.mark.ledger("X11")
 def test_an_agent_calls_tools_and_answers():
     asked: list[Request] = []
 

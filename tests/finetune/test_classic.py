@@ -149,7 +149,7 @@ def test_a_recipe_that_whitens_over_tokens_sees_the_tokens_of_the_whole_dataset(
         assert got["rewards"] == data["rewards"]
 
 
-@pytest.mark.ledger("F07")
+@pytest.mark.ledger("F07", "X10")
 def test_a_token_is_a_target_iff_its_characters_overlap_a_span():
     case = ROWS["F07"]
     assert span_labels(case["ids"], case["offsets"], case["spans"]) == case["expected"]

@@ -261,7 +261,7 @@ def check_splits(tape: Tape, made: list[Row]) -> None:
         spoke.add(call.by)
 
 
-@pytest.mark.ledger("F08", "T30", "T31")
+@pytest.mark.ledger("F08", "T30", "T31", "X10")
 @pytest.mark.parametrize("make", [plain, spliced, thinking])
 def test_deltas_are_what_the_engine_saw_and_rows_label_each_token_once(make: Any) -> None:
     @QUICK

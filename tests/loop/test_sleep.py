@@ -1,4 +1,4 @@
-"""Servers that sleep while an update is computed: when they do, what must hold for that, and how they are found again."""
+"""Servers that sleep while an update is computed: when they do, and what must hold for that."""
 
 from __future__ import annotations
 

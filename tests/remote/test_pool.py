@@ -39,6 +39,7 @@ def cause(tape: Tape) -> tuple[CauseType, str | None, str]:
     return tape.cause.type, tape.cause.error, str(tape.cause.message)
 
 
+@pytest.mark.ledger("X8")
 def test_an_episode_in_a_process_is_as_one_here():
     async def check() -> None:
         with Pool(SIMULATOR, processes=1) as pool:
@@ -64,6 +65,7 @@ BAD = [
 """What one does to its process, and how its tape tells it."""
 
 
+@pytest.mark.ledger("X8")
 def test_one_that_misbehaves_ends_alone_and_its_process_is_replaced():
     async def check() -> None:
         with Pool(SIMULATOR, processes=2, seconds=2.0) as pool:
@@ -111,6 +113,7 @@ def test_a_call_that_is_cut_off_costs_its_process():
     asyncio.run(check())
 
 
+@pytest.mark.ledger("X8")
 def test_more_episodes_than_processes_wait_and_not_for_ever():
     async def check() -> None:
         with Pool(SIMULATOR, processes=2, patience=30.0) as pool:

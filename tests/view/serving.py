@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tapereel.agents.view_server import Server
 from tapereel.tapes.view import RunView
+
+from ..loop.hosting import in_thread
 
 
 class Answer(NamedTuple):
@@ -29,36 +29,15 @@ class Answer(NamedTuple):
 def served(run: Path, *, host: str = "127.0.0.1", token: str | None = None,
            insight: Callable[[Any], Any] | None = None) -> Iterator[Server]:  # fmt: skip
     """The server of a run, at work."""
-    ready, server_box, loop_box = threading.Event(), list[Server](), list[Any]()
-    failure: list[BaseException] = []
 
-    async def serve() -> None:
-        stop = asyncio.Event()
-        loop_box[:] = [asyncio.get_running_loop(), stop]
+    @asynccontextmanager
+    async def up() -> AsyncIterator[Server]:
         with RunView(run, insight=insight) as view:
             async with Server(view, host, token).serving() as server:
-                server_box.append(server)
-                ready.set()
-                await stop.wait()
+                yield server
 
-    def work() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            failure.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    ready.wait()
-    try:
-        if failure:
-            raise failure[0]
-        yield server_box[0]
-    finally:
-        if not failure:
-            loop_box[0].call_soon_threadsafe(loop_box[1].set)
-        thread.join()
+    with in_thread(up) as server:
+        yield server
 
 
 def ask(server: Server, path: str, *, host: str | None = None, **headers: str) -> Answer:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tapereel.tapes.store import Store
+from tapereel.tapes.verdict import verified
 
-from .lab import Recording, episode, growing, training_run
+from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
+from .test_checks import other, said_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
@@ -334,6 +336,17 @@ def test_light_and_dark_follow_the_system_and_the_button(page, server):
     assert page.evaluate(ground) == dark, "the choice is kept"
 
 
+def test_a_telephone_has_all_of_it_within_its_width(page, server):
+    page.set_viewport_size({"width": 390, "height": 844})
+    for where, shown in (("", ".trow"), ("#/tape/g0a0", "#find"), ("#/curve", ".chart .tick")):
+        _open(page, server, where)
+        page.locator(shown).first.wait_for(state="attached")
+        beyond = "[...document.querySelectorAll('#bar *')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
+        assert page.evaluate(f"document.documentElement.scrollWidth <= innerWidth && {beyond}.length === 0"), where
+        if where == "#/curve":
+            assert page.locator(shown).first.bounding_box()["height"] >= 10, "numbers that can be read"
+
+
 def test_a_link_holds_when_the_run_is_indexed_again(page, tmp_path: Path):
     run = training_run(tmp_path / "run")
     with served(run) as server:
@@ -395,3 +408,34 @@ def test_a_server_that_went_away_is_said_to_be_gone(page, tmp_path: Path):
     with growing(tmp_path / "run"), served(tmp_path / "run") as server:
         _open(page, server)
     page.locator(".pulse.bad", has_text="not connected").wait_for()
+
+
+def test_what_checks_said_stands_in_the_table_and_on_the_tape(page, tmp_path: Path):
+    run = training_run(tmp_path / "run")
+    said_of(run, verified("requery", "g0a1"), other("g0a0", HOSTILE).model_copy(update={"verb": "requery"}))
+    with served(run) as server:
+        _open(page, server)
+        page.locator('[data-tape="g0a1"] .chip.good[title="requery verified"]', has_text="✓").wait_for()
+        said_of(run, other("g0a1"), verified("replay", "g0a2"))
+        said_of(run, verified("replay", "g0a1"), turn=1)
+        both = '[data-tape="g0a1"] .chip.bad[title="replay diverged, requery verified"]'
+        page.locator(both, has_text="✗ ✓").wait_for()
+        page.get_by_label("Check").select_option("replay diverged, requery verified")
+        page.wait_for_function("() => T.app.table.found.length === 1")
+        assert _tapes(page) == ["g0a1"]
+        page.goto(f"{server.url}#/tape/g0a1")
+        newest = page.locator(".tape-head > .checked", has_text="replay ✗")
+        newest.get_by_text("the agent says 43").wait_for()
+        newest.get_by_text("likely cause: code; action.text").click()
+        assert newest.locator("pre").inner_text() == "-42\n+43"
+        page.locator(".tape-head > .checked", has_text="requery ✓").wait_for()
+        page.locator(".tape-head summary", has_text="1 other check").click()
+        page.locator(".tape-head details .checked", has_text="turn 1 alone").wait_for()
+        newest.get_by_role("link", name="go there").click()
+        page.wait_for_selector("article.chosen.action")
+        assert page.url.endswith("#/tape/g0a1/step/3")
+        page.goto(f"{server.url}#/tape/g0a0")
+        page.locator(".tape-head > .checked", has_text="<script>window.pwned = 1</script>").wait_for()
+        said_of(run, verified("rescore", "g0a0"))
+        page.locator(".tape-head > .checked .chip.good", has_text="rescore ✓").wait_for()
+    assert page.evaluate("window.pwned") is None

@@ -128,6 +128,7 @@ class App {
     this.pulse.textContent = "live";
     this.rows.take(found);
     this.expected = Math.max(this.expected, this.rows.length);
+    if (!this.table.filters.contains(document.activeElement)) this.table.drawFilters();
     if (this.view === this.table) this.table.select();
     if (this.view === this.tape && found.id.includes(this.tape.id)) await this.tape.grown();
     else for (const id of found.id) T.source.forget(id);

@@ -53,7 +53,9 @@ T.Curve = class {
   }
 
   chart(points, trained) {
-    const [width, height, left, bottom, top, right] = [1000, 380, 52, 34, 14, 14];
+    // The drawing is scaled to its place: in a narrow one, fewer units keep its numbers legible.
+    const [width, height] = innerWidth > 720 ? [1000, 380] : [420, 300];
+    const [left, bottom, top, right] = [52, 34, 14, 14];
     const known = points.map((point) => point.reward).filter((reward) => reward !== null);
     let low = Math.min(...known, 0);
     let high = Math.max(...known, low + 1e-9);

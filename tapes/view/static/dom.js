@@ -126,6 +126,19 @@ T.status = (status, cause) => {
   return T.h("span", { class: `status ${kind}` }, T.spelled(cause ? `${status} · ${cause}` : String(status)));
 };
 
+// What a check of a tape came to.
+const OUTCOMES = { diverged: ["✗", "bad"], unverifiable: ["?", "warn"], verified: ["✓", "good"] };
+
+T.check = (verb, outcome) => T.chip(`${verb} ${(OUTCOMES[outcome] || ["?"])[0]}`, (OUTCOMES[outcome] || ["", "warn"])[1]);
+
+// Of several, a mark each, in the colour of the worst; their names are in the title.
+T.checks = (words) => {
+  if (!words) return null;
+  const outcomes = words.split(", ").map((one) => one.split(" ")[1]);
+  const worst = Object.keys(OUTCOMES).find((one) => outcomes.includes(one));
+  return T.chip(outcomes.map((one) => (OUTCOMES[one] || ["?"])[0]).join(" "), worst ? OUTCOMES[worst][1] : "warn", T.plain(words));
+};
+
 T.button = (text, act, props) => T.h("button", { type: "button", ...props, onclick: act }, text);
 
 T.state = (title, ...rest) => T.h("div", { class: "state" }, T.h("h2", null, title), rest.map((one) =>

@@ -38,7 +38,7 @@ T.Inspector = class {
       const explained = this.explained();
       const call = await T.source.call(this.tape.id, last[0]);
       if (asked !== this.asked) return;
-      this.call(place, call, { missing: "Still asking what training made of this tape." }, last[1]);
+      this.call(place, call, { asking: true, missing: "Still asking what training made of this tape." }, last[1]);
       const more = await explained;
       if (asked !== this.asked) return;
       if (!call.pieces && more.decodes) T.source.forget(this.tape.id);

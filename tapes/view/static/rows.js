@@ -1,7 +1,7 @@
 // The run table in memory: columns, filters and order. A hundred thousand tapes are a few arrays.
 "use strict";
 
-const CODED = ["status", "cause", "split", "task", "group", "agent", "env", "version", "parent"];
+const CODED = ["status", "cause", "split", "task", "group", "agent", "env", "version", "parent", "checks"];
 const PLAIN = ["reward", "attempt", "begun", "seconds", "turns", "calls", "tokens"];
 
 class Words {
@@ -68,7 +68,7 @@ T.Rows = class {
 
   select(filter) {
     const tests = [];
-    for (const name of ["status", "split", "agent", "env"]) {
+    for (const name of ["status", "split", "agent", "env", "checks"]) {
       if (filter[name]) {
         const code = this.columns[name].number.get(filter[name]);
         const at = this.columns[name].at;

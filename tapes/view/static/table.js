@@ -6,7 +6,7 @@ const COLUMNS = [
   ["group", "Group", "group"], ["turns", "Turns", "turns"], ["tokens", "Tokens", "tokens"], ["version", "Version", "version"],
   ["agent", "Agent", "agent"], ["begun", "Began", "newest"],
 ];
-const FILTERS = ["status", "split", "agent", "task", "group", "version", "min", "max", "unscored", "sort", "update", "text", "re"];
+const FILTERS = ["status", "split", "agent", "task", "group", "version", "checks", "min", "max", "unscored", "sort", "update", "text", "re"];
 
 const AT_ONCE = 40;
 
@@ -114,7 +114,7 @@ T.Table = class {
     const choice = (name, label) => {
       const made = T.h("select", { "aria-label": label, onchange: (event) => this.change({ [name]: event.target.value }) },
         T.h("option", { value: "" }, `any ${label.toLowerCase()}`));
-      for (const [word, n] of rows.counts(name)) made.append(T.h("option", { value: word }, `${T.plain(word)} (${T.count(n)})`));
+      for (const [word, n] of rows.counts(name)) if (word) made.append(T.h("option", { value: word }, `${T.plain(word)} (${T.count(n)})`));
       made.value = f[name] || "";
       return made;
     };
@@ -133,7 +133,8 @@ T.Table = class {
     const search = T.h("span", { class: "search" }, this.text, T.h("label", { class: "check" },
       T.h("input", { type: "checkbox", checked: f.re === "1", onchange: (event) => this.change({ re: event.target.checked ? "1" : "" }) }), "regex"));
     T.fill(this.filters, T.h("div", { class: "fields" }, this.statuses, search),
-      T.h("div", { class: "fields" }, choice("split", "Split"), choice("agent", "Agent"), box("task", "task"), box("group", "group"), box("version", "version"),
+      T.h("div", { class: "fields" }, choice("split", "Split"), choice("agent", "Agent"),
+        rows.counts("checks").some(([word]) => word) ? choice("checks", "Check") : null, box("task", "task"), box("group", "group"), box("version", "version"),
         T.h("span", { class: "range" }, "reward ", box("min", "from", "short", "text"), " – ", box("max", "to", "short", "text")),
         order));
     this.drawStatus();
@@ -154,7 +155,7 @@ T.Table = class {
     const row = this.app.rows.row(this.found[k]);
     const group = row.group ? T.h("a", { href: `#/group/${encodeURIComponent(row.group)}`, title: row.group, tabindex: "-1" }, T.spelled(`${row.group}/${row.attempt}`)) : "";
     const cells = {
-      status: T.status(row.status, row.cause), reward: T.h("span", { class: row.reward === null ? "none" : "" }, T.number(row.reward)),
+      status: [T.status(row.status, row.cause), " ", T.checks(row.checks)], reward: T.h("span", { class: row.reward === null ? "none" : "" }, T.number(row.reward)),
       task: T.spelled(row.task), split: T.spelled(row.split), group, turns: T.count(row.turns), tokens: T.count(row.tokens),
       version: T.spelled(row.version || "–"), agent: T.spelled(row.agent), begun: T.time(row.begun),
     };

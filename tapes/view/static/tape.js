@@ -87,8 +87,22 @@ T.Tape = class {
         h.parent ? T.h("a", { href: `#/tape/${encodeURIComponent(h.parent)}` }, "forked from ", T.spelled(h.parent)) : null,
         h.children.length ? T.h("span", null, T.plural(h.children.length, "fork"), ": ", h.children.slice(0, 6).map((child) => [T.h("a", { href: `#/tape/${encodeURIComponent(child)}` }, T.spelled(child.slice(-8))), " "])) : null]),
       h.episode.length || h.components.length > 1 ? T.h("div", { class: "line" }, h.components.map(([name, value, counts]) => T.earned(value, name, counts))) : null,
+      this.checks(h.checks),
       h.holes.map((hole) => T.h("p", { class: "hole" }, T.spelled(hole))),
       h.status === "running" ? T.h("p", { class: "hole" }, "This tape has no end yet: it is being recorded, or its writer died and no recovery has run.") : null);
+  }
+
+  // What checks said of this tape: the newest of each verb, older ones folded.
+  checks(all) {
+    const where = (one) => (one.call ? `call/${encodeURIComponent(one.call)}` : one.step !== null && one.step !== undefined ? `step/${one.step}` : null);
+    const line = (one) => T.h("div", { class: "checked" }, T.check(one.verb, one.outcome), " ", T.spelled(one.says), " ",
+      where(one) ? T.h("a", { href: `#/tape/${encodeURIComponent(this.id)}/${where(one)}` }, "go there") : null, one.where ? [" at ", T.spelled(one.where)] : null, " ",
+      one.fits === false ? T.chip("of other content than the tape has now", "warn") : null,
+      T.h("span", { class: "when" }, [one.turn === null ? null : `turn ${one.turn} alone`, ...Object.entries(one.given).map(([name, value]) => `${name} ${value}`), T.time(one.at)].filter(Boolean).map((part) => [" · ", T.spelled(part)])),
+      one.diff && one.diff.length ? T.h("details", null, T.h("summary", null, `likely cause: ${one.cause}; `, T.spelled(one.field)), T.box(one.diff.join("\n"))) : null);
+    const newest = all.filter((one, k) => one.turn === null && all.findIndex((other) => other.verb === one.verb && other.turn === null) === k);
+    const rest = all.filter((one) => !newest.includes(one));
+    return [newest.map(line), rest.length ? T.h("details", { class: "checked" }, T.h("summary", null, T.plural(rest.length, newest.length ? "other check" : "check"), newest.length ? ", older or of one turn" : " of one turn"), rest.map(line)) : null];
   }
 
   page(k, kind) {

@@ -95,5 +95,5 @@ T.tokenPane = (call, more, chosen, choose, range) => {
   return T.h("div", { class: "token-pane" },
     T.h("div", { class: "line" }, T.h("label", null, "colour by ", pick), T.h("span", { class: "legend" }, legend.map(([kind, label]) => T.h("span", null, T.h("i", { class: `tok ${kind}` }, " "), T.spelled(label))))),
     why, chosen === "ratio" && more.weights ? T.h("p", { class: "note" }, "probability by ", T.spelled(more.weights), " over that at sampling") : null, place, details,
-    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, "Without the run's tokenizer tokens are shown by id."));
+    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, more.asking ? "Tokens are shown by id until the run's tokenizer is loaded." : "Without the run's tokenizer tokens are shown by id."));
 };
