@@ -15,8 +15,10 @@ them write below the run directory.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -24,12 +26,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ..tapes.console import say
+from ..tapes.disk import REAL, put_file
 from ..tapes.errors import MissingExtra
 from ..tapes.rundir import METRICS, RunDir, read_metrics
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
 """Below the run directory."""
+IDS = "ids.json"
+"""In that folder: tracker -> what it calls the run."""
 ROLLOUT = frozenset({"reward", "episodes", "turns", "lag", "truncated", "stale_tokens", "filtered_tokens"})
 """Keys of a line that tell of what was sampled; so do those that begin with these and a slash."""
 
@@ -151,29 +156,37 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """A tracker at work on the run in `directory`, offline unless the environment says otherwise."""
+    """A tracker at work on the run in `directory`, offline unless the environment says otherwise. What an earlier
+    process of the run drew is gone on with."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     PartialState()  # some of accelerate's trackers ask it which process they are in
     folder = (directory / FOLDER).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    run = directory.resolve().name
+    run, ids = directory.resolve().name, folder / IDS
+    known: dict[str, str] = json.loads(ids.read_text()) if ids.exists() else {}
     given: dict[str, Any]
     if name == "tensorboard":
         given = {"run_name": "tensorboard", "logging_dir": str(folder)}
     elif name == "wandb":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry, which offline runs send too
-        given = {"run_name": "tapereel", "name": run, "dir": str(folder), "resume": "allow", "save_code": False,
-                 "mode": os.environ.get("WANDB_MODE", "offline")}
+        known.setdefault("wandb", secrets.token_hex(4))
+        given = {"run_name": "tapereel", "name": run, "id": known["wandb"], "dir": str(folder), "resume": "allow",
+                 "save_code": False, "mode": os.environ.get("WANDB_MODE", "offline")}  # fmt: skip
     elif name == "trackio":
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
-        given = {"run_name": "tapereel", "name": run, "embed": False, "space_id": os.environ.get("TRACKIO_SPACE_ID")}
+        given = {"run_name": "tapereel", "name": run, "resume": "allow", "embed": False,
+                 "space_id": os.environ.get("TRACKIO_SPACE_ID")}  # fmt: skip
     else:
         os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-        given = {"experiment_name": "tapereel", "run_name": run, "logging_dir": str(folder / "mlflow")}
-    tracker = LOGGER_TYPE_TO_CLASS[name](**given)
+        given = {"experiment_name": "tapereel", "run_name": run, "run_id": known.get("mlflow"),
+                 "logging_dir": str(folder / "mlflow")}  # fmt: skip
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name](**given)
     tracker.start()
+    if name == "mlflow":
+        known["mlflow"] = tracker.active_run.info.run_id
+    put_file(REAL, ids, json.dumps(known).encode())
     if name == "wandb":
         for axis, step in (("rollout", "episodes_so_far"), ("train", "update"), ("eval", "update")):
             tracker.tracker.define_metric(f"{axis}/*", step_metric=f"{axis}/{step}")

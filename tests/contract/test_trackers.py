@@ -76,3 +76,27 @@ def test_nothing_was_lost_and_nobody_asked_a_network(trained: Path, outside: soc
     assert "lost_points" not in json.loads((trained / "results.json").read_text())
     with pytest.raises(TimeoutError):
         outside.accept()
+
+
+DRAW = """
+import sys
+from pathlib import Path
+from tapereel.finetune.trackers import Trackers
+
+run, done = Path(sys.argv[1]), int(sys.argv[2])
+lines = [{"update": k, "loss": k / 8, "reward": k / 4, "episodes": 2} for k in range(4)]
+trackers = Trackers(sys.argv[3:], run, past=lines[:done])
+for line in lines[done:done + 2]:
+    trackers.line(line)
+trackers.close()
+assert not trackers.failures, trackers.failures
+"""
+
+
+def test_a_resumed_run_goes_on_with_what_was_drawn(outside: socket.socket, tmp_path: Path) -> None:
+    for done in (0, 2):
+        ran(outside, "-c", DRAW, tmp_path / "run", str(done), *NAMES)
+    for name in NAMES:
+        found = json.loads(ran(outside, Path(__file__).with_name("trackers_read.py"), name, tmp_path / "run"))
+        assert found["train/loss"] == [[0, 0.0], [1, 0.125], [2, 0.25], [3, 0.375]], name
+        assert found["rollout/reward"] == [[2, 0.0], [4, 0.25], [6, 0.5], [8, 0.75]], name

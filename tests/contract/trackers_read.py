@@ -44,11 +44,12 @@ def read_wandb(folder: Path, run: str) -> Iterator[tuple[str, int, float]]:
     """wandb has no reader of offline runs in Python: its records are, inside the frames of its log (LevelDB's)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    names = set()
-    for data in frames(file.read_bytes()):
+    names, ids = set(), set()
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))  # one for each process that drew
+    for data in (data for file in files for data in frames(file.read_bytes())):
         record = Record.FromString(data)
         names.add(record.run.display_name)
+        ids.add(record.run.run_id)
         items: dict[str, Any] = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
                                  for item in record.history.item}  # fmt: skip
         for name, value in items.items():
@@ -56,6 +57,7 @@ def read_wandb(folder: Path, run: str) -> Iterator[tuple[str, int, float]]:
             if axis in STEPS:
                 yield name, items[STEPS[axis]], value
     assert names == {"", run}
+    assert len(ids - {""}) == 1
 
 
 def frames(data: bytes) -> Iterator[bytes]:
