@@ -19,7 +19,7 @@ from ..tapes.errors import MissingExtra
 from ..tapes.records import Publish
 from ..tapes.redact import holds_secret, names_secret
 from .engine import Engine, EngineError, Request
-from .pretrained import Attention
+from .pretrained import Attention, Dtype
 from .scripted import Policy, ScriptedEngine
 from .weight_config import AdapterConfig, NCCLConfig, PublishWay
 
@@ -91,6 +91,8 @@ class EmbeddedConfig(Config):
     """Tokens of prompt and completion together; None: what the model allows, at most 4,096."""
     device: str = "auto"
     """Where the model computes, and is trained: `cpu`, `cuda`, `cuda:1` ...; `auto`: a GPU where torch finds one."""
+    dtype: Dtype = "float32"
+    """Of its weights. `bfloat16` is for sampling, and for a model that is trained by its adapters."""
     attention: Attention | None = None
     """How it computes its attention in training; None: as transformers chooses. It samples with `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
@@ -124,6 +126,8 @@ class _Served(Config):
     """Of that engine, as in an embedded one."""
     device: str = "auto"
     """Of the trainer and of that engine, in this process; where servers compute is their own matter."""
+    dtype: Dtype = "float32"
+    """Of the weights there; `bfloat16` is for a model that is trained by its adapters."""
     attention: Attention | None = None
     """Of the trainer, as in an embedded one."""
     threads: int = Field(default=1, ge=1)
@@ -328,7 +332,8 @@ def _embedded(config: EmbeddedConfig) -> Made:
         raise UsageError("engine.lora says which adapters are trained, and nothing is trained here: leave it out; to "
                          "sample with trained ones, give their folder as engine.model")  # fmt: skip
     torch.set_num_threads(config.threads)
-    found = load_pretrained(config.model, device=config.device, attention=samples_with(config.attention))
+    found = load_pretrained(config.model, device=config.device, dtype=config.dtype,
+                            attention=samples_with(config.attention))  # fmt: skip
     digest = weights_digest(found.model.state_dict())
     # The weights name themselves: the same model has one version wherever it is run.
     version = f"{digest[:12]}:0"

@@ -26,6 +26,8 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 """How a model of transformers computes its attention. The flash kinds take a GPU and a package of their own."""
 
 
+Dtype = Literal["float32", "bfloat16"]
+"""Of a model's weights."""
 ADAPTERS = "adapter_config.json"
 """What peft calls the file that says which model adapters are for."""
 
@@ -36,33 +38,35 @@ class BadModel(UsageError):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model in float32, or one under trained adapters (peft), and its tokenizer."""
+    """A causal language model, or one under trained adapters (peft), and its tokenizer."""
 
     model: PreTrainedModel
     """Or peft's, which is used alike."""
     tokenizer: Any
 
 
-def load_pretrained(folder: str | Path, *, device: str = "cpu", attention: Attention | None = None) -> Pretrained:
-    """The model and tokenizer in `folder`, on `device` (as for `device_of`). `attention` None: as transformers chooses.
-    UsageError where there is no such folder or device, BadModel where it holds none."""
+def load_pretrained(folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32",
+                    attention: Attention | None = None) -> Pretrained:  # fmt: skip
+    """The model and tokenizer in `folder`, on `device` (as for `device_of`), its weights in `dtype`; adapters stay in
+    float32. `attention` None: as transformers chooses. UsageError where there is no such folder or device, BadModel
+    where it holds none."""
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
-    model = _loaded(folder if base is None else base, attention)
+    model = _loaded(folder if base is None else base, dtype, attention)
     if base is not None:
         model = _adapted(model, folder)
     return Pretrained(placed(model.eval(), where), tokenizer)
 
 
-def _loaded(folder: str | Path, attention: Attention | None) -> Any:
+def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), local_files_only=True, dtype=torch.float32, attn_implementation=attention,
+                str(folder), local_files_only=True, dtype=getattr(torch, dtype), attn_implementation=attention,
                 output_loading_info=True)
         except Exception as error:  # whatever transformers makes of a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error

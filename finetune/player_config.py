@@ -81,7 +81,11 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
 
 
 def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
-    """ValueError where new adapters would have to reach completions at work, or what has no sleep should sleep."""
+    """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, or weights
+    are too coarse for small steps."""
+    if isinstance(engine, TrainedConfig) and engine.dtype != "float32" and engine.lora is None:
+        raise ValueError(f"{name}.dtype={engine.dtype} rounds most of an update's small steps away: leave the weights "
+                         f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({name}.lora)")
     publish = getattr(engine, "publish", None)
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "

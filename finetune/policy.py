@@ -71,7 +71,7 @@ class Policy:
 def load_policy(engine: TrainedConfig, seed: int) -> Policy:
     """The model that `engine` names, with its adapters, drawn from `seed`, where those are what is trained."""
     device = device_of(engine.device)
-    found = load_pretrained(engine.model, attention=engine.attention)
+    found = load_pretrained(engine.model, dtype=engine.dtype, attention=engine.attention)
     renderer = engine.renderer.make(found.tokenizer)
     # Adapters are drawn on the CPU: the same ones whatever trains them.
     model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)

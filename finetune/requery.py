@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..agents.pretrained import load_pretrained, weights_digest
@@ -78,8 +79,10 @@ class Policies:
 
 def _checkpoint(one: Checkpoint) -> Policy:
     def load() -> Any:
-        model = load_pretrained(one.path / "hf", device="auto").model
-        model.load_state_dict(one.weights())
+        weights = one.weights()
+        narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+        model = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32").model
+        model.load_state_dict(weights)
         return model
 
     return Policy(str(one.path), str(one.state["digest"]), load)

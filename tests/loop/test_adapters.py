@@ -24,10 +24,14 @@ from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again(tmp_path: Path) -> None:
-    folder, server = tmp_path / "model", FaultyServer()
+def save_into(folder: Path) -> None:
     model().save_pretrained(folder)
     WORDS.save_pretrained(folder)
+
+
+def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again(tmp_path: Path) -> None:
+    folder, server = tmp_path / "model", FaultyServer()
+    save_into(folder)
     with in_thread(server.up) as url:
         scene: dict[str, Any] = {
             "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
@@ -59,8 +63,7 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
 
 def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, run = tmp_path / "model", tmp_path / "run"
-    model().save_pretrained(folder)
-    WORDS.save_pretrained(folder)
+    save_into(folder)
     scene = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters"}
     config = TrainConfig.model_validate({
         **scene, "tasks": ["a", "b", "c", "d"], "evaluation": {"fraction": 0.25},
@@ -91,9 +94,8 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
 
 def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) -> None:
     folder, adapters = tmp_path / "model", tmp_path / "adapters"
-    model().save_pretrained(folder)
-    base = load_bare(folder)
-    add_adapters(base, AdapterConfig(rank=2)).save_pretrained(adapters)
+    save_into(folder)
+    add_adapters(load_pretrained(folder).model, AdapterConfig(rank=2)).save_pretrained(adapters)
     WORDS.save_pretrained(adapters)
     assert load_pretrained(adapters).model.peft_config
     folder.rename(tmp_path / "elsewhere")
@@ -104,6 +106,19 @@ def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) ->
         load_pretrained(adapters)
 
 
-def load_bare(folder: Path) -> Any:
-    WORDS.save_pretrained(folder)
-    return load_pretrained(folder).model
+def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
+    folder, run = tmp_path / "model", tmp_path / "run"
+    load = {"kind": "embedded", "model": str(folder), "dtype": "bfloat16"}
+    save_into(folder)
+    scene = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b"],
+             "evaluation": {"fraction": 0}}  # fmt: skip
+    loop = settings_of(updates=2, max_lag=0, checkpoint_every=1, sampler_tolerance=0.1).model_dump()
+    with pytest.raises(ValueError, match=r"engine\.dtype=bfloat16 rounds most"):
+        TrainConfig.model_validate({**scene, "engine": load, "loop": loop})
+    config = TrainConfig.model_validate({**scene, "engine": {**load, "lora": {"rank": 2}}, "loop": loop})
+    assert train(config, run).books_close
+    weights = torch.load(run / "checkpoints" / "update-000002" / "policy.pt", weights_only=True)
+    assert {("lora_" in name, tensor.dtype) for name, tensor in weights.items()} == \
+        {(True, torch.float32), (False, torch.bfloat16)}  # fmt: skip
+    assert reproduce(run).outcome == "verified"
+    assert main(["requery", str(run), "--tolerance", "0.1"]) == 2, "only the fresh adapters are known to nobody"
