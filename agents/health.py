@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Wellness:
 
     def __init__(self) -> None:
         self._until: dict[int, float] = {}
+        self._coming: Counter[int] = Counter()
 
     def lost(self, server: Channel) -> None:
         """It couldn't be reached."""
@@ -106,4 +108,8 @@ class Wellness:
         """The one for a new conversation: that with the least under way, of those that can be reached."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]
-        return min(well or servers, key=lambda server: server.in_flight)
+        best = min(well or servers, key=lambda server: server.in_flight + self._coming[id(server)])
+        # A request is under way from the event loop's next turn on; until then others that begin with it don't see it.
+        self._coming[id(best)] += 1
+        asyncio.get_running_loop().call_soon(self._coming.subtract, (id(best),))
+        return best

@@ -21,6 +21,8 @@ try:
 except ModuleNotFoundError as error:
     raise_missing(error, "engines over HTTP")
 
+AGAIN = (408, 429, 500, 502, 503, 504)
+"""HTTP statuses after which the same request may succeed."""
 LARGEST = 256 << 20
 """Bytes of one answer. A completion with its log-probs takes about 100 bytes a token."""
 
@@ -82,7 +84,8 @@ class Server:
         self._key_variable = key_variable
         self._seconds = seconds
         self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        """By whether each request has a connection of its own."""
 
     def __repr__(self) -> str:
         return self.url
@@ -96,7 +99,7 @@ class Server:
         fresh: bool = False, plain: bool = False,
     ) -> Any:  # fmt: skip
         """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection: servers drop those
-        after some errors. ServerFailed."""
+        after some errors, and all of them may be in use. ServerFailed."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
@@ -113,9 +116,8 @@ class Server:
 
     async def close(self) -> None:
         """Let the connections go."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     async def _ask(
         self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float | None,
@@ -131,7 +133,7 @@ class Server:
             return None
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             told = _short(content, self._key(where))
             raise ServerFailed(f"{where}: the answer is no JSON ({error}): {told}", retry=True) from error
 
@@ -150,13 +152,11 @@ class Server:
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:  # fmt: skip
         """An answer of success, its body unread, and the bound on what is done with it."""
         where = f"{method} {self.url}{route}"
-        headers = {"Connection": "close"} if fresh else {}
         key = self._key(where)
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self.in_flight += 1
         try:
-            async with asyncio.timeout(seconds) as bound, self._open().request(
+            async with asyncio.timeout(seconds) as bound, self._open(fresh).request(
                 method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
             ) as answer:  # fmt: skip
                 if answer.status >= 300:
@@ -174,13 +174,13 @@ class Server:
         finally:
             self.in_flight -= 1
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections), timeout=aiohttp.ClientTimeout(total=None),
-                trust_env=False,
+    def _open(self, fresh: bool) -> aiohttp.ClientSession:
+        if fresh not in self._sessions:
+            self._sessions[fresh] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, force_close=fresh), trust_env=False,
+                timeout=aiohttp.ClientTimeout(total=None),
             )  # fmt: skip
-        return self._session
+        return self._sessions[fresh]
 
 
 async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
@@ -194,11 +194,11 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 
 def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
-    seconds = float(after) if after is not None and after.replace(".", "", 1).isdigit() else None
+    seconds = float(after) if after is not None and after.replace(".", "", 1).isdecimal() else None
     hint = {401: "; is the API key right?", 403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
             404: "; the server has no such route or model"}.get(status, "")  # fmt: skip
-    again = status in (408, 429, 500, 502, 503, 504)
-    return ServerFailed(f"{where}: {status}{hint}: {_short(content, key)}", retry=again, status=status, after=seconds)
+    return ServerFailed(f"{where}: {status}{hint}: {_short(content, key)}", retry=status in AGAIN, status=status,
+                        after=seconds)  # fmt: skip
 
 
 def _short(content: bytes, key: str | None) -> str:

@@ -4,8 +4,8 @@
    content, and is said to be data. That makes injected instructions harder, not impossible.
 2. Of a pair each order is asked. A judge that prefers the same place twice has said nothing: that is a tie, and the
    share of such pairs is a metric (`order`).
-3. Each question and answer is evidence on the reward record. An answer that can't be read is asked for again, with
-   another seed, and then leaves the tape unscored.
+3. Each question and answer is evidence on the reward record, with what it cost as far as the engine says. An answer
+   that can't be read is asked for again, with another seed, and then leaves the tape unscored.
 
 Judges need runtime (`pure=False`): `rescore` measures them anew and verifies nothing.
 """
@@ -23,7 +23,7 @@ from pydantic import JsonValue
 from ..envs.rewards import RewardSource, Scored
 from ..envs.rewards.samples import as_script, reference_of, sample_of
 from ..tapes import Message, Sampling, Tape, TapereelError
-from .engine import Engine, EngineError, Request
+from .engine import Completion, Engine, EngineError, Request
 from .llm import derive_seed
 
 ReadT = TypeVar("ReadT")
@@ -84,7 +84,7 @@ class Judge:
         for k in range(self.tries):
             seed = derive_seed(self.seed, system, user, k)
             try:
-                text = await self._answer(messages, seed, k)
+                found = await self._answer(messages, seed, k)
             except EngineError as error:
                 if not error.retry or k == self.tries - 1:
                     raise
@@ -92,7 +92,8 @@ class Judge:
                 asked.append({"seed": seed, "failed": f"{type(error).__name__}: {error}"})
                 await asyncio.sleep(0.5 * 2**k)
                 continue
-            asked.append({"seed": seed, "answer": text})
+            text = found.text or ""
+            asked.append({"seed": seed, "answer": text, **_cost(found)})
             try:
                 return read(text), self._evidence(messages, asked)
             except ValueError as error:
@@ -103,19 +104,26 @@ class Judge:
     def _evidence(self, messages: Sequence[Message], asked: list[JsonValue]) -> JsonValue:
         return {"judge": self.engine.name, "messages": [dict(m) for m in messages], "answers": asked}
 
-    async def _answer(self, messages: Sequence[Message], seed: int, k: int) -> str:
+    async def _answer(self, messages: Sequence[Message], seed: int, k: int) -> Completion:
         sampling = self.sampling or Sampling(temperature=0.0 if k == 0 else 1.0, max_tokens=1024)
         renderer = self.engine.renderer
         prompt = renderer.prompt(messages).ids if renderer is not None else None
         request = Request(messages=messages, prompt=prompt, sampling=sampling, seed=seed, path="judge")
         async with self._free(), asyncio.timeout(self.timeout):
-            return (await self.engine.complete(request)).text or ""
+            return await self.engine.complete(request)
 
     def _free(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate is None or self._gate[0] is not loop:
             self._gate = loop, asyncio.Semaphore(self.concurrency)
         return self._gate[1]
+
+
+def _cost(found: Completion) -> dict[str, JsonValue]:
+    """Tokens and dollars as far as they are known, and what failed before the answer came."""
+    usage = found.usage.model_dump(exclude_none=True)
+    failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
+    return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}
 
 
 def judge_reward(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import random
 import re
@@ -26,8 +25,9 @@ from typing import Any
 
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Attempt, Message, Usage
-from ..tapes.redact import holds_secret, names_secret, without_secrets
+from ..tapes.redact import guard_log, holds_secret, names_secret, without_secrets
 from .engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature, told
+from .proxies import ask_directly
 
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
@@ -103,6 +103,8 @@ class LiteLLMEngine:
         self.name = f"litellm:{model}"
         self.stats = HostedStats()
         self._litellm = _import()
+        if base_url is not None:
+            ask_directly(base_url)
         self._model, self._base_url, self._key_variable = model, base_url, key_variable
         self._seconds, self._retries, self._patience, self._backoff = seconds, retries, patience, backoff
         self._budget, self._prices, self._options = budget, prices, dict(options or {})
@@ -330,7 +332,7 @@ def _asked_for(error: Exception) -> float | None:
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     value = headers.get("retry-after", "")
-    return float(value) if value.replace(".", "", 1).isdigit() else None
+    return float(value) if value.replace(".", "", 1).isdecimal() else None
 
 
 def _import() -> Any:
@@ -343,18 +345,5 @@ def _import() -> Any:
     litellm.suppress_debug_info = True  # it prints where to report its bugs
     litellm.telemetry = False
     for name in ("LiteLLM", "openai._base_client"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(one, _WithoutSecrets) for one in logger.filters):
-            logger.addFilter(_WithoutSecrets())
+        guard_log(name)  # at the level of debugging, they tell all
     return litellm
-
-
-class _WithoutSecrets(logging.Filter):
-    """What these libraries log of answers and errors, at the level of debugging above all."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if record.exc_info and record.exc_info[1] is not None:
-            text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
-        record.msg, record.args, record.exc_info, record.exc_text = without_secrets(text), None, None, None
-        return True

@@ -22,8 +22,11 @@ from typing import IO
 
 from ..tapes.errors import TapereelError
 from .http import Server, ServerFailed
+from .inprocess import TRANSFER, lora_options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OURS = ("--host", "--port", "--uds", "--model", "--api-key")
+"""Flags of vLLM that are no options: they decide who reaches the server, and with which key."""
 _NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
 _VERSION = """
 from importlib.metadata import distributions
@@ -59,13 +62,20 @@ class LocalServer:
         interpreter needs this package too, `lora_rank` room for adapters of that rank. `port` 0 takes a free one. What
         the server prints goes to `log` (default: a temporary file). It must be up within `patience` seconds."""
         if host not in LOOPBACK and key_variable is None:
-            raise ValueError(f"a server at {host} can be reached by others: give key_variable=, the environment "
-                             "variable with its API key")  # fmt: skip
+            raise ValueError(f"a server at {host} can be reached by others: name the environment variable with its API "
+                             "key (key_variable=, --key)")  # fmt: skip
         if host not in LOOPBACK and control:
-            raise ValueError(f"a server at {host} with control=True would take weights from whoever reaches it; serve "
-                             "those routes on loopback or pass control=False")  # fmt: skip
+            raise ValueError(f"a server at {host} would take weights from whoever reaches it; serve those routes on "
+                             "loopback, or turn them off (control=False, --no-weights)")  # fmt: skip
         if not control and (transfer or lora_rank is not None):
-            raise ValueError("transfer and lora_rank are ways to take weights, which control=False turns off")
+            raise ValueError("transfer and adapters are ways to take weights, which control=False (--no-weights) turns "
+                             "off: leave one of the two out")  # fmt: skip
+        ours = sorted({word.partition("=")[0] for word in options if _is_ours(word)})
+        if ours:
+            raise ValueError(f"options {', '.join(ours)}: the model, the address and the variable that holds the key "
+                             "are arguments, since they decide who can reach the server")  # fmt: skip
+        if lora_rank is not None:
+            lora_options(lora_rank)
         if key_variable is not None and not os.environ.get(key_variable):
             raise ValueError(f"the environment variable {key_variable} with the API key is not set")
         self.model, self.host, self.port = Path(model), host, port or _free_port(host)
@@ -100,8 +110,6 @@ class LocalServer:
     @property
     def _ways(self) -> list[str]:
         """Flags of the ways to take weights, beside reloading, which needs none."""
-        from .inprocess import TRANSFER, lora_options
-
         flags = []
         if self._transfer:
             flags = ["--worker-extension-cls", TRANSFER["worker_extension_cls"],
@@ -114,6 +122,7 @@ class LocalServer:
 
     async def start(self) -> str:
         """Start it and wait until it answers; its address. ServerStart."""
+        self._check_port()
         self._spawn()
         try:
             await self._up()
@@ -121,6 +130,16 @@ class LocalServer:
             self.stop()
             raise
         return self.url
+
+    def _check_port(self) -> None:
+        """Whoever listens there already would be taken for it."""
+        with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise ServerStart(f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
+                                  "Choose another port (port=, --port; 0 takes a free one)") from error  # fmt: skip
 
     def _spawn(self) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
@@ -194,6 +213,12 @@ class LocalServer:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.stop)
+
+
+def _is_ours(word: str) -> bool:
+    """Whether a word of the command is one of our flags, in any spelling that vLLM takes: `--api_key=`, `--hos`."""
+    name = word.partition("=")[0].replace("_", "-")
+    return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)
 
 
 def _free_port(host: str) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from ..tapes.console import UsageError
 from ..tapes.errors import NoSuchTape, TapereelError
 from ..tapes.extras import raise_missing
+from ..tapes.redact import guard_log
 from ..tapes.view import RunView
 from ..tapes.view.files import IMAGES, POLICY, static_files
 
@@ -105,6 +106,7 @@ class Server:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Server]:
         """Serves inside; `port` 0 takes a free one."""
+        guard_log("aiohttp.server")  # which quotes the headers that it can't read
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:

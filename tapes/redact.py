@@ -8,6 +8,7 @@ so this is the second line, and the first is that keys are given by the name of 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -61,6 +62,23 @@ def environment_secrets() -> list[str]:
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
     """`text` with every secret in it hidden; `known` are further ones. Applying it again changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
+
+
+class _Filter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
+        record.msg, record.args, record.exc_info, record.exc_text = without_secrets(text), None, None, None
+        return True
+
+
+def guard_log(name: str) -> None:
+    """Hide the secrets in all that the logger of a library says from now on. Of an error it logs, the message alone is
+    kept: tracebacks quote what was read."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(one, _Filter) for one in logger.filters):
+        logger.addFilter(_Filter())
 
 
 def hide(value: ValueT) -> ValueT:

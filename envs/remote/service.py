@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ...tapes.extras import raise_missing
+from ...tapes.redact import guard_log
 from ..base import Environment
 from .client import ROUTE, SESSION
 from .declared import Declared
@@ -78,6 +79,7 @@ class Service:
     async def serving(self, port: int = 0) -> AsyncIterator[Service]:
         """Serves inside; `port` 0 takes a free one. At the end running calls may finish, and every instance is
         closed."""
+        guard_log("aiohttp.server")  # which quotes the headers that it can't read
         app = web.Application(middlewares=[self._guard])
         for path, handler in self.routes:
             app.router.add_get(path, handler)

@@ -7,7 +7,9 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -69,10 +71,12 @@ def filled(words: tuple[str, ...], scene: dict[str, str]) -> list[str]:
 
 
 @contextmanager
-def started(words: tuple[str, ...], scene: dict[str, str]) -> Iterator[tuple[Any, psutil.Process]]:
-    """The verb in a process of its own, and what it printed first."""
+def started(
+    words: tuple[str, ...], scene: dict[str, str], log: Any = subprocess.DEVNULL
+) -> Iterator[tuple[Any, psutil.Process]]:
+    """The verb in a process of its own, and what it printed first; the rest goes to `log`."""
     command = [sys.executable, "-m", "tapereel.cli", *filled(words, scene)]
-    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     try:
         assert process.stdout is not None
@@ -110,6 +114,24 @@ def test_by_default_nobody_else_can_connect(verb: str, scene: dict[str, str]) ->
                 with pytest.raises(urllib.error.HTTPError, match=r"40[13]") as caught:
                     urllib.request.urlopen(urllib.request.Request(url, data), timeout=30)
                 caught.value.close()
+
+
+@pytest.mark.parametrize("verb", ["view", "serve-env"])
+def test_a_request_that_cannot_be_read_leaves_no_key_in_the_log(
+    verb: str, scene: dict[str, str], tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w+") as log:
+        with started(VERBS[verb], scene, log) as (told, _):
+            found = re.search(r"127\.0\.0\.1:(\d+)", json.dumps(told))
+            assert found is not None
+            for line in (f"Authorization: Bearer {KEY}\x01", f"X : Bearer {TOKEN}", f"X: {KEY}{'x' * 9999}"):
+                with socket.create_connection(("127.0.0.1", int(found[1])), 60) as raw:
+                    raw.sendall(f"GET / HTTP/1.1\r\nHost: x\r\n{line}\r\n\r\n".encode())
+                    assert b" 400 " in raw.recv(100)
+        log.seek(0)
+        said = log.read()
+    assert said.count("Error handling request") == 3, said
+    assert [one for one in (KEY, TOKEN, "Traceback") if one in said] == []
 
 
 @pytest.mark.parametrize("verb", ["serve --engine embedded", "serve-env"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 from collections.abc import Awaitable, Callable
@@ -13,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, ReplayEngine, rollout
+from tapereel.agents import ChatAgent, ReplayEngine, ScriptedEngine, rollout
 from tapereel.agents.engine import EngineError, PromptTooLong, Request
+from tapereel.agents.judge import judge_reward
 from tapereel.agents.litellm_engine import BudgetSpent, HostedFailed, LiteLLMEngine
+from tapereel.agents.proxies import past_proxies
 from tapereel.cli import main
-from tapereel.envs import Environment, Outcome
+from tapereel.envs import Environment, Outcome, Rewards
 from tapereel.envs.named import load_named
 from tapereel.finetune.rows import rows
 from tapereel.tapes import Action, CauseType, Sampling, Status, Tape, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes.redact import HIDDEN
 from tapereel.tapes.rundir import CONFIG
 from tapereel.tapes.store import Store
 
@@ -160,6 +164,30 @@ def test_a_key_that_nobody_set_is_not_waited_for(model: str, monkeypatch: pytest
     assert len(asyncio.run(asked()).attempts) == 1
 
 
+def test_a_provider_that_sends_the_key_back_gets_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE_IT_IS", KEY)  # no name of a secret
+    monkeypatch.delenv("SOME_PROVIDERS_KEY")
+    with pytest.raises(HostedFailed, match="bad key") as caught:
+        completed(Provider([refuses(401, f"bad key {KEY}")]), key_variable="WHERE_IT_IS")
+    assert KEY not in str(caught.value) + str(caught.value.attempts)
+
+
+@pytest.mark.parametrize("library", ["LiteLLM", "openai._base_client"])
+def test_what_the_libraries_log_has_no_key(library: str) -> None:
+    asyncio.run(LiteLLMEngine("openai/gpt-4o-mini").close())
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(library)
+    handler.emit = lambda record: said.append(handler.format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        raise ValueError(f"refused {KEY}")
+    except ValueError:
+        logger.critical("sent %s", KEY, exc_info=True)
+    finally:
+        logger.removeHandler(handler)
+    assert said == [f"sent {HIDDEN} (ValueError: refused {HIDDEN})"]
+
+
 def test_retries_and_patience_end() -> None:
     provider = Provider([refuses(500)] * 9)
     with pytest.raises(HostedFailed) as caught:
@@ -173,13 +201,14 @@ def test_retries_and_patience_end() -> None:
 
 def test_a_rate_limit_holds_back_the_whole_engine() -> None:
     async def test(engine: LiteLLMEngine) -> None:
-        engine._held = math.inf  # as if a provider had asked for a very long wait
-        with pytest.raises(HostedFailed, match="rate limit holds"):
-            await engine.complete(ask())
+        for said in ("slow down", "rate limit holds"):
+            with pytest.raises(HostedFailed, match=said):
+                await engine.complete(ask())
+        assert (engine.stats.requests, engine.stats.limited) == (1, 1)
 
-    provider = Provider()
-    using(provider, test)
-    assert provider.asked == []
+    provider = Provider([refuses(429, "slow down", Retry_After="1000")])
+    using(provider, test, patience=100.0)
+    assert len(provider.asked) == 1, "the second was not even sent"
 
 
 def test_a_provider_that_never_answers_is_given_up() -> None:
@@ -221,6 +250,22 @@ def test_what_the_engine_sets_itself_is_refused() -> None:
         completed(Provider(), ask(extra={"stream": True}))
     with pytest.raises(HostedFailed, match="NO_SUCH_VARIABLE"):
         completed(Provider(), key_variable="NO_SUCH_VARIABLE")
+
+
+@pytest.mark.parametrize("spared", [None, "example.com"])
+def test_a_server_on_this_machine_is_asked_past_the_proxy(spared: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        for written in (name, name.lower()):
+            monkeypatch.setenv(written, "http://127.0.0.1:9")
+            if name == "NO_PROXY":
+                monkeypatch.delenv(written)
+    if spared is not None:
+        monkeypatch.setenv("NO_PROXY", spared)
+    assert past_proxies("https://api.openai.com/v1") == {}
+    assert completed(Provider(), retries=0).text == "hello"
+    assert past_proxies("http://127.0.0.1:1") == {}, "it is spared now"
+    assert os.environ["no_proxy"] == ("127.0.0.1" if spared is None else "example.com,127.0.0.1")
+    assert past_proxies("http://[::1]:1/v1")["NO_PROXY"].endswith(",::1")
 
 
 def test_cancelling_ends_the_request() -> None:
@@ -265,6 +310,20 @@ def test_an_episode_goes_through_faults_and_its_tape_can_be_replayed() -> None:
     broken = using(Provider([refuses(401)] * 9), test)
     assert (broken.status, broken.cause.type) == (Status.ERROR, CauseType.MODEL)
     assert len(broken.calls[0].attempts) == 1
+
+
+def test_a_hosted_judge_leaves_what_it_cost_and_what_failed_with_the_grade() -> None:
+    tape = asyncio.run(rollout(Player(), GuessNumber(), task=5, engine=ScriptedEngine(["5"])))
+
+    async def test(engine: LiteLLMEngine) -> Any:
+        return (await Rewards([judge_reward(engine, "Is it right?")]).score(tape))[0]
+
+    provider = Provider([refuses(429, "slow down", Retry_After="0")], lambda body: {"content": "Score: 9"})
+    graded = using(provider, test, prices=(1.0, 2.0))
+    (answer,) = graded.evidence["answers"]
+    assert (graded.value, answer["usage"]["cost"], answer["usage"]["completion_tokens"]) == (0.9, 20e-6, 5)
+    assert ["slow down" in error for error in answer["failed"]] == [True]
+    assert graded.evidence["judge"] == "litellm:openai/gpt-4o-mini"
 
 
 class Pick(Action, kind="hosted_pick"):

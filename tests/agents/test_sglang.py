@@ -56,6 +56,7 @@ class SGLangServer:
         self.name_versions = name_versions
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.broken = ""
+        self.status = 400
         self.pending: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
@@ -84,7 +85,7 @@ class SGLangServer:
             return web.json_response(await self.generate(body))
         self.told.append((request.path, body))
         if request.path == self.broken:
-            return web.json_response({"success": False, "message": "no such folder"}, status=400)
+            return web.json_response({"success": False, "message": "no such folder"}, status=self.status)
         self.version = body.get("weight_version") or body.get("new_version") or self.version
         if request.path == "/abort_request":
             self.pending.pop(body["rid"]).set()
@@ -165,9 +166,10 @@ def test_publishing_pauses_reloads_with_the_version_and_goes_on(mode: Any, tmp_p
     assert resume[0] == "/continue_generation"
 
 
-def test_weights_that_it_refuses_end_the_engine_and_its_pause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [400, 200])
+def test_weights_that_it_refuses_end_the_engine_and_its_pause(status: int, tmp_path: Path) -> None:
     server = SGLangServer()
-    server.broken = "/update_weights_from_disk"
+    server.broken, server.status = "/update_weights_from_disk", status
 
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(PublishFailed, match="no such folder"):

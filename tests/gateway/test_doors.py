@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.gateway import Bounds, Control
+from tapereel.agents.gateway import Bounds, Control, control, server
 
 from .lab import TOKEN, Told, books_close, served
 
@@ -203,6 +203,22 @@ def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path, caplog: pytes
     keys = asyncio.run(scene())
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert [key for key in keys if key.encode() in everything or key in caplog.text] == []
+
+
+def test_tapes_that_ended_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in (server, control):
+        monkeypatch.setattr(module, "REMEMBERED", 3)
+
+    async def scene() -> None:
+        async with served(tmp_path, Told()) as there:
+            for k in range(8):
+                tape, client = await there.begin(task="t")
+                assert (await client.ask("hi"))[0] == 200
+                await there.end(tape, status=("finished", "cancelled")[k % 2])
+            held = (there.gateway._sessions, there.gateway._ended, there.control._open, there.control._done)
+            assert [len(one) for one in held] == [0, 3, 0, 3]
+
+    asyncio.run(scene())
 
 
 def test_so_many_tapes_are_open_at_once_and_no_more(tmp_path: Path):
