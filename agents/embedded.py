@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..tapes.arrays import ints
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Usage
-from .engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature
+from .engine import Completion, EngineError, Finish, Listener, PromptTooLong, Request, one_temperature
 
 try:
     import numpy as np
@@ -71,6 +71,16 @@ class _Flight:
     landed: asyncio.Future[Finish]
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Closed spans; the open one runs from their end to now."""
+    listener: Listener | None = None
+    told: int = 0
+    """How many ids the listener was told of."""
+
+    def tell(self) -> None:
+        """What was sampled since it was told last."""
+        ids = self.generation.ids
+        if self.listener is not None and len(ids) > self.told:
+            told, self.told = self.told, len(ids)
+            self.listener.tokens(ids[told:])
 
     def close_span(self, version: str) -> None:
         """Everything sampled since the last span was sampled by `version`."""
@@ -116,6 +126,8 @@ class EmbeddedEngine:
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
+        self._heard: set[_Flight] = set()
+        """Those that somebody listens to."""
         self._driver: asyncio.Task[None] | None = None
         self._drains: list[asyncio.Future[None]] = []
         self._versions = {version}
@@ -144,8 +156,10 @@ class EmbeddedEngine:
         call gives what was sampled to `request.on_partial`, as a completion that finished `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
-        flight = _Flight(generation, asyncio.get_running_loop().create_future())
+        flight = _Flight(generation, asyncio.get_running_loop().create_future(), listener=request.listener)
         self._flights[generation] = flight
+        if request.listener is not None:
+            self._heard.add(flight)
         self._waiting.append(generation)
         self._wake()
         try:
@@ -155,6 +169,8 @@ class EmbeddedEngine:
             if request.on_partial is not None:
                 request.on_partial(self._completion(flight, "cancelled"))
             raise
+        finally:
+            self._heard.discard(flight)
 
     def forget(self, cache_key: str) -> None:
         """Drop the KV parked under `cache_key`; a request under way with it won't park its own."""
@@ -299,6 +315,7 @@ class EmbeddedEngine:
             self._batch.evict()
             self._waiting.clear()
             self._flights.clear()
+            self._heard.clear()
 
     def _wake(self) -> None:
         if self._driver is None and self._runnable():
@@ -321,6 +338,8 @@ class EmbeddedEngine:
                 if self._batch.rows:
                     self._attempt(self._batch.rows, "decoding", self._batch.step)
                 self._drained()
+                for flight in self._heard:
+                    flight.tell()
                 self.stats.busy_seconds += time.perf_counter() - started
                 await asyncio.sleep(0)
         except asyncio.CancelledError:

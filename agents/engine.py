@@ -39,6 +39,19 @@ class Completion:
     """Name of the engine that answered, where another one was asked, as a team is; empty: the one that was asked."""
 
 
+class Listener(Protocol):
+    """Hears what is sampled for one request while it is. Called in the event loop, between other things: it must return
+    at once and must not raise."""
+
+    def tokens(self, ids: array[int], /) -> None:
+        """Sampled since it was told last, in order. All that is told is what the completion's ids begin with."""
+        ...
+
+    def again(self) -> None:
+        """What was told is void: that try failed, and the request is tried once more from its beginning."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One thing to complete."""
@@ -58,6 +71,9 @@ class Request:
     """Requests with one key continue one conversation: an engine may keep its KV between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once with what was sampled so far, before CancelledError is raised to the canceller."""
+    listener: Listener | None = field(default=None, compare=False)
+    """Told of tokens while they are sampled, where the engine can; one that can't never calls it. It must not change
+    what is sampled."""
 
 
 @runtime_checkable

@@ -7,11 +7,12 @@
 For models that fit into one process, and to try what runs against vLLM without it. Where it differs from vLLM:
 
 1. Every route asks for the token where there is one; beyond loopback there must be.
-2. What it can't do is refused (penalties, streams, unknown fields), never ignored.
+2. What it can't do is refused (penalties, unknown fields), never ignored.
 3. New weights are taken when they get their version: `/collective_rpc` reads and checks them, and
    `/update_weight_version` puts both in place at once, so no token ever carries the wrong one. Resuming between the two
    is refused.
 4. No KV outlives a version, so `/reset_prefix_cache` has nothing left to do.
+5. A stream begins with the first token, so an error before it has its status; its last chunk has all the log-probs.
 
 Requests whose Host is not ours are refused: a page elsewhere must not reach it by a name that it points here. Knows
 nothing of tapes and texts.
@@ -24,6 +25,7 @@ import json
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from ..tapes.errors import TapereelError
 from ..tapes.extras import raise_missing
 from ..tapes.records import Sampling
+from ..tapes.redact import guard_log
 from .embedded import EmbeddedEngine, PublishMode, eos_ids
 from .engine import Completion, EngineError, PromptTooLong, Request
 from .view_server import Door
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 
 LARGEST = 64 << 20
 """Bytes of one request."""
+WRITE_SECONDS = 60.0
+"""In which a client must have taken a piece of a stream."""
 OFF: dict[str, Any] = {"n": 1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
                        "repetition_penalty": 1.0, "min_tokens": 0}  # fmt: skip
 """Sampling parameters that must be off."""
@@ -100,6 +105,7 @@ class EngineServer:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[EngineServer]:
         """Serves inside; `port` 0 takes a free one."""
+        guard_log("aiohttp.server")  # which quotes the headers that it can't read
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:
@@ -149,22 +155,35 @@ class EngineServer:
         name = f"generate-tokens-{body.get('request_id')}"
         if name in self._under_way:
             raise BadRequest(f"request_id {body.get('request_id')!r} is under way already")
-        task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(asked))
+        stream = _Stream(request, name) if body.get("stream") else None
+        task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
+            if stream is not None:
+                task.add_done_callback(lambda _: stream.heard.put_nowait(None))
+                await stream.pass_on()
             await asyncio.wait([task])
             nothing = Completion(text="", ids=array("i"), logprobs=array("f"))
             found = (partial or [nothing])[0] if task.cancelled() else task.result()
+        except EngineError as error:
+            if stream is None or not stream.response.prepared:
+                raise
+            return await stream.end({"error": {"message": str(error), "code": 500}})
+        except (TimeoutError, ConnectionError):
+            # Whoever asked has gone, or takes nothing.
+            if request.transport is not None:
+                request.transport.abort()
+            assert stream is not None
+            return stream.response
         finally:
             del self._under_way[name]
             task.cancel()
         top = self._likeliest(asked, found, int(body["sampling_params"].get("logprobs") or 0))
-        return _answer(name, asked, found, top, aborted=task.cancelled())
+        answer = _answer(name, asked, found, top, aborted=task.cancelled())
+        return answer if stream is None else await stream.end(answer)
 
     def _request(self, body: dict[str, Any], on_partial: Callable[[Completion], None]) -> Request:
         if body.get("model") not in (None, "", self.name):
             raise BadRequest(f"model {body['model']!r} is not served here; it is {self.name!r}")
-        if body.get("stream"):
-            raise BadRequest("stream: this server answers whole; leave it out")
         ids, given = body.get("token_ids"), body.get("sampling_params")
         if not isinstance(ids, list) or not ids or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
             raise BadRequest("token_ids must be a list of ids, one at least")
@@ -260,6 +279,44 @@ class EngineServer:
             raise BadRequest("weights change only while generation is paused: /pause comes first")
 
 
+class _Stream:
+    """One answer on its way to a client, which hears of it."""
+
+    def __init__(self, request: web.Request, name: str) -> None:
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self.heard: asyncio.Queue[array[int] | None] = asyncio.Queue()
+        """Ids as they come; None: there are no more."""
+        self._request, self._name, self._sent = request, name, 0
+
+    def tokens(self, ids: array[int]) -> None:
+        self.heard.put_nowait(ids)
+
+    def again(self) -> None:
+        """The engine tries once."""
+
+    async def pass_on(self) -> None:
+        """Send what comes until there is no more."""
+        while (ids := await self.heard.get()) is not None:
+            self._sent += len(ids)
+            await self._send({"request_id": self._name, "choices": [{"index": 0, "token_ids": ids.tolist()}]})
+
+    async def end(self, last: dict[str, Any]) -> web.StreamResponse:
+        """Send the end: the whole answer without the ids that were sent, or an error."""
+        for choice in last.get("choices", ()):
+            choice["token_ids"] = choice["token_ids"][self._sent:]
+        await self._send(last)
+        await self._write(b"data: [DONE]\n\n")
+        return self.response
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        await self._write(f"data: {json.dumps(event)}\n\n".encode())
+
+    async def _write(self, data: bytes) -> None:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await self.response.prepare(self._request)
+            await self.response.write(data)
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -304,7 +361,8 @@ def _done(work: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
 
     async def handler(request: web.Request) -> web.StreamResponse:
         try:
-            return web.json_response(await work(request))
+            found = await work(request)
+            return found if isinstance(found, web.StreamResponse) else web.json_response(found)
         except web.HTTPException as error:
             return _refusal(error.status, error.reason)
         except PromptTooLong as error:

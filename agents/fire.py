@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..tapes.records import Sampling, Usage
-from .engine import Completion, Engine, EngineError, PromptTooLong, Request
+from .engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request
 from .given import derive_seed
 
 Spans = tuple[tuple[str, int, int], ...]
@@ -36,13 +36,29 @@ async def complete(engine: Engine, request: Request) -> Completion:
         raise EngineError(f"first_temperature={hot:g}: {engine.name} takes and gives texts, and only an engine of "
                           "tokens can go on behind a first token; leave sampling.first_temperature out")  # fmt: skip
     plain = request.sampling.model_copy(update={"first_temperature": None})
-    first = await engine.complete(_part(request, plain, temperature=hot, max_tokens=1))
+    first = await engine.complete(replace(_part(request, plain, temperature=hot, max_tokens=1), listener=None))
     left = request.sampling.max_tokens - len(first.ids or ())
     if first.ids is None or first.finish != "length" or left < 1:
         return first
     rest = replace(_part(request, plain, temperature=plain.temperature, max_tokens=left),
-                   prompt=request.prompt + first.ids, seed=derive_seed(request.seed, "rest"))  # fmt: skip
+                   prompt=request.prompt + first.ids, seed=derive_seed(request.seed, "rest"),
+                   listener=_Rest(request.listener, first.ids) if request.listener is not None else None)  # fmt: skip
     return await _with_rest(engine, request, first, rest)
+
+
+class _Rest:
+    """Tells of the first token when the second is there."""
+
+    def __init__(self, listener: Listener, first: array[int]) -> None:
+        self._listener, self._first, self._told = listener, first, False
+
+    def tokens(self, ids: array[int]) -> None:
+        self._listener.tokens(ids if self._told else self._first + ids)
+        self._told = True
+
+    def again(self) -> None:
+        self._told = False
+        self._listener.again()
 
 
 def _part(request: Request, sampling: Sampling, **changes: float) -> Request:

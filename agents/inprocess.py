@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,18 @@ class InProcess:
             self.in_flight -= 1
 
     async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
-        """The answer as one piece: nothing is on the way here."""
-        yield json.dumps(await self.post(route, body)).encode()
+        """The answer to that POST as it comes, in a server's words. Every piece is waited for as long as a whole answer
+        would be. ServerFailed."""
+        if route != "/inference/v1/generate":
+            raise self._no_route(route)
+        self.in_flight += 1
+        try:
+            async with aclosing(self._outputs(body, whole=False)) as outputs:
+                while (output := await self._bounded(route, anext(outputs, None), None)) is not None:
+                    yield f"data: {json.dumps(_answer(output))}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+        finally:
+            self.in_flight -= 1
 
     async def close(self) -> None:
         """Shut the engine down; requests under way fail."""
@@ -159,18 +170,26 @@ class InProcess:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def _generate(self, body: Any, params: Mapping[str, str]) -> Any:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
-        adapter = self._adapter_of(body.get("model"))
-        outputs = [output async for output in self._engine.generate(
-            TokensPrompt(prompt_token_ids=body["token_ids"]), sampling, f"generate-tokens-{body['request_id']}",
-            lora_request=adapter,
-        )]  # fmt: skip
+        outputs = [output async for output in self._outputs(body, whole=True)]
         if not outputs:
             raise RuntimeError("the engine ended a request without an answer")
         return _answer(outputs[-1])
+
+    async def _outputs(self, body: Any, *, whole: bool) -> AsyncGenerator[Any]:
+        """The answer in one RequestOutput, or what each step adds to it."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
+        sampling = SamplingParams(**body["sampling_params"], output_kind=kind)
+        adapter = self._adapter_of(body.get("model"))
+        outputs = self._engine.generate(
+            TokensPrompt(prompt_token_ids=body["token_ids"]), sampling, f"generate-tokens-{body['request_id']}",
+            lora_request=adapter,
+        )  # fmt: skip
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     def _adapter_of(self, name: str | None) -> Any:
         if not name or name == self._name:

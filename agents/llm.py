@@ -22,10 +22,11 @@ from ..tapes import Call, CauseType, Message, Sampling, Step, Tape
 from ..tapes.messages import said, shared_prefix
 from ..tapes.records import Attempt, Tools, Usage
 from . import fire
-from .engine import Completion, Engine, EngineError, PromptTooLong, Request, told
+from .engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request, told
 from .given import Given, asker, derive_seed
 from .guard import outside
 from .limits import LimitReached, Limits
+from .listening import Hearing
 from .recorder import Recorder
 from .stopping import cut
 
@@ -119,6 +120,7 @@ class LLM(Given):
         conversation: str = "",
         sampling: Sampling | None = None,
         seed: int | None = None,
+        listener: Listener | None = None,
     ) -> Reply:
         """Ask the model, as the agent whose view `tape` is.
 
@@ -126,6 +128,7 @@ class LLM(Given):
         function schemas. `conversation` names a second conversation of the same agent, with a history and seeds of its
         own; questions that one agent asks at the same time need one each, or their order is left to chance.
         `sampling` takes the place of the episode's for this call, and `seed` is mixed into the call's own.
+        `listener` hears tokens while they are sampled, to show them: not every engine tells, so nothing may hang on it.
         Raises LimitReached (let it pass), ModelFailed, RenderFailed.
         """
         path = tape.scope
@@ -143,6 +146,7 @@ class LLM(Given):
         key = f"{self._recorder.tape}/{path}/{conversation}"
         self._keys.add(key)
         partial: list[Completion] = []
+        hearing = Hearing(listener) if listener is not None else None
         request = Request(
             messages=asked,
             prompt=rendered.ids if rendered is not None else None,
@@ -152,6 +156,7 @@ class LLM(Given):
             path=path,
             cache_key=key,
             on_partial=partial.append,
+            listener=hearing,
         )
         write = _CallWriter(self, call, path, conversation, request, rendered, self._offered(schemas))
         try:
@@ -170,6 +175,8 @@ class LLM(Given):
             self.latched = LimitReached(
                 CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}"
             )
+        if hearing is not None and hearing.error is not None:
+            raise hearing.error
         return Reply(completion.text or "", completion.finish, call, completion.tool_calls or ())
 
     # Who spoke: rollout asks, for each yielded step, which path it came from and which calls it was read from
@@ -322,6 +329,8 @@ class LLM(Given):
                 attempts += error.attempts or (Attempt(seconds=seconds, error=told(error)),)
                 if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
                     raise _Failed(error, tuple(attempts)) from error
+                if request.listener is not None:
+                    request.listener.again()
                 await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
             else:
                 attempts += completion.attempts or (Attempt(seconds=time.perf_counter() - started),)

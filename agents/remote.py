@@ -24,19 +24,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .engine import Completion, EngineError, PromptTooLong, Request, one_temperature
+from .engine import Completion, EngineError, Listener, PromptTooLong, Request, one_temperature
 from .health import Health, RemoteStats, Wellness, check_all
-from .http import Channel, ServerFailed
+from .http import AGAIN, Channel, ServerFailed
 from .publishing import PublishMode, WeightSync, check_weights, publish, write_weights
 from .sleeping import Rests, Sleeper
-from .sse import ChatStream, Events
-from .wire import BadAnswer, Dialect, Sampled, same_prompt
+from .sse import ChunkStream, Events, StreamFailed
+from .wire import BadAnswer, Dialect, Sampled, checked_ids, same_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .render import Renderer
 
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+"""What asks for an answer as a stream."""
 REMEMBERED = 100_000
 """Conversations whose server is remembered."""
 
@@ -76,8 +78,8 @@ class Flight:
     """That was current when it was sent."""
     moment: int = 0
     """Of `RemoteEngine._moment`, when it was sent."""
-    stream: ChatStream | None = None
-    """What came of its answer by now, where answers come as streams."""
+    stream: ChunkStream | None = None
+    """What came of its answer by now, where it comes as a stream."""
 
 
 class RemoteEngine:
@@ -172,8 +174,8 @@ class RemoteEngine:
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
-        if status is None or isinstance(error, ForeignWeights):
-            # Another server takes the conversation, and new ones.
+        if status is None or status >= 429 or isinstance(error, ForeignWeights | BadAnswer):
+            # Another server takes the conversation, and new ones: who fails at once has the least under way.
             self._homes.pop(request.cache_key, None)
             self._wellness.lost(server)
 
@@ -286,6 +288,8 @@ class RemoteEngine:
                 wait = error.after if error.after is not None else pause * random.uniform(0.5, 1.5)
                 pause = min(pause * 2, 5.0)
                 await asyncio.sleep(min(wait, 30.0))
+                if request.listener is not None:
+                    request.listener.again()
                 continue
             self._stop_if_broken(None)
             assert request.prompt is not None
@@ -300,8 +304,10 @@ class RemoteEngine:
     async def _answer(self, flight: Flight, request: Request, model: str) -> Any:
         stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
         body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
-        flight.stream = ChatStream() if self._dialect.streams else None
-        return await answered(flight.server, self._dialect, body, flight.stream)
+        # Where tokens name no versions, an answer that the weights changed under is asked for again: none is shown.
+        heard = request.listener if self._dialect.tells and self.capabilities.versions else None
+        flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
+        return await answered(flight.server, self._dialect, body, flight.stream, heard)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
         """What was under way when a publish failed was sampled by nobody knows which weights."""
@@ -326,7 +332,8 @@ class RemoteEngine:
     async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
         """What was sampled of a cancelled request; None when the server doesn't tell any more."""
         try:
-            if flight.stream is not None:  # what came is what was sampled; hanging up ends the rest
+            if flight.stream is not None and self._dialect.streams:
+                # What came is what was sampled; hanging up ends the rest.
                 return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
             route, body = self._dialect.abort(flight.id)
             async with asyncio.timeout(10.0):
@@ -373,15 +380,26 @@ class RemoteEngine:
                 stats.busy_seconds += now - self._since
 
 
-async def answered(server: Channel, dialect: Dialect, body: Any, stream: ChatStream | None = None) -> Any:
-    """The answer to `body`, whole, whether it comes at once or as a stream; `stream` holds what came of it by now."""
-    if not dialect.streams:
+async def answered(server: Channel, dialect: Dialect, body: Any, stream: ChunkStream | None = None,
+                   listener: Listener | None = None) -> Any:  # fmt: skip
+    """The answer to `body`, whole, whether it comes at once or as a stream, which `listener` has asked for; `stream`
+    holds what came of it by now."""
+    if listener is not None:
+        body = {**body, **STREAM}
+    elif not dialect.streams:
         return await server.post(dialect.route, body)
-    events, stream = Events(), stream or ChatStream()
-    async with aclosing(server.stream(dialect.route, body)) as pieces:
-        async for piece in pieces:
-            for event in events.feed(piece):
-                stream.feed(event)
+    events, stream = Events(), stream or ChunkStream()
+    try:
+        async with aclosing(server.stream(dialect.route, body)) as pieces:
+            async for piece in pieces:
+                ids = [id for event in events.feed(piece) for id in stream.feed(event)]
+                if ids and listener is not None:
+                    listener.tokens(checked_ids(ids, "stream"))
+    except StreamFailed as error:
+        if error.status is None:
+            raise
+        raise ServerFailed(f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN,
+                           status=error.status) from error  # fmt: skip
     return stream.answer()
 
 

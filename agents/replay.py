@@ -85,7 +85,7 @@ class ReplayEngine:
     async def complete(self, request: Request) -> Completion:
         tape, call = self.take(request)
         self.check(tape, call, request)
-        return await self.answer(call)
+        return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
         """The recorded call in the place of this request, which is used up by that. Diverged where there is none."""
@@ -113,8 +113,12 @@ class ReplayEngine:
         if found is not None:
             raise Diverged(found)
 
-    async def answer(self, call: Call) -> Completion:
-        """What was recorded; of questions asked at once, in the order in which their answers came."""
+    async def answer(self, call: Call, request: Request) -> Completion:
+        """What was recorded; of questions asked at once, in the order in which their answers came. Whoever listens is
+        told of all tokens at once, and before that: so they came."""
+        found = recorded_answer(call)
+        if request.listener is not None and found.ids:
+            request.listener.tokens(found.ids)
         await self._wait_for_turn(self._order.get(call.call, 0))
         self._answered.add(call.call)
         self._moved.set()
@@ -122,10 +126,15 @@ class ReplayEngine:
             self._turn_of_answers += 1
         if call.finish == "cancelled":
             # Whoever asked gave up waiting, and does so again.
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if request.on_partial is not None:
+                    request.on_partial(found)
+                raise
         if call.finish == "error":
             raise recorded_error(call)
-        return recorded_answer(call)
+        return found
 
     async def _wait_for_turn(self, place: int) -> None:
         for _ in range(PATIENCE):

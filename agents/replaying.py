@@ -145,7 +145,7 @@ class _Engine(ReplayEngine):
                 found = found.model_copy(update={"turn": script.turn})
             raise script.end(found) from error
         script.asked(call, tokens=request.prompt is not None and call.prompt is not None)
-        return await self.answer(call)
+        return await self.answer(call, request)
 
 
 class _World(Environment[Any]):

@@ -13,7 +13,7 @@ from typing import Any
 from .engine import Request
 from .http import Channel
 from .publishing import PublishMode
-from .wire import BadAnswer, Sampled, field, sampled
+from .wire import BadAnswer, Sampled, field, reader, sampled
 
 ALL = 1 << 30
 """top_k of the whole vocabulary."""
@@ -25,6 +25,7 @@ class SGLangGenerate:
     name = "sglang"
     route = "/generate"
     streams = False
+    tells = False
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -38,6 +39,7 @@ class SGLangGenerate:
         return {"rid": request_id, "input_ids": request.prompt.tolist(), "sampling_params": parameters,
                 "return_logprob": True, "logprob_start_len": -1, "stream": False}  # fmt: skip
 
+    @reader
     def parse(self, answer: Any) -> Sampled:
         meta = field(answer, "meta_info")
         found = field(meta, "output_token_logprobs")
@@ -56,6 +58,7 @@ class SGLangGenerate:
     def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         return body | {"top_logprobs_num": count}
 
+    @reader
     def listed(self, answer: Any) -> list[float]:
         return [field(found, 0) for found in field(answer, "meta_info", "output_top_logprobs", 0)]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .engine import Request
-from .wire import BadAnswer, Sampled, field, sampled
+from .wire import BadAnswer, Sampled, field, reader, sampled
 
 
 def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any]:
@@ -29,6 +29,7 @@ class Generate:
     name = "vllm"
     route = "/inference/v1/generate"
     streams = False
+    tells = True
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -36,6 +37,7 @@ class Generate:
         return {"model": model, "token_ids": request.prompt.tolist(), "request_id": request_id,
                 "sampling_params": parameters, "stream": False}  # fmt: skip
 
+    @reader
     def parse(self, answer: Any) -> Sampled:
         choice = field(answer, "choices", 0)
         ids, content = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
@@ -55,6 +57,7 @@ class Generate:
     def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         return body | {"sampling_params": {**body["sampling_params"], "logprobs": count}}
 
+    @reader
     def listed(self, answer: Any) -> list[float]:
         return [field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0,
                                                            "top_logprobs")]  # fmt: skip
@@ -66,6 +69,7 @@ class Completions:
     name = "vllm"
     route = "/v1/completions"
     streams = False
+    tells = False
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
@@ -73,6 +77,7 @@ class Completions:
                 "return_token_ids": True, "return_weight_versions": True, "stream": False, "echo": False,
                 **sampling_parameters(request, stops)}  # fmt: skip
 
+    @reader
     def parse(self, answer: Any) -> Sampled:
         choice = field(answer, "choices", 0)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -88,6 +93,7 @@ class Completions:
     def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         return body | {"logprobs": count}
 
+    @reader
     def listed(self, answer: Any) -> list[float]:
         return list(field(answer, "choices", 0, "logprobs", "top_logprobs", 0).values())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .engine import Request
 from .vllm import sampling_parameters
-from .wire import Sampled, field, sampled
+from .wire import Sampled, field, reader, sampled
 
 
 class Chat:
@@ -22,6 +22,7 @@ class Chat:
     name = "vllm-chat"
     route = "/v1/chat/completions"
     streams = True
+    tells = False
 
     def __init__(self, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """`template_kwargs` as the renderer's."""
@@ -39,6 +40,7 @@ class Chat:
             body["chat_template_kwargs"] = self._template_kwargs
         return body
 
+    @reader
     def parse(self, answer: Any) -> Sampled:
         choice = field(answer, "choices", 0)
         content = (choice.get("logprobs") or {}).get("content")
@@ -57,6 +59,7 @@ class Chat:
     def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         return body | {"top_logprobs": count}
 
+    @reader
     def listed(self, answer: Any) -> list[float]:
         return [field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0,
                                                            "top_logprobs")]  # fmt: skip

@@ -7,11 +7,12 @@ log-probs than of ids, unknown log-probs, version spans with holes.
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..tapes.records import Usage
 from .engine import EngineError, Finish, Request
@@ -22,11 +23,30 @@ ABOVE_ZERO = 1e-3
 """A log-prob of a certain token may come out this far above zero by rounding; it reads as 0 then."""
 
 
+P = ParamSpec("P")
+ReadT = TypeVar("ReadT")
+
+
 class BadAnswer(EngineError, ValueError):
     """An answer that can't be a completion: names the field, what it held and what was expected."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)
+
+
+def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
+    """For what reads answers: a value of another kind than it should be, wherever it stands, is a BadAnswer."""
+
+    @functools.wraps(read)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> ReadT:
+        try:
+            return read(*args, **kwargs)
+        except EngineError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BadAnswer(f"the answer can't be read: {type(error).__name__}: {str(error)[:400]}") from error
+
+    return checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,8 @@ class Dialect(Protocol):
     """Where requests are posted."""
     streams: bool
     """Whether answers come as chunks of a chat completion; else they come as one JSON value."""
+    tells: bool
+    """Whether that can be asked for, and the chunks name versions as the whole answer does."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         """The JSON body that asks for `request`, which ends at any of `stops`."""
@@ -92,10 +114,10 @@ def sampled(
         raise BadAnswer(f"the answer has prompt ids {_kind(prompt)}: nobody can say what the server read, and text "
                         "alone is no RL data")  # fmt: skip
     return Sampled(
-        ids=_ids(ids, "answer"), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
+        ids=checked_ids(ids, "answer"), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
         spans=_spans(versions, len(ids)), finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
-        prompt=None if prompt is None else _ids(prompt, "prompt in the answer"),
+        prompt=None if prompt is None else checked_ids(prompt, "prompt in the answer"),
     )  # fmt: skip
 
 
@@ -110,7 +132,8 @@ def same_prompt(asked: array[int], read: array[int] | None) -> None:
                       "--enable-scale-out)")  # fmt: skip
 
 
-def _ids(values: list[Any], where: str) -> array[int]:
+def checked_ids(values: Sequence[Any], where: str) -> array[int]:
+    """Token ids of a JSON answer. BadAnswer where one is none."""
     for k, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")

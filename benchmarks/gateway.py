@@ -2,12 +2,16 @@
 
     python benchmarks/gateway.py                      a short look: some seconds
     python benchmarks/gateway.py --requests 50000     memory over a long run
+    python benchmarks/gateway.py --stream             milliseconds to the first byte, and CPU for each streamed token
 
 The upstream is a stub that answers at once with 20 token ids and log-probs. `raw` serves it with aiohttp and nothing
 else; `gateway` serves it with tapes, ten questions of a growing conversation each, begun, scored and ended over HTTP,
 with token ids rendered and everything written to a run directory. Each server is a process of its own, and so is the
 client, which speaks HTTP by hand so as not to be what is measured. CPU time is the server's; on a busy machine it is
 the number to read. Afterwards the books must close. `raw` is measured on 5,000 requests at most.
+
+With `--stream` the upstream gives 200 tokens, one in each turn of the event loop, to 16 clients at once; half of the
+tapes ask for streams, half for whole answers, and what streaming costs is the difference.
 """
 
 from __future__ import annotations
@@ -29,23 +33,31 @@ TURNS = 10
 TOKEN = "the-token-of-the-benchmark"
 QUESTION = "what comes after this, and what then?"
 ANSWER = "nineteen letters ok"
+LONGER = 10
+"""How many times as long an answer is that is streamed."""
 
 
-def engine() -> Any:
-    """The upstream, and the renderer with which the gateway makes token ids of what it is asked."""
+def engine(times: int = 1) -> Any:
+    """The upstream, and the renderer with which the gateway makes token ids of what it is asked. Its answer is repeated
+    so many times; more than once, it takes a turn of the event loop for each token."""
     from tapereel.agents import Completion, ScriptedEngine
     from tapereel.agents.render import Renderer
     from tapereel.agents.tiny import char_tokenizer
 
     tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz ,.?")
     renderer = Renderer(tokenizer)
-    ids = array("i", [*tokenizer(ANSWER, add_special_tokens=False)["input_ids"], renderer.end_ids[0]])
-    made = Completion(text=ANSWER, ids=ids, logprobs=array("f", [-1.0] * len(ids)), spans=(("stub:0", 0, len(ids)),))
+    text = ANSWER * times
+    ids = array("i", [*tokenizer(text, add_special_tokens=False)["input_ids"], renderer.end_ids[0]])
+    made = Completion(text=text, ids=ids, logprobs=array("f", [-1.0] * len(ids)), spans=(("stub:0", 0, len(ids)),))
 
     class Stub(ScriptedEngine):
         name = "stub"
 
         async def complete(self, request: Any) -> Completion:
+            for k in range(len(ids) if times > 1 else 0):
+                if request.listener is not None:
+                    request.listener.tokens(ids[k : k + 1])
+                await asyncio.sleep(0)
             return made
 
     return Stub([], renderer=renderer)
@@ -82,7 +94,7 @@ async def serve(kind: str, out: str) -> None:
     from tapereel.tapes.store import Store
 
     with Store.create(out) as store:
-        control = Control(TOKEN, engine(), journal=store.writer)
+        control = Control(TOKEN, engine(LONGER if kind == "long" else 1), journal=store.writer)
         async with Gateway(control=control).serving() as gateway:
             print(gateway.port, flush=True)
             await stdin
@@ -109,6 +121,35 @@ class Connection:
         if not told.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"{path}: {told!r} {answer}")
         return answer
+
+
+    async def stream(self, path: str, body: Any, key: str) -> float:
+        """Reads a stream to its end; the moment at which its first byte came."""
+        data = json.dumps({**body, "stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.writer.write(head.encode() + data)
+        told = await self.reader.readuntil(b"\r\n\r\n")
+        first = time.perf_counter()
+        if not told.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"{path}: {told!r}")
+        while size := int(await self.reader.readline(), 16):
+            await self.reader.readexactly(size + 2)
+        await self.reader.readexactly(2)
+        return first
+
+
+async def long_episode(there: Connection, stream: bool, took: list[float]) -> None:
+    """As many questions, each of its own; appends the seconds until the first byte of each answer came."""
+    begun = await there.post("/tapereel/tapes", {"task": "t"}, TOKEN)
+    for k in range(TURNS):
+        body = {"model": "m", "messages": [{"role": "user", "content": f"{QUESTION}{'?' * k}"}]}
+        started = time.perf_counter()
+        if stream:
+            took.append(await there.stream("/v1/chat/completions", body, begun["key"]) - started)
+        else:
+            await there.post("/v1/chat/completions", body, begun["key"])
+            took.append(time.perf_counter() - started)
+    await there.post(f"/tapereel/tapes/{begun['tape']}/end", {}, TOKEN)
 
 
 async def episode(there: Connection, kind: str, took: list[float]) -> None:
@@ -212,14 +253,48 @@ async def compare(requests: int, clients: int) -> None:
           + ("close" if books.closes else f"DON'T CLOSE: {books.findings[:3]}"))  # fmt: skip
 
 
+async def compare_streams(requests: int, clients: int) -> None:
+    """Print what streaming costs."""
+    tokens = LONGER * len(ANSWER) + 1
+    cpu, alone = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server()
+        port = await server.start("long", f"{folder}/long")
+        one = await Connection(port).open()
+        for stream in (False, True):
+            for _ in range(5):
+                await long_episode(one, stream, alone.setdefault(stream, []))
+            started, took = server.cpu, []
+            left = requests // TURNS
+
+            async def client(stream: bool = stream, took: list[float] = took) -> None:
+                nonlocal left
+                there = await Connection(port).open()
+                while left > 0:
+                    left -= 1
+                    await long_episode(there, stream, took)
+
+            await asyncio.gather(*(client() for _ in range(clients)))
+            cpu[stream] = (server.cpu - started) / len(took) * 1e3
+        rss = server.rss
+        await server.stop()
+    print(f"{requests:,} answers of {tokens} tokens, {clients} clients, whole and streamed")
+    print(f"one client alone: {statistics.median(alone[True]) * 1e3:.2f} ms to the first byte of a stream, "
+          f"{statistics.median(alone[False]) * 1e3:.2f} ms to a whole answer")  # fmt: skip
+    print(f"CPU of the server: {cpu[False]:.2f} ms for a whole answer, {cpu[True]:.2f} ms for a streamed one, "
+          f"{(cpu[True] - cpu[False]) / tokens * 1e3:.0f} microseconds for each token; {rss:.0f} MiB")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--serve", choices=["raw", "gateway"], help=argparse.SUPPRESS)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--serve", choices=["raw", "gateway", "long"], help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    asyncio.run(serve(args.serve, args.out) if args.serve else compare(args.requests, args.clients))
+    work = compare_streams if args.stream else compare
+    asyncio.run(serve(args.serve, args.out) if args.serve else work(args.requests, args.clients))
 
 
 if __name__ == "__main__":

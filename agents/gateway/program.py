@@ -25,6 +25,7 @@ from ...tapes.redact import without_secrets
 from ..agent import Agent
 from ..guard import outside
 from ..llm import LLM
+from ..proxies import ask_directly
 from .server import Gateway
 from .session import Session
 
@@ -84,6 +85,7 @@ class Program(Agent):
             serving = contextlib.AsyncExitStack()
             gateway = self._gateway or await serving.enter_async_context(_shared())
             key = gateway.open(session)
+            ask_directly(gateway.url)
             running = asyncio.ensure_future(self._run(str(tape.last), Endpoint(gateway.url, key)))
         running.add_done_callback(lambda _: session.over())
         session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())

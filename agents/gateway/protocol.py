@@ -7,10 +7,8 @@ tapes or engines.
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...tapes.errors import TapereelError
@@ -27,7 +25,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that are accepted with these values only."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_PIECE = re.compile(r"\s*\S+|\s+$")
+CHUNK = "chat.completion.chunk"
+"""What each part of a stream is called."""
 
 
 class Refused(TapereelError, ValueError):
@@ -205,7 +204,8 @@ class ChatAnswer:
     prompt_ids: list[int] | None = None
     """None where they weren't asked for; so for the next."""
     ids: list[int] | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = 0
+    """Seconds since 1970."""
 
     @property
     def message(self) -> Message:
@@ -230,21 +230,22 @@ class ChatAnswer:
         whole = {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
         return whole if self.prompt_ids is None else {**whole, "prompt_token_ids": self.prompt_ids}
 
-    def chunks(self, *, usage: bool) -> Iterator[dict[str, Any]]:
-        """The answer as the parts of a stream: the role, the text word by word or the tool calls, the end."""
-        head = self._head("chat.completion.chunk")
-        first = {**head, **({} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids})}
-        yield {**first, "choices": [_delta({"role": "assistant", "content": ""})]}
-        for piece in _PIECE.findall(self.text):
-            yield {**head, "choices": [_delta({"content": piece})]}
+    def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, Any]]:
+        """What ends a stream in which the text `sent` was sent: the rest of the text, the tool calls, then the reason
+        with log-probs and ids."""
+        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+            return {**self._head(CHUNK), "choices": [choice]}
+
+        if len(self.text) > len(sent):
+            yield chunk(delta({"content": self.text[len(sent):]}))
         for k, call in enumerate(self.tool_calls):
-            yield {**head, "choices": [_delta({"tool_calls": [{"index": k, **call}]})]}
-        last: dict[str, Any] = {**_delta({}), "finish_reason": self.finish, "logprobs": self._logprobs()}
+            yield chunk(delta({"tool_calls": [{"index": k, **call}]}))
+        last: dict[str, Any] = {**delta({}), "finish_reason": self.finish, "logprobs": self._logprobs()}
         if self.ids is not None:
             last["token_ids"] = self.ids
-        yield {**head, "choices": [last]}
+        yield {**chunk(last), **({} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids})}
         if usage:
-            yield {**head, "choices": [], "usage": self.usage}
+            yield {**self._head(CHUNK), "choices": [], "usage": self.usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -253,8 +254,9 @@ class ChatAnswer:
         return None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
 
 
-def _delta(delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+def delta(more: dict[str, Any]) -> dict[str, Any]:
+    """The choice of a chunk that adds this to the message."""
+    return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
 def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:
@@ -271,7 +273,7 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
     made = ({"id": f"call_{name}{k}", "type": "function",
              "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
             for k, call in enumerate(calls))  # fmt: skip
-    return (_TOOL_CALL.sub("", text).strip() if "<tool_call>" in text else ""), tuple(made)
+    return (_TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:

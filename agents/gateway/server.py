@@ -5,7 +5,8 @@
 
 A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback unless told
 otherwise. Bodies, headers and the time that either may take are bounded. What is refused is logged, without the key.
-What a request means is decided in `session.py`, what it may say in `protocol.py`.
+What a request means is decided in `session.py`, what it may say in `protocol.py`, what may be sent of an answer that is
+still sampled in `streaming.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,11 @@ from pydantic_core import to_json
 
 from ...tapes import StoreFailed
 from ...tapes.extras import raise_missing
-from ...tapes.redact import without_secrets
+from ...tapes.redact import guard_log, without_secrets
 from .linking import USES, Use
-from .protocol import ChatAnswer, Refused, read_request
+from .protocol import CHUNK, ChatRequest, Refused, delta, read_request
 from .session import Session, ended
+from .streaming import Live
 
 try:
     from aiohttp import web
@@ -48,6 +50,7 @@ USE_HEADER = "X-Tapereel-Use"
 PREFIX = "sk-tape-"
 """What every key of a tape begins with."""
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -62,7 +65,9 @@ class Bounds:
     header_seconds: float = 30.0
     """In which a request's headers must have come, counted from the connection or from the answer before."""
     write_seconds: float = 60.0
-    """In which a client must have taken what it is sent."""
+    """In which a client must have taken what it is sent; of a stream, each piece."""
+    quiet_seconds: float = 15.0
+    """Without anything to send in a stream, after which a comment is sent, so that nobody takes it for dead."""
     hold_seconds: float = 60.0
     """How long a request is held while weights change, before it is refused with 429 and Retry-After."""
 
@@ -96,6 +101,7 @@ class Gateway:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
         """Serves inside; `port` 0 takes a free one."""
+        guard_log("aiohttp.server")  # which quotes the headers that it can't read
         runner = web.AppRunner(
             self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
             keepalive_timeout=self.bounds.header_seconds, lingering_time=0.5, auto_decompress=False,
@@ -172,10 +178,13 @@ class Gateway:
             return
         deadline = time.monotonic() + self.bounds.hold_seconds
         self.held += 1
+        session.held += 1
         try:
             await self._until(deadline, session)
         finally:
             self.held -= 1
+            session.held -= 1
+            session.heard_at = time.monotonic()
 
     async def _until(self, deadline: float, session: Session) -> None:
         while self._paused or session.changing:
@@ -203,14 +212,16 @@ class Gateway:
             told = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
             return self._refuse(request, Refused(error.status, told, code=_CODES.get(error.status)))
         except StoreFailed as error:
-            return self._refuse(request, Refused(500, str(error), kind="server_error", code="store_failed",
-                                                 headers={"x-should-retry": "false"}))  # fmt: skip
+            return self._refuse(request, _store_failed(error))
 
-    def _refuse(self, request: web.Request, error: Refused) -> web.Response:
+    def _count(self, request: web.Request, error: Refused) -> None:
         self.refused += 1
         known = [self._control.token] if self._control is not None else []
         log.info("refused %s %r from %s: %d %s", request.method, without_secrets(request.path, known)[:100],
                  request.remote, error.status, without_secrets(str(error), known))  # fmt: skip
+
+    def _refuse(self, request: web.Request, error: Refused) -> web.Response:
+        self._count(request, error)
         response = web.Response(status=error.status, body=to_json(error.body), content_type="application/json",
                                 headers=error.headers)  # fmt: skip
         if not request.content.is_eof():
@@ -230,20 +241,60 @@ class Gateway:
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
+        if asked.stream:
+            return await self._stream(request, session, asked, use)
         answer = await session.ask(asked, use=use)
         self.answered += 1
-        return await self._send(request, _stream(answer, asked.usage) if asked.stream else _json(answer.body()))
+        response = _json(answer.body())
+        await self._write(request, response, None)
+        return response
 
-    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+    async def _stream(self, request: web.Request, session: Session, asked: ChatRequest,
+                      use: Use | None) -> web.StreamResponse:  # fmt: skip
+        """The answer as it is sampled. Nothing is sent before the first token: an error until then has its status."""
+        live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
+        asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
+        asking.add_done_callback(lambda _: live.moved.set())
+        try:
+            while True:
+                quiet = await live.quiet(self.bounds.quiet_seconds if response.prepared else None)
+                if asking.done():
+                    break
+                data = b":\n\n" if quiet else _events(_taken(live, asked, response.prepared))
+                if data and not await self._write(request, response, data):
+                    return response
+            answer = await asking
+            last = (*_taken(live, asked, response.prepared), *answer.chunks(live.sent, usage=asked.usage))
+            if await self._write(request, response, _events(last) + b"data: [DONE]\n\n"):
+                self.answered += 1
+        except (Refused, StoreFailed) as error:
+            if not response.prepared:
+                raise
+            told = error if isinstance(error, Refused) else _store_failed(error)
+            self._count(request, told)
+            await self._write(request, response, _events([told.body]))
+        finally:
+            # Where the client has gone, or takes nothing, what was sampled is recorded before this returns.
+            asking.cancel()
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.exception()
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes | None) -> bool:
+        """Send this, or all of the response where there is none; whether the client took it."""
         try:
             async with asyncio.timeout(self.bounds.write_seconds):
                 await response.prepare(request)
-                await response.write_eof()
+                await (response.write_eof() if data is None else response.write(data))
+            return True
         except TimeoutError:
             log.info("%s did not take its answer in %g s", request.remote, self.bounds.write_seconds)
             if request.transport is not None:
                 request.transport.abort()
-        return response
+        except ConnectionError:
+            log.info("%s has gone", request.remote)
+        return False
 
     async def read(self, request: web.Request) -> bytes:
         """The body, within the bounds. Refused."""
@@ -304,10 +355,22 @@ def _use(request: web.Request) -> Use | None:
     return use
 
 
-def _stream(answer: ChatAnswer, usage: bool) -> web.Response:
-    events = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in answer.chunks(usage=usage))
-    return web.Response(body=events + b"data: [DONE]\n\n", content_type="text/event-stream",
-                        headers={"Cache-Control": "no-cache"})  # fmt: skip
+def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, Any]]:
+    """The chunks of what may be sent now: the role before anything else, then text."""
+    head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
+    deltas = [] if begun else [{"role": "assistant", "content": ""}]
+    text = live.take()
+    if text:
+        deltas.append({"content": text})
+    return [{**head, "choices": [delta(more)]} for more in deltas]
+
+
+def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+
+
+def _store_failed(error: StoreFailed) -> Refused:
+    return Refused(500, str(error), kind="server_error", code="store_failed", headers={"x-should-retry": "false"})
 
 
 def _json(value: Any) -> web.Response:

@@ -22,6 +22,7 @@ from ..limits import LimitReached
 from ..llm import LLM, ModelFailed, RenderFailed, Reply
 from .linking import Use, label_calls
 from .protocol import ChatAnswer, ChatRequest, Refused, read_calls, token_logprobs
+from .streaming import Live
 
 SHOWN = 2000
 """Characters of an exchange that its step shows; the call has all of them."""
@@ -50,6 +51,8 @@ class Session:
         """The limit for which a request was refused; what the program makes of that doesn't change how it ends."""
         self.heard_at = time.monotonic()
         """When the last request came or was answered."""
+        self.held = 0
+        """Requests that wait for weights to be changed; they come to `ask` then."""
 
     @property
     def id(self) -> str:
@@ -58,22 +61,22 @@ class Session:
 
     @property
     def busy(self) -> int:
-        """Requests under way."""
-        return len(self._asking)
+        """Requests under way, or held."""
+        return len(self._asking) + self.held
 
     @property
     def changing(self) -> bool:
         """Whether the engine's weights are being replaced, and questions would only wait."""
         return bool(getattr(self._engine, "changing", False))
 
-    async def ask(self, request: ChatRequest, *, use: Use | None = None) -> ChatAnswer:
-        """The model's answer, recorded. `use`: what the program says the call is to training.
+    async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
+        """The model's answer, recorded. `use`: what the program says the call is to training. `live` hears it.
 
         When cancelled, what was sampled so far is recorded before this returns. Raises Refused.
         """
         if self.closed:
             raise ended()
-        asking = asyncio.ensure_future(self._ask(request, use))
+        asking = asyncio.ensure_future(self._ask(request, use, live))
         self._asking.add(asking)
         self.heard_at = time.monotonic()
         try:
@@ -98,16 +101,19 @@ class Session:
             self._asking.discard(asking)
             self.heard_at = time.monotonic()
 
-    async def _ask(self, request: ChatRequest, use: Use | None) -> ChatAnswer:
+    async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
         messages = [self._recorded(message) for message in request.messages]
         conversation = _conversation(messages)
         self._numbers[conversation] += 1
         name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
         sampling = self._sampling(request)
+        if live is not None:
+            live.open(f"chatcmpl-{name}", self._engine.renderer)
         try:
             reply = await self._llm(
                 self._tape, messages=messages, tools=request.tools, conversation=conversation, sampling=sampling,
                 max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens), seed=request.seed,
+                listener=live,
             )  # fmt: skip
         except ModelFailed as error:
             self.failed = error
@@ -124,9 +130,14 @@ class Session:
         self.failed = None
         if use is not None:
             self._told[reply.call] = use
-        return self._answer(request, reply, name)
+        answer = self._answer(request, reply, name, live)
+        if live is not None and not live.end(answer.text):
+            self._told[reply.call] = "discarded"
+            raise Refused(502, "the model failed in the midst of this answer and answered otherwise when it was asked "
+                          "again; ask again", kind="server_error", code="answer_changed")  # fmt: skip
+        return answer
 
-    def _answer(self, request: ChatRequest, reply: Reply, name: str) -> ChatAnswer:
+    def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
         call = self._llm._recorder.log.call(reply.call)
         text, tools = read_calls(reply.tool_calls, reply.text, name) if request.tools else (reply.text, ())
         answer = ChatAnswer(
@@ -136,6 +147,7 @@ class Session:
             logprobs=self._logprobs(call) if request.logprobs else None,
             prompt_ids=list(self._record.call_prompt(call)) if request.token_ids and call.prompt is not None else None,
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
+            created=live.created if live is not None else int(time.time()),
         )  # fmt: skip
         for tool in tools:
             self._sent[tool["id"]] = (_plain(answer.message), call.reply)

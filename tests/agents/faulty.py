@@ -82,6 +82,8 @@ class FaultyServer:
             self.asked.append(body)
             if self.faults:
                 return await self.faults.pop(0)(request, body)
+        if body["stream"]:
+            return await sent(request, chunks(self.answer(body)))
         return web.json_response(self.answer(body))
 
     async def hang(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -109,6 +111,42 @@ class FaultyServer:
         if request.path == "/finish_weight_update":
             self.version = (await request.json())["weight_version"]
         return web.json_response({})
+
+
+def chunks(answer: dict[str, Any]) -> list[Any]:
+    """The same as a stream: a token each, the versions with the last, then the usage."""
+    (choice,) = answer["choices"]
+    ids, last = choice["token_ids"], {"finish_reason": choice["finish_reason"],
+                                      "weight_versions": choice["weight_versions"]}  # fmt: skip
+    found = [{"choices": [{"index": 0, "token_ids": [id], "finish_reason": None, "weight_versions": None,
+                           "logprobs": {"content": [choice["logprobs"]["content"][k]]},
+                           **(last if k == len(ids) - 1 else {})}]} for k, id in enumerate(ids)]  # fmt: skip
+    return [*found, {"choices": [], "usage": answer["usage"]}, "[DONE]"]
+
+
+async def sent(request: web.Request, events: list[Any]) -> web.StreamResponse:
+    """Sends these as a stream; None drops the connection."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        if event is None:
+            assert request.transport is not None
+            request.transport.close()
+            break
+        data = event if isinstance(event, str) else json.dumps(event, allow_nan=True)
+        await response.write(f"data: {data}\n\n".encode())
+    return response
+
+
+def streams(change: Callable[[list[Any]], object]) -> Fault:
+    """Streams as a healthy server would, but for `change` of the events."""
+
+    async def fault(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        events = chunks(FaultyServer().answer(body))
+        change(events)
+        return await sent(request, events)
+
+    return fault
 
 
 def status(code: int, **headers: str) -> Fault:

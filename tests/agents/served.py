@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,74 @@ def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: A
 def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
     """Asks for an answer of `length` tokens that nothing ends."""
     return ask("abcdabcd" * 4, seed, on_partial, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []})
+
+
+class Heard:
+    """Keeps what it is told of, and says when that begins."""
+
+    def __init__(self) -> None:
+        self.pieces: list[array[int]] = []
+        self.begun = asyncio.Event()
+        self.void = 0
+        """How often all of it was."""
+
+    def tokens(self, ids: array[int]) -> None:
+        self.pieces.append(ids)
+        self.begun.set()
+
+    def again(self) -> None:
+        self.pieces.clear()
+        self.void += 1
+
+    @property
+    def ids(self) -> list[int]:
+        return [id for piece in self.pieces for id in piece]
+
+
+async def hears_what_is_sampled(engine: RemoteEngine) -> None:
+    """An answer is the same whether somebody listens or not."""
+    request, heard = long_one(3, length=100), Heard()
+    whole = await engine.complete(request)
+    found = await engine.complete(replace(request, listener=heard))
+    assert found.ids is not None
+    assert (found.ids, found.spans, found.finish, found.usage.completion_tokens) == (
+        whole.ids, whole.spans, whole.finish, whole.usage.completion_tokens)  # fmt: skip
+    assert found.usage.prompt_tokens == whole.usage.prompt_tokens == len(request.prompt or ())
+    assert list(found.logprobs or ()) == pytest.approx(list(whole.logprobs or ()), abs=CLOSE)
+    assert heard.ids == list(found.ids)
+    assert len(heard.pieces) > 1
+
+
+async def leaves_what_was_heard(engine: RemoteEngine) -> tuple[Request, Completion]:
+    """Cancelled while it is heard: what is left begins with that."""
+    heard, partial = Heard(), list[Completion]()
+    request = replace(long_one(3, partial.append, length=1500), listener=heard)
+    asked = asyncio.create_task(engine.complete(request))
+    await heard.begun.wait()
+    told = heard.ids
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    (left,) = partial
+    assert left.ids is not None
+    assert (left.finish, left.ids[: len(told)].tolist()) == ("cancelled", told)
+    assert left.spans == ((engine.version, 0, len(left.ids)),)
+    assert len(told) <= len(left.ids) < 1500
+    return request, left
+
+
+async def hears_through_a_change_of_weights(engine: RemoteEngine, weights: Any) -> tuple[Request, Completion]:
+    """New weights come while an answer is heard, which is exact for both."""
+    heard, before = Heard(), engine.version
+    request = replace(long_one(3, length=1500), listener=heard)
+    asked = asyncio.create_task(engine.complete(request))
+    await heard.begun.wait()
+    await engine.publish(weights, f"{before}+heard")
+    found = await asked
+    assert [version for version, _, _ in found.spans] == [before, f"{before}+heard"]
+    assert heard.ids == list(found.ids or ())
+    assert heard.void == 0
+    return request, found
 
 
 Enough = Callable[[Completion, list[str]], bool]
@@ -139,6 +208,19 @@ class Served:
             pytest.fail("no request was cut short in the midst")
 
         runs(test)
+
+    def test_an_answer_that_is_heard_is_the_same(self, runs: Runs) -> None:
+        runs(hears_what_is_sampled)
+
+    def test_one_that_is_cancelled_while_it_is_heard_leaves_what_was_sampled(self, runs: Runs) -> None:
+        request, left = runs(leaves_what_was_heard)
+        assert self.off(0, request, left) < CLOSE
+
+    def test_weights_that_change_while_an_answer_is_heard_are_stamped_exactly(self, runs: Runs) -> None:
+        weights = self.policy(1).state_dict()
+        request, found = runs(lambda engine: hears_through_a_change_of_weights(engine, weights))
+        for seed, (_, start, end) in enumerate(found.spans):
+            assert self.off(seed, request, found, start, end) < CLOSE
 
     @pytest.mark.parametrize("mode", ["reprefill", "drain", "abort"])
     def test_every_token_is_stamped_with_the_weights_that_gave_it(self, runs: Runs, mode: str) -> None:

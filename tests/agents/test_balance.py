@@ -27,7 +27,7 @@ from tapereel.agents.wire import BadAnswer, Dialect
 from tapereel.tapes import CauseType, Sampling
 
 from ..loop.lab import Letters, Speaker
-from .faulty import FaultyServer, changed, listening, status
+from .faulty import FaultyServer, changed, listening, no_json, status
 from .test_remote import COMPLETION, SGLANG, ask, completed
 from .test_servers import using
 
@@ -47,6 +47,22 @@ def test_conversations_that_begin_at_once_are_spread_over_the_servers() -> None:
 
     using(servers, test)
     assert [len(server.asked) for server in servers] == [6, 12, 12]
+
+
+@pytest.mark.parametrize("fault", [status(500), status(503), no_json,
+                                   changed(lambda found: found.update(logprobs=[1]))])  # fmt: skip
+def test_a_server_that_fails_at_once_does_not_take_all_conversations(fault: Any) -> None:
+    """It has the least under way, always."""
+    ill, well = FaultyServer([fault] * 100), FaultyServer()
+
+    async def test(engine: RemoteEngine) -> None:
+        with pytest.raises(EngineError):
+            await engine.complete(conversations(1)[0])
+        for request in conversations(6):
+            await engine.complete(request)
+
+    using([ill, well], test, patience=0.0)
+    assert (len(ill.asked), len(well.asked)) == (1, 6)
 
 
 def test_a_server_that_was_lost_is_avoided_for_a_while_or_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tapereel.tapes.store import Store
 
 from ..loop.lab import RENDERER, WORDS, assert_books_close, history_in, loop_in, settings_of, tasks
 from .embedded_lab import worst
-from .served import CLOSE, CONTEXT, Runs, Served, Test, ask, long_one, swap
+from .served import CLOSE, CONTEXT, Heard, Runs, Served, Test, ask, long_one, swap
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -185,6 +187,23 @@ def test_an_abort_ends_what_is_under_way_and_what_has_not_begun() -> None:
     with_server(test)
 
 
+def test_a_model_that_fails_in_the_midst_of_a_stream_ends_it_with_the_error() -> None:
+    async def test(server: EngineServer) -> None:
+        engine = await connect([server.url], RENDERER, model_folder=Path("."))
+        heard = Heard()
+        asked = asyncio.create_task(engine.complete(replace(long_one(3, length=1500), listener=heard)))
+        await heard.begun.wait()
+        weights = Served.policy(0).state_dict()
+        await server.engine.publish(weights | {"model.norm.weight": weights["model.norm.weight"] * math.nan}, "broken")
+        with pytest.raises(ServerFailed, match=r"500: the stream broke off.*no finite probabilities") as caught:
+            await asked
+        assert caught.value.retry
+        assert heard.ids
+        await engine.close()
+
+    with_server(test)
+
+
 def _completion(found: Any) -> Any:
     return Completion(text="", ids=found.ids, logprobs=found.logprobs)
 
@@ -207,7 +226,7 @@ def test_what_it_cannot_do_is_refused_never_ignored(change: dict[str, Any], matc
         with pytest.raises(ServerFailed, match=match) as caught:
             await here.post(Generate.route, body)
         assert caught.value.status == 400
-        for wrong, why in (({"stream": True}, "stream"), ({"token_ids": []}, "token_ids"), ({"model": "x"}, "'x'"),
+        for wrong, why in (({"token_ids": []}, "token_ids"), ({"model": "x"}, "'x'"),
                            ({"sampling_params": None}, "sampling_params")):  # fmt: skip
             with pytest.raises(ServerFailed, match=why):
                 await here.post(Generate.route, Generate().body(ask(), model="", request_id="a", stops=()) | wrong)

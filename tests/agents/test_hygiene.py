@@ -116,12 +116,12 @@ def test_by_default_nobody_else_can_connect(verb: str, scene: dict[str, str]) ->
                 caught.value.close()
 
 
-@pytest.mark.parametrize("verb", ["view", "serve-env"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_request_that_cannot_be_read_leaves_no_key_in_the_log(
     verb: str, scene: dict[str, str], tmp_path: Path
 ) -> None:
     with (tmp_path / "log").open("w+") as log:
-        with started(VERBS[verb], scene, log) as (told, _):
+        with started(VERBS[verb], {**scene, "new": str(tmp_path / "new")}, log) as (told, _):
             found = re.search(r"127\.0\.0\.1:(\d+)", json.dumps(told))
             assert found is not None
             for line in (f"Authorization: Bearer {KEY}\x01", f"X : Bearer {TOKEN}", f"X: {KEY}{'x' * 9999}"):

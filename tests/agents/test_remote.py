@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tapereel.agents.wire import BadAnswer
 from tapereel.tapes import CauseType, Sampling, Status
 
 from ..loop.lab import RENDERER, Letters, Speaker
-from .faulty import NAN, FaultyServer, changed, cut_short, dropped, no_json, status, stuck
+from .faulty import NAN, FaultyServer, changed, cut_short, dropped, no_json, status, streams, stuck
+from .served import Heard
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,6 +145,75 @@ def test_an_answer_that_would_train_wrongly_is_refused(fault: Any, match: str) -
         completed(FaultyServer([fault]))
 
 
+def heard(server: FaultyServer, heard: Heard, **options: Any) -> Completion:
+    return completed(server, replace(ask(), listener=heard), **options)
+
+
+def test_whoever_listens_is_told_and_the_answer_is_the_same() -> None:
+    server, listener = FaultyServer(), Heard()
+    found = heard(server, listener)
+    assert found == completed(server)
+    assert listener.ids == list(found.ids or ())
+    assert [body["stream"] for body in server.asked] == [True, False], "a stream costs, so one is asked for only here"
+    assert server.asked[0]["stream_options"] == {"include_usage": True}
+
+
+def error(code: int) -> Any:
+    return {"error": {"message": "not now", "type": "x", "code": code}}
+
+
+def test_a_stream_that_says_it_is_busy_is_asked_for_again_and_what_was_told_is_void() -> None:
+    def breaks(events: list[Any]) -> None:
+        events[2:] = [error(503), "[DONE]"]
+
+    server, listener = FaultyServer([streams(breaks), status(429, **{"Retry-After": "0"})]), Heard()
+    found = heard(server, listener)
+    assert (listener.ids, listener.void) == (list(found.ids or ()), 2)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "retry", "match"),
+    [
+        (lambda events: events.insert(2, error(500)), True, "500: the stream broke off.*not now"),
+        (lambda events: events.insert(0, error(400)), False, "400: the stream broke off"),
+        (lambda events: events.insert(2, {"error": "no"}), True, "broke off"),
+        (lambda events: events.insert(2, None), True, "payload|Disconnected|broke off"),
+        (lambda events: events.pop(), True, "broke off before its end"),
+        (lambda events: events.pop(-3), True, "broke off before its end"),
+        (lambda events: events[1]["choices"][0].update(token_ids=7), True, "ids of type int"),
+        (lambda events: events[1]["choices"][0].update(token_ids=["a"]), True, "of the stream is 'a', not an id"),
+        (lambda events: events[1]["choices"][0].update(token_ids=[]), True, "are those of the ids"),
+        (lambda events: events[1]["choices"][0].update(logprobs=None), True, "are those of the ids"),
+        (lambda events: events[1]["choices"][0]["logprobs"]["content"][0].update(logprob=NAN), True, "log-prob 1"),
+        (lambda events: events[4]["choices"][0].update(weight_versions=[]), True, "cover 0 of 5"),
+        (lambda events: events.append("more"), True, "after its end"),
+        (lambda events: events.insert(1, {"choices": [{"index": 1, "token_ids": [8]}]}), True, "one answer"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_would_train_wrongly_is_refused(change: Any, retry: bool, match: str) -> None:
+    with pytest.raises(EngineError, match=match) as caught:
+        heard(FaultyServer([streams(change)]), Heard())
+    assert caught.value.retry is retry
+
+
+def test_a_server_that_knows_no_streams_is_no_answer() -> None:
+    with pytest.raises(EngineError, match="broke off before its end"):
+        heard(FaultyServer([changed(lambda choice: None)]), Heard())
+
+
+def test_where_tokens_name_no_versions_nothing_is_told() -> None:
+    class Silent(FaultyServer):
+        def answer(self, body: dict[str, Any], length: int = 5, finish: str = "length") -> dict[str, Any]:
+            answer = super().answer(body, length, finish)
+            del answer["choices"][0]["weight_versions"]
+            return answer
+
+    server, listener = Silent(), Heard()
+    assert len(heard(server, listener).ids or ()) == 5
+    assert (listener.pieces, [body["stream"] for body in server.asked]) == ([], [False])
+
+
 def test_an_episode_goes_through_faults_and_its_tape_tells() -> None:
     server = FaultyServer([dropped, logprob(NAN), status(500)])
 
@@ -182,6 +253,7 @@ def test_cancelling_asks_the_server_for_what_it_has() -> None:
 WEIGHTS = {"w": torch.zeros(2)}
 
 
+@pytest.mark.ledger("X9")
 def test_publishing_goes_step_by_step_and_tokens_carry_the_new_version(tmp_path: Path) -> None:
     server = FaultyServer()
 
@@ -241,6 +313,7 @@ def test_weights_that_change_under_a_silent_server_are_not_guessed() -> None:
     using(server, test)
 
 
+@pytest.mark.ledger("X9")
 def test_conversations_stay_with_their_server_until_it_dies() -> None:
     async def test() -> None:
         first, second = FaultyServer(), FaultyServer()

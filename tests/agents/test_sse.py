@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents.engine import Request
-from tapereel.agents.sse import LONGEST, ChatStream, Events
+from tapereel.agents.sse import LONGEST, ChunkStream, Events
 from tapereel.agents.vllm_chat import Chat
 from tapereel.agents.wire import BadAnswer
 from tapereel.tapes.records import Sampling
@@ -62,8 +62,8 @@ def test_a_stream_that_is_none_is_refused(data: bytes) -> None:
         Events().feed(data)
 
 
-def folded(chunks: list[Any], *, done: bool = True) -> ChatStream:
-    stream = ChatStream()
+def folded(chunks: list[Any], *, done: bool = True) -> ChunkStream:
+    stream = ChunkStream()
     for one in chunks:
         stream.feed(json.dumps(one))
     if done:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,31 @@ class Lab:
         })  # fmt: skip
 
 
+class Ear:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.times = 0
+
+    def tokens(self, ids: array[int]) -> None:
+        self.ids += ids
+        self.times += 1
+
+    def again(self) -> None:
+        raise AssertionError("nothing failed")
+
+
 async def plain(lab: Lab, engine: RemoteEngine) -> None:
-    """Answers at two temperatures, the same one twice, one that is cancelled."""
+    """Answers at two temperatures, the same one twice and once more for somebody who listens, one that is cancelled."""
     for k, temperature in enumerate((0.7, 1.0, 1.0)):
         request = lab.ask(min(k, 1), temperature=temperature)
         lab.note("plain", request, await engine.complete(request))
+    ear, request = Ear(), lab.ask(1)
+    heard = await engine.complete(replace(request, listener=ear))
+    lab.note("plain", request, heard)
+    assert ear.ids == list(heard.ids or ())
+    assert ear.times > 1
     partial: list[Completion] = []
     request = lab.ask(3, partial.append, length=3600)
     asked = asyncio.create_task(engine.complete(request))

@@ -33,7 +33,9 @@ from tapereel.finetune.train import TrainConfig, train
 from tapereel.tapes.records import Sampling
 from tapereel.tapes.store import Store
 
+from ..agents import served
 from ..agents.served import CLOSE, SHOWS, Test, ask, long_one, seeds_of
+from ..gateway import lab as gateway
 from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
 from ..loop.test_learning import climbed, rewards
 from .lab import off, policy, swap
@@ -110,6 +112,27 @@ def test_a_cancelled_request_leaves_what_was_sampled(with_engine: Callable[[Test
         assert 0 < len(left.ids) < len(whole.ids)
         assert left.ids == whole.ids[: len(left.ids)]
         assert off(0, request, left) < CLOSE
+
+    with_engine(test)
+
+
+def test_an_answer_that_is_heard_while_it_is_sampled_is_the_same_and_exact(
+    with_engine: Callable[[Test], Any], tmp_path: Path
+) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        async with gateway.served(tmp_path / "run", engine, sampling=Sampling(max_tokens=200)) as there:
+            tape, client = await there.begin(task="t")
+            async with gateway.streamed(client, "abcd", temperature=1.5) as stream:
+                events = await stream.rest()
+            (call,) = there.tape(tape).calls
+        assert (stream.text, events[-1]) == (call.text, "[DONE]")
+        assert len(events) > 4
+        await served.hears_what_is_sampled(engine)
+        request, left = await served.leaves_what_was_heard(engine)
+        assert off(0, request, left) < CLOSE
+        request, found = await served.hears_through_a_change_of_weights(engine, policy(1).state_dict())
+        for seed, (_, start, end) in enumerate(found.spans):
+            assert off(seed, request, found, start, end) < CLOSE
 
     with_engine(test)
 

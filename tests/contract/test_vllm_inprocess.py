@@ -45,6 +45,7 @@ def test_an_engine_in_process_keeps_the_contract_of_engines(folder: Path, tmp_pa
     by_kind = {what: [a for a in found["sampled"] if a["what"] == what]
                for what in ("plain", "cancelled", "reprefill", "abort", "adapter")}  # fmt: skip
     assert by_kind["plain"][1]["ids"] == by_kind["plain"][2]["ids"], "the same seed, the same tokens"
+    assert by_kind["plain"][1]["ids"] == by_kind["plain"][3]["ids"], "whether somebody listens or not"
     (cancelled,) = by_kind["cancelled"]
     assert cancelled["finish"] == "cancelled"
     assert 0 < len(cancelled["ids"]) < 3600

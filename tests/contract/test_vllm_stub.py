@@ -19,6 +19,7 @@ from tapereel.agents.vllm import Completions
 from tapereel.agents.vllm_chat import Chat
 from tapereel.tapes.records import Sampling
 
+from ..agents.served import Heard
 from ..loop.lab import RENDERER
 from .lab import policy, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
@@ -28,7 +29,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 SCENES = ("healthy", "breaks", "says_error", "paused_once", "full", "aborted", "nan", "minus_infinity", "no_logprobs",
           "mixed", "hole", "foreign", "silent", "old", "dies")  # fmt: skip
 """As in stub_app.py, which can't be imported here."""
-ROUTES: dict[str, Any] = {"generate": None, "completions": Completions(), "chat": Chat()}
+ROUTES: dict[str, Any] = {"generate": None, "heard": None, "completions": Completions(), "chat": Chat()}
+"""`heard`: as `generate`, streamed to somebody who listens."""
 
 
 class StubServer(LocalServer):
@@ -65,20 +67,20 @@ def using(url: str, folder: Path, test: Callable[[RemoteEngine], Awaitable[Any]]
     return asyncio.run(whole())
 
 
-def ask(scene: str) -> Request:
+def ask(scene: str, route: str = "generate") -> Request:
     messages = [{"role": "user", "content": "abcd"}]
     return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=100 + SCENES.index(scene),
-                   sampling=Sampling(max_tokens=6))  # fmt: skip
+                   sampling=Sampling(max_tokens=6), listener=Heard() if route == "heard" else None)  # fmt: skip
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_sampled_is_a_completion(stub: str, folder: Path, route: str) -> None:
-    found = using(stub, folder, lambda engine: engine.complete(ask("healthy")), route=route)
+    found = using(stub, folder, lambda engine: engine.complete(ask("healthy", route)), route=route)
     assert list(found.ids) == [8, 9, 10, 11, 8, 9]
     assert list(found.logprobs) == [-0.5] * 6
     assert found.finish == "length"
     assert [(start, end) for _, start, end in found.spans] == [(0, 6)]
-    aborted = using(stub, folder, lambda engine: engine.complete(ask("aborted")), route=route)
+    aborted = using(stub, folder, lambda engine: engine.complete(ask("aborted", route)), route=route)
     assert (aborted.finish, len(aborted.ids)) == ("abort", 6)
 
 
@@ -95,26 +97,28 @@ def test_what_would_train_wrongly_is_an_error(
     stub: str, folder: Path, scene: str, retry: bool, match: str, route: str
 ) -> None:
     with pytest.raises(EngineError, match=match) as caught:
-        using(stub, folder, lambda engine: engine.complete(ask(scene)), route=route)
+        using(stub, folder, lambda engine: engine.complete(ask(scene, route)), route=route)
     if scene != "nan":
         assert caught.value.retry is retry
 
 
+@pytest.mark.parametrize("route", ["generate", "heard"])
 @pytest.mark.parametrize(("scene", "match"), [("hole", "don't follow"), ("foreign", "not published here")])
-def test_versions_that_cannot_be_are_refused(stub: str, folder: Path, scene: str, match: str) -> None:
+def test_versions_that_cannot_be_are_refused(stub: str, folder: Path, scene: str, match: str, route: str) -> None:
     """By the route of tokens: the others of vLLM 0.32 name no versions."""
     with pytest.raises(EngineError, match=match):
-        using(stub, folder, lambda engine: engine.complete(ask(scene)))
+        using(stub, folder, lambda engine: engine.complete(ask(scene, route)))
 
 
-def test_a_pause_is_waited_for(stub: str, folder: Path) -> None:
+@pytest.mark.parametrize("route", ["generate", "heard", "chat"])
+def test_a_pause_is_waited_for(stub: str, folder: Path, route: str) -> None:
     async def test(engine: RemoteEngine) -> int:
         engine._patience = 30.0
-        found = await engine.complete(ask("paused_once"))
+        found = await engine.complete(ask("paused_once", route))
         assert len(found.ids or ()) == 6
         return engine.stats.refused
 
-    assert using(stub, folder, test) == 1
+    assert using(stub, folder, test, route=route) == 1
 
 
 def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_guessed(

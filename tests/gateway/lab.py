@@ -120,6 +120,47 @@ class Client:
         return Client(self.http, self.root, key)
 
 
+class Stream:
+    """A streamed answer, read event by event."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.text = ""
+        """That came so far."""
+        self.comments = 0
+
+    async def next(self) -> Any:
+        """The next event; None at the end of the stream."""
+        while line := await self.answer.content.readline():
+            if line.startswith(b"data: "):
+                data = line[6:].strip().decode()
+                event = data if data == "[DONE]" else json.loads(data)
+                if isinstance(event, dict) and event.get("choices"):
+                    self.text += event["choices"][0]["delta"].get("content") or ""
+                return event
+            self.comments += line.startswith(b":")
+        return None
+
+    async def until(self, text: str) -> None:
+        while self.text != text:
+            assert await self.next() is not None
+
+    async def rest(self) -> list[Any]:
+        found = []
+        while (event := await self.next()) is not None:
+            found.append(event)
+        return found
+
+
+@asynccontextmanager
+async def streamed(client: Client, *messages: Any, **more: Any) -> AsyncIterator[Stream]:
+    said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+    body = {"model": "m", "messages": said, "stream": True, **more}
+    async with client.http.post(f"{client.root}/v1/chat/completions", json=body,
+                                headers={"Authorization": f"Bearer {client.key}"}) as answer:  # fmt: skip
+        yield Stream(answer)
+
+
 class Served:
     """A gateway with control routes, and the run that it records."""
 

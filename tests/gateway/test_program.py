@@ -348,3 +348,22 @@ def test_nothing_listens_when_no_program_runs():
 
     asyncio.run(scene())
     assert len(set(ports)) <= 3
+
+
+@pytest.mark.parametrize("kind", ["a function", "a command"])
+def test_a_proxy_in_the_environment_is_not_asked_for_the_gateway(kind: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name)
+    code = ("import openai; print(openai.OpenAI(max_retries=0).chat.completions.create(model='any', messages=[{'role': "
+            "'user', 'content': 'say it'}]).choices[0].message.content)")  # fmt: skip
+
+    async def asking(task: str, endpoint: Any) -> str:
+        async with AsyncOpenAI(max_retries=0, **endpoint._asdict()) as client:
+            asked: Any = [{"role": "user", "content": "say it"}]
+            return (await client.chat.completions.create(model="any", messages=asked)).choices[0].message.content or ""
+
+    program = Program(asking if kind == "a function" else [sys.executable, "-c", code])
+    tape = asyncio.run(rollout(program, Echo(), "it", engine=Told(lambda messages: "it")))
+    assert (tape.status, tape.reward) == ("finished", 1.0), tape.cause

@@ -105,13 +105,16 @@ def nested(depth: int) -> Any:
 def test_a_stream_holds_what_the_whole_answer_holds():
     text = " two  words\nand a line \n"
     answer = ChatAnswer("id", "m", text, "stop", prompt_tokens=3, completion_tokens=2, prompt_ids=[1], ids=[2])
-    chunks = list(answer.chunks(usage=True))
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == text
+    for n in range(len(text) + 1):
+        rest = list(answer.chunks(text[:n], usage=True))
+        assert text[:n] + "".join(c["choices"][0]["delta"].get("content", "") for c in rest[:-1]) == text
+    chunks = list(answer.chunks("", usage=True))
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-2]["choices"][0]["token_ids"] == answer.body()["choices"][0]["token_ids"] == [2]
     assert chunks[-1]["usage"] == answer.body()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2,
                                                              "total_tokens": 5}  # fmt: skip
-    assert len(list(answer.chunks(usage=False))) == len(chunks) - 1
+    assert chunks[-2]["prompt_token_ids"] == answer.body()["prompt_token_ids"] == [1]
+    assert len(list(answer.chunks("", usage=False))) == len(chunks) - 1
 
 
 def test_calls_are_read_from_what_a_model_wrote():

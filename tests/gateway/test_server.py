@@ -166,6 +166,21 @@ def test_requests_wait_while_weights_change_and_are_then_told_when_to_come_again
     assert len(engine.requests) == 3
 
 
+def test_who_waits_for_weights_has_not_left_the_tape_alone(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told()) as there:
+            tape, client = await there.begin(task="t", budget={"idle": 0.3})
+            there.gateway.pause()
+            asking = asyncio.ensure_future(client.ask("hi"))
+            await until(lambda: there.gateway.held)
+            await asyncio.sleep(1.0)  # longer than it may be idle
+            there.gateway.resume()
+            assert (await asking)[0] == 200
+            assert (await there.end(tape))["calls"] == 1
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(("budget", "limit", "code"), [
     ({"calls": 2}, "turns", "insufficient_quota"), ({"tokens": 6}, "tokens", "insufficient_quota"),
     ({"context": 60}, "context", "context_length_exceeded"),
