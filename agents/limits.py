@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..tapes import CauseType
+from ..tapes.value import Value
 
 
-class Limits(BaseModel):
+class Limits(Value):
     """What one episode may use. Reaching a limit is an end, not a crash; the tape says which one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     turns: int | None = Field(default=100, ge=1)
     """Actions; None for no limit."""

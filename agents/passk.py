@@ -25,9 +25,10 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import NormalDist, fmean, variance
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..tapes.errors import TapereelError
+from ..tapes.value import Value
 
 LEVEL = 0.95
 """Of every interval."""
@@ -39,10 +40,9 @@ class NothingInCommon(TapereelError, ValueError):
     """Two evaluations that share no scored task."""
 
 
-class Interval(BaseModel):
+class Interval(Value):
     """A number and where it lies with a confidence of 95 %."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     value: float
     low: float | None
     """None, as `high`, where one task alone says nothing of the others."""
@@ -56,10 +56,9 @@ class Interval(BaseModel):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-class Scores(BaseModel):
+class Scores(Value):
     """What an evaluation came to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     reward: Interval | None
     """Mean over tasks of the mean reward of their scored attempts; None when nothing was scored."""
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
@@ -76,10 +75,9 @@ class Scores(BaseModel):
     """The same for the tasks of each label; empty where tasks have none."""
 
 
-class Comparison(BaseModel):
+class Comparison(Value):
     """One evaluation less another, task by task, on the tasks that both scored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     reward: Interval
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
     only_first: int

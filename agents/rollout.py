@@ -31,7 +31,7 @@ from ..tapes.redact import without_secrets
 from ..tapes.tape import Ending
 from .agent import Agent, configuration, qualified
 from .engine import Engine
-from .guard import Guard, acting
+from .guard import Guard, acting, is_of_the_user
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed, derive_seed
 from .recorder import Recorder
@@ -158,8 +158,9 @@ class Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause) -> None:
-        """A warning for each distinct fault, not for each episode; an agent's own error is training data."""
-        if cause.type is not CauseType.AGENT and _first_time(cause.type.value, cause.error, cause.frame):
+        """A warning for each distinct fault, not for each episode; an agent's own, scored, is training data."""
+        taught = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
+        if not taught and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning("an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
                         cause.type.value, cause.error, cause.message, cause.frame or "no frame")  # fmt: skip
 
@@ -252,6 +253,8 @@ class Episode:
                     self._record(step, path, calls)
                     if isinstance(step, Action):
                         return step
+            except SystemExit as error:  # would end the process, and every other episode with it
+                raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
             finally:
                 close = getattr(steps, "aclose", None)
                 if close is not None:
@@ -348,7 +351,9 @@ def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
 
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
-    frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
+    # What a library refused is mended where the user's code asked for it.
+    at = next((f for f in reversed(frames) if is_of_the_user(f.filename)), frames[-1] if frames else None)
+    frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
 
 

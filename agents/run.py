@@ -76,6 +76,21 @@ class Ended(BaseModel):
     episodes: int
 
 
+class Fault(BaseModel):
+    """An error that ended episodes of this process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    cause: str
+    """Whose fault."""
+    error: str
+    """Class and message."""
+    raised_at: str | None
+    """`file:line in function`; None where that isn't known."""
+    episodes: int
+    tape: str
+    """The first that it ended."""
+
+
 class RunSummary(BaseModel):
     """What a run came to: every tape of its split, whichever process recorded it."""
 
@@ -88,6 +103,9 @@ class RunSummary(BaseModel):
     recorded: int
     """Episodes of this process; the others were there."""
     ends: tuple[Ended, ...]
+    faults: tuple[Fault, ...]
+    """Errors of this process, those that ended most episodes first; at most 10. One of a class, raised at one place, is
+    one, with the message that it had first."""
     reward: float | None
     """Mean over the scored episodes; None when there is none."""
     error: float | None
@@ -130,7 +148,7 @@ async def _run(config: RunConfig, scene: Loaded, out: Path, resume: bool, progre
         recorded = await _fill(places, engine, progress)
         await _compare(places, store)
         store.writer.sync()
-        return _summary(config, len(scene.tasks), recorded, store, out, time.perf_counter() - started)
+        return _summary(places, recorded, store, out, time.perf_counter() - started)
 
 
 class Places:
@@ -142,6 +160,8 @@ class Places:
         self.journal = directory.store.writer
         self.tapes: dict[tuple[str, int], list[bool]] = {}
         """(group, attempt) -> for each tape there, in order: may it be trained on."""
+        self.faults: dict[tuple[str, str | None, str | None], Fault] = {}
+        """By whose they are, their class and where they were raised."""
         for summary in directory.store.summaries(split=config.split, closed=True):
             if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
                 self.tapes.setdefault((summary.group, summary.attempt), []).append(counts(summary))
@@ -175,7 +195,18 @@ class Places:
             )  # fmt: skip
             there.append(tape.trains)
             tapes.append(tape)
+            self._count(tape)
         return tapes
+
+    def _count(self, tape: Tape) -> None:
+        if tape.status is not Status.ERROR or tape.cause is None:
+            return
+        cause = tape.cause
+        key = (cause.type.value, cause.error, cause.frame)
+        error = ": ".join(part for part in (cause.error, cause.message) if part)
+        first = Fault(cause=cause.type.value, error=error, raised_at=cause.frame, episodes=0, tape=tape.id)
+        fault = self.faults.get(key, first)
+        self.faults[key] = fault.model_copy(update={"episodes": fault.episodes + 1})
 
 
 async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
@@ -195,9 +226,13 @@ async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
             mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
             progress("rolling out", done, of, mean)
 
+    workers = [asyncio.ensure_future(worker()) for _ in range(min(places.config.concurrency, len(todo)))]
     try:
-        await asyncio.gather(*(worker() for _ in range(min(places.config.concurrency, len(todo)))))
+        await asyncio.gather(*workers)
     finally:
+        for one in workers:
+            one.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)  # what ended the first is raised; they all tell the same
         await engine.close()
     return recorded
 
@@ -212,7 +247,8 @@ async def _compare(places: Places, store: Store) -> None:
         await compared(rewards, tapes, store.append_layer)
 
 
-def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:
+def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:
+    config = places.config
     found = store.summaries(split=config.split)
     rewards = [s.reward for s in found if s.reward is not None]
     n = len(rewards)
@@ -221,8 +257,9 @@ def _summary(config: RunConfig, tasks: int, recorded: int, store: Store, out: Pa
     ends = Counter((s.status or "running", s.cause) for s in found)
     books = store.books()
     return RunSummary(
-        run=str(out), tasks=tasks, attempts=config.attempts, episodes=len(found), recorded=recorded,
+        run=str(out), tasks=len(places.scene.tasks), attempts=config.attempts, episodes=len(found), recorded=recorded,
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
+        faults=tuple(sorted(places.faults.values(), key=lambda fault: -fault.episodes)[:10]),
         reward=mean, error=error, scored=n,
         scores=scores_of(store, config.split, k=config.k, success=config.success, by=config.by),
         usable=sum(map(counts, found)),

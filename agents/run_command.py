@@ -22,6 +22,9 @@ tapereel run --agent examples/digits.py:player --env examples/digits.py:Digits -
 tapereel run --config run.yaml --set attempts=4 --out runs/digits --resume
 """
 
+SHOWN = 3
+"""Errors that are told one by one."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
@@ -131,4 +134,14 @@ def _lines(summary: RunSummary) -> list[str]:
     ]  # fmt: skip
     if not summary.usable and summary.episodes:
         lines.insert(0, "No episode ended by the agent's own doing: `tapereel show RUN TAPE` has the cause of each.")
-    return lines
+    return [*_faults(summary), *lines]
+
+
+def _faults(summary: RunSummary) -> list[str]:
+    told = [
+        safe(f"{fault.episodes:,} x error of the {fault.cause}: {fault.error[:300]}"
+             + (f" ({fault.raised_at})" if fault.raised_at else "") + f", first on tape {fault.tape}")
+        for fault in summary.faults[:SHOWN]
+    ]  # fmt: skip
+    more = len(summary.faults) - SHOWN
+    return told if more <= 0 else [*told, f"and {more} more; --json has them"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Coroutine
 from typing import Any
 
 from ..envs.base import Environment
@@ -22,13 +24,18 @@ class Caller:
         self._thread = EnvironmentThread(type(env).__qualname__) if env.blocking else None
 
     async def __call__(self, method: str, *args: Any) -> Any:
-        coroutine = getattr(self._env, method)(*args)
+        coroutine: Coroutine[Any, Any, Any] = getattr(self._env, method)(*args)
+        if not inspect.isawaitable(coroutine):
+            raise TypeError(f"{type(self._env).__qualname__}.{method} is not async; write `async def {method}`")
         if self._thread is not None:
             coroutine = self._thread.run(coroutine)
         timer = asyncio.timeout(self._seconds)
         try:
             async with timer:
                 return await coroutine
+        except SystemExit as error:  # would end the process, and every other episode with it
+            message = f"the environment raised SystemExit: {error}"
+            raise RuntimeError(message).with_traceback(error.__traceback__) from error
         except TimeoutError as error:
             if not timer.expired():
                 raise

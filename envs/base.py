@@ -45,7 +45,7 @@ class Outcome:
             )
         for name, value in self.components():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"reward component {name!r} must be a float, not {value!r}")
+                raise TypeError(f"reward component {name!r} must be a float, not {value!r}: write float(...) around it")
             if value != value or value in (float("inf"), float("-inf")):
                 raise ValueError(f"reward component {name!r} is {value}; leave it out where there is no score")
         if not isinstance(self.terminated, bool) or not isinstance(self.truncated, bool):

@@ -173,7 +173,7 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
     if probe.effect == "irreversible":
         skipped |= dict.fromkeys(after, "the environment is irreversible")
     elif not whole:
-        skipped |= dict.fromkeys(after, "no episode came to its end")
+        skipped |= dict.fromkeys(("rewards", *after), "no episode came to its end")
     elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
         skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
     else:

@@ -14,9 +14,8 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from ..tapes.records import Task
+from ..tapes.value import Value
 
 N = 8
 """Words of a run."""
@@ -26,10 +25,9 @@ SHOWN = 5
 _WORD = re.compile(r"\w+")
 
 
-class Overlap(BaseModel):
+class Overlap(Value):
     """One held-out task that training may know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     held_out: str
     """Hash of the task."""
     train: str | None
@@ -40,20 +38,18 @@ class Overlap(BaseModel):
     """How it begins."""
 
 
-class Kind(BaseModel):
+class Kind(Value):
     """One kind of overlap."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tasks: int
     """Held-out tasks of this kind and of no narrower one."""
     shown: tuple[Overlap, ...]
     """The first of them."""
 
 
-class Contamination(BaseModel):
+class Contamination(Value):
     """The report. `clean` is what to assert."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     train: int
     held_out: int
     exact: Kind

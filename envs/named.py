@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,11 @@ def load_named(name: str) -> Any:
         return reduce(getattr, path.split("."), module)
     except AttributeError as error:
         public = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{home} has no {path!r}; it has {', '.join(public[:20]) or 'nothing'}") from error
+        near = get_close_matches(path, public)
+        # What the file defines comes before what it imports.
+        own = sorted(public, key=lambda key: getattr(vars(module)[key], "__module__", None) != module.__name__)
+        told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:20]) or 'nothing'}"
+        raise UsageError(f"{home} has no {path!r}; {told}") from error
 
 
 def listed_tasks(text: str) -> Iterable[Any]:

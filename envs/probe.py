@@ -18,11 +18,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
 from ..tapes.errors import TapereelError
 from ..tapes.records import Status, Task
 from ..tapes.steps import Action, Observation
+from ..tapes.value import Value
 from .base import Environment, Outcome
 from .watch import LoopWatch, Stall
 
@@ -31,10 +30,9 @@ Policy = Callable[[Observation, random.Random], Action]
 ResultT = TypeVar("ResultT")
 
 
-class Finding(BaseModel):
+class Finding(Value):
     """One thing that is wrong with an environment, for whoever maintains it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     check: str
     """Which check found it; a key of `Report.checks`."""
     severity: Literal["error", "warning"] = "error"

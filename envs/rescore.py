@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from ..tapes import Tape
 from ..tapes.records import Reward
 from ..tapes.scoring import total
+from ..tapes.value import Value
 from ..tapes.verdict import Divergence, Failure, Likely, Verdict, diverged, unverifiable, verified
 from .rewards import Rewards, RewardSource
 
@@ -151,10 +150,9 @@ def _number(value: float | None) -> str:
 # Two reward functions
 
 
-class Opinion(BaseModel):
+class Opinion(Value):
     """What two reward functions say of one tape."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str
     group: str | None
     ours: float | None
@@ -164,10 +162,9 @@ class Opinion(BaseModel):
     """Sources of either that failed; then that one's number is None."""
 
 
-class Disagreement(BaseModel):
+class Disagreement(Value):
     """How two reward functions disagree."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tapes: int
     equal: int
     higher: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from ..tapes.console import Exit, UsageError, answer
+from ..tapes.console import Exit, answer
 from .contamination import SHARE, N, contamination
 from .datasets import columns
 from .named import load_named
-from .taskset import BadTasks, Taskset
+from .taskset import Taskset
 
 EXAMPLE = """
 tapereel check-tasks train.jsonl held_out.jsonl --public question --private answer
@@ -36,9 +36,6 @@ def run(args: argparse.Namespace) -> int:
         found = found() if callable(found) and not isinstance(found, Taskset) else found
         return found if isinstance(found, Taskset) else Taskset(found)
 
-    try:
-        report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
-    except BadTasks as error:
-        raise UsageError(str(error)) from error
+    report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
     answer(args, report, str(report))
     return Exit.HOLDS if report.clean else Exit.BROKEN

@@ -23,9 +23,10 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
+from ..tapes.value import Value
 from . import head, objective
 from .recipes import Recipe, get_recipe
 from .rows import IGNORED, Row
@@ -38,10 +39,9 @@ TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
 """Floats aligned to `input_ids`; padded with NaN."""
 
 
-class RLConfig(BaseModel):
+class RLConfig(Value):
     """What `rl_step` and the dataset pass need. An unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     algo: str = "grpo"
     """Name of a recipe whose loss needs a token alone: grpo, reinforce, ..."""
     use_advantages: bool = True

@@ -74,6 +74,7 @@ def next_commands(demo: Demo) -> tuple[str, ...]:
     """Things to try on this very run."""
     return (
         f"tapereel show {demo.out}",
+        f"tapereel view {demo.out}",
         f"tapereel explain {demo.out}",
         f"tapereel verify {demo.out}",
         f"tapereel audit {demo.out}",

@@ -106,7 +106,8 @@ def _rewards(store: Store, name: str, split: str | None) -> Rewards:
     rewards = rewards_of(store, split)
     if not rewards:
         there = ", ".join(sorted({s.split for s in store.summaries()})) or "none"
-        raise UsageError(f"{name} has no closed tape of split {split!r}; its splits: {there}")
+        of = "" if split is None else f" of split {split!r}"
+        raise UsageError(f"{name} has no closed tape{of}; its splits: {there}")
     return rewards
 
 

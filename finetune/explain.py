@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from ..envs.rewards.relative import training_reward
 from ..tapes import NotATape, Tape
@@ -22,6 +21,7 @@ from ..tapes.ledger import FATES, ranges
 from ..tapes.records import Use
 from ..tapes.store import Store
 from ..tapes.transcript import TapeSummary, summarise
+from ..tapes.value import Value
 from .batches import prepare
 from .history import History, Plan
 from .recipes import Recipe
@@ -33,11 +33,7 @@ from .use import ChangedTape, episode_of
 from .words import Context, Running
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenLine(_Value):
+class TokenLine(Value):
     """One token of a row."""
 
     position: int
@@ -69,7 +65,7 @@ class TokenLine(_Value):
     """In that update's loss; None where it had no part in it."""
 
 
-class RowLine(_Value):
+class RowLine(Value):
     """One token sequence that the trainer forwards."""
 
     begins: str
@@ -83,7 +79,7 @@ class RowLine(_Value):
     tokens: tuple[TokenLine, ...]
 
 
-class UseLine(_Value):
+class UseLine(Value):
     """One update that took the tape."""
 
     lineage: str
@@ -97,7 +93,7 @@ class UseLine(_Value):
     """Why the update was not applied; None: it was."""
 
 
-class Explanation(_Value):
+class Explanation(Value):
     """One tape."""
 
     tape: TapeSummary

@@ -30,7 +30,8 @@ SHOWN = 60
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", help="ids of tapes, or their first characters; without any, a telling few")
+    parser.add_argument("tape", nargs="*", default=[],
+                        help="ids of tapes, or their first characters; without any, a telling few")  # fmt: skip
     parser.add_argument("--n", type=int, default=3, metavar="N", help="how many, where none is named (default 3)")
     parser.add_argument("--context", action="store_true", help="show each token of the context, not one line for many")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")

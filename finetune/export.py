@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
-
 from ..tapes import Tape
 from ..tapes.checking import check_split
 from ..tapes.console import Exit, UsageError, answer, say
 from ..tapes.errors import MissingExtra
 from ..tapes.records import Status
+from ..tapes.value import Value
 from .interchange import FORMATS, write
 from .interchange.files import nothing
 
@@ -34,10 +33,9 @@ tapereel export runs/demo traces.jsonl --format openenv
 """
 
 
-class Exported(BaseModel):
+class Exported(Value):
     """What was written."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
     tapes: int
     """Tapes with at least one row."""

@@ -304,7 +304,7 @@ class Rollouts:
         self._barren += 1
         if self._barren >= BARREN_BATCHES * self.pacer.batch:
             tapes = [tape for k in sorted(group.tapes) for tape in group.tapes[k]]
-            end = f"ended as {tapes[-1].status}: {tapes[-1].cause}" if tapes else "was cut off by its deadline"
+            end = _end(tapes[-1]) if tapes else "was cut off by its deadline"
             raise NothingUsable(f"{self._barren} groups in a row have no attempt that can be trained on; the last one "
                                 f"{end}. Mend that, and go on with the same run")
 
@@ -344,3 +344,11 @@ def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> boo
             parent = tape.begin.parent
             rewards.setdefault(parent and (parent.tape, parent.turn), set()).add(reward)
     return all(len(different) < 2 for different in rewards.values())
+
+
+def _end(tape: Tape) -> str:
+    """How it ended, and where what ended it was raised."""
+    cause = tape.cause
+    why = [part for part in (cause.type.value, cause.error, cause.message) if part] if cause is not None else []
+    where = f" ({cause.frame})" if cause is not None and cause.frame else ""
+    return ": ".join([f"ended as {tape.status}", *why]) + where

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from ..tapes.console import safe
 from ..tapes.errors import MissingExtra
+from ..tapes.value import Value
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 """Of the series, in order; `--series-1` ... in the SVG."""
 INK, FAINT, PAPER = "#1f2430", "#b9c0cc", "#ffffff"
 
 
-class Curve(BaseModel):
+class Curve(Value):
     """One series of numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     x: tuple[float, ...]
     """Updates, as a rule."""
@@ -48,10 +48,9 @@ class Curve(BaseModel):
         return self
 
 
-class Level(BaseModel):
+class Level(Value):
     """A horizontal line: one number to compare curves with."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     value: float
 

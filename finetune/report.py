@@ -13,23 +13,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from ..tapes import Tape
 from ..tapes.console import safe
 from ..tapes.errors import MissingExtra
 from ..tapes.transcript import StepLine, TapeSummary, episode_rewards, step_lines, summarise
+from ..tapes.value import Value
 from .plots import Curve, Level, curve_svg
 
 SHADES = 5
 """Steps of the colour that says how unlikely a sampled token was."""
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Score(_Value):
+class Score(Value):
     """One line of the table of results: a policy on the held-out tasks."""
 
     name: str
@@ -43,7 +40,7 @@ class Score(_Value):
     note: str = ""
 
 
-class Fact(_Value):
+class Fact(Value):
     """One number in large type at the head of the page."""
 
     label: str
@@ -51,7 +48,7 @@ class Fact(_Value):
     note: str = ""
 
 
-class Plot(_Value):
+class Plot(Value):
     """One figure."""
 
     title: str
@@ -62,7 +59,7 @@ class Plot(_Value):
     caption: str = ""
 
 
-class Token(_Value):
+class Token(Value):
     """One completion token on the page."""
 
     text: str
@@ -72,7 +69,7 @@ class Token(_Value):
     """Policy version that sampled it."""
 
 
-class StepPage(_Value):
+class StepPage(Value):
     """One step of a tape on the page."""
 
     line: StepLine
@@ -80,7 +77,7 @@ class StepPage(_Value):
     """The tokens that it was read from; empty for observations and for engines of texts."""
 
 
-class TapePage(_Value):
+class TapePage(Value):
     """One tape to read."""
 
     caption: str
@@ -93,7 +90,7 @@ class TapePage(_Value):
     """What the episode earned as a whole, by component."""
 
 
-class ReportData(_Value):
+class ReportData(Value):
     """Everything on the page. What is empty is left out."""
 
     title: str
@@ -101,11 +98,11 @@ class ReportData(_Value):
     facts: tuple[Fact, ...] = ()
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = Field(default={})
     """Where the wall-clock time went, by part."""
-    tokens: dict[str, int] = {}
+    tokens: dict[str, int] = Field(default={})
     """The token books: a partition of the sampled tokens."""
-    episodes: dict[str, int] = {}
+    episodes: dict[str, int] = Field(default={})
     """Episodes by status."""
     tapes: tuple[TapePage, ...] = ()
     config: str = ""

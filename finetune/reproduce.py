@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
+from pydantic import Field, JsonValue, computed_field
 from torch import Tensor
 
 from ..tapes.console import Exit, UsageError
@@ -28,6 +28,7 @@ from ..tapes.ledger import Ledger
 from ..tapes.progress import Progress, silent
 from ..tapes.records import Use
 from ..tapes.store import Store
+from ..tapes.value import Value
 from .checkpoint import (
     STATE,
     BadCheckpoint,
@@ -44,10 +45,9 @@ from .redo import BrokenHistory, Differs, GoneTape, apply_again, elsewhere
 from .use import computed_on, taught_by, version_name
 
 
-class Difference(BaseModel):
+class Difference(Value):
     """The first thing that isn't as recorded."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     update: int
     """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
     field: str
@@ -59,10 +59,9 @@ class Difference(BaseModel):
     """What differs, for people."""
 
 
-class Reproduction(BaseModel):
+class Reproduction(Value):
     """What became of deriving a checkpoint again."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     checkpoint: str | None
     """Its directory; None where only the ledger was followed."""
@@ -90,7 +89,7 @@ class Reproduction(BaseModel):
     reason: str | None = None
     """Why it can't be told; None but for `unverifiable`."""
     seconds: float = 0.0
-    players: dict[str, Reproduction] = {}
+    players: dict[str, Reproduction] = Field(default={})
     """Of the last checkpoints of the run's other policies, by name, where the run as a whole was asked for."""
 
     @computed_field

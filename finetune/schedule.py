@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ..tapes.value import Value
 
 
-class Schedule(BaseModel):
+class Schedule(Value):
     """factor(k) times the learning rate is what update k (from 0) uses.
 
         warm-up  (k + 1) / warmup                           for k < warmup
@@ -16,7 +18,6 @@ class Schedule(BaseModel):
         constant 1,  linear 1 - (1 - floor) p,  cosine floor + (1 - floor) (1 + cos(pi p)) / 2
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(default=0, ge=0)
     """Updates."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from ..agents.partners import check_together, threads_of
 from ..agents.passk import check_k
@@ -24,6 +24,7 @@ from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra
 from ..tapes.progress import Progress, silent
 from ..tapes.rundir import CONFIG, METRICS, RunDir, open_run, read_metrics
+from ..tapes.value import Value
 
 try:
     import torch
@@ -128,10 +129,9 @@ class TrainConfig(Scene):
         return threads_of([self.engine, *(player.engine for player in self.players.values())])
 
 
-class PlayerSummary(BaseModel):
+class PlayerSummary(Value):
     """What became of another model in the episodes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     agents: tuple[str, ...]
     lineage: str | None
     """None: it was frozen."""
@@ -140,10 +140,9 @@ class PlayerSummary(BaseModel):
     """The folder with the trained model, or with the frozen one; None where the engine has no folder."""
 
 
-class TrainSummary(BaseModel):
+class TrainSummary(Value):
     """What a training run came to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     lineage: str
     recipe: str

@@ -21,6 +21,9 @@ tapereel train --agent examples/digits.py:player --env examples/digits.py:Digits
 tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 """
 
+UNTAUGHT = ("No token was trained on, so the model is what it was: nothing was scored, or all attempts of each group "
+            "earned the same. `tapereel audit` says which.")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
@@ -67,6 +70,7 @@ def _lines(summary: TrainSummary) -> list[str]:
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
+        *([UNTAUGHT] if summary.updates and not tokens["trained"] else []),
         safe(f"The model: {summary.model}"),
         *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
         pin_line(summary.run),

@@ -229,7 +229,8 @@ class Training:
         def report(update: UpdateReport) -> None:
             on_update(update)
             reward = "unscored" if update.reward is None else f"{update.reward:.3f}"
-            self.progress(name, update.update - start, config.updates, f"reward {reward}")
+            nothing = "" if update.metrics.get("trained_tokens") else ", no token to train on"
+            self.progress(name, update.update - start, config.updates, f"reward {reward}{nothing}")
 
         loop = Loop(
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,

@@ -28,10 +28,9 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from .arrays import decode
 from .records import Status
+from .value import Value
 
 OFTEN = 0.1
 """Share of all from which on cutting is told."""
@@ -56,10 +55,9 @@ class Scored(NamedTuple):
     """Whether it has any."""
 
 
-class Anomaly(BaseModel):
+class Anomaly(Value):
     """Something to look at."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
     """The first column of the table above."""
     what: str

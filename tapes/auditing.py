@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable, Container
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from .anomalies import Anomalies, Anomaly, Scored
 from .books import bucket
 from .errors import NotATape
@@ -29,6 +27,7 @@ from .index import column_length
 from .records import CauseType, Status, trains
 from .scoring import unscores
 from .segment import read_body
+from .value import Value
 
 EXAMPLES = 5
 """Tapes named with each line."""
@@ -36,11 +35,7 @@ INHERITED = "(before the fork)"
 """In place of a kind: an action of the tape that this one was forked from."""
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Ended(_Line):
+class Ended(Value):
     """Episodes that ended the same way."""
 
     status: str
@@ -62,7 +57,7 @@ class Ended(_Line):
     """Some of them."""
 
 
-class Spent(_Line):
+class Spent(Value):
     """What the calls of one agent path to one engine, from one policy version, cost."""
 
     by: str
@@ -86,7 +81,7 @@ class Spent(_Line):
     unpriced: int
 
 
-class Component(_Line):
+class Component(Value):
     """One reward component."""
 
     name: str
@@ -109,7 +104,7 @@ class Component(_Line):
     """Its |total| in the sum of all components' |total|; None for metrics, layers, and where that sum is 0."""
 
 
-class Earned(_Line):
+class Earned(Value):
     """What one kind of action earned of one component."""
 
     name: str
@@ -125,7 +120,7 @@ class Earned(_Line):
     """Some of those that earned most."""
 
 
-class Audit(_Line):
+class Audit(Value):
     """What the tapes say."""
 
     tapes: int

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from .attempts import GROUP_LAYER
 from .errors import NotATape
 from .index import column_length
@@ -27,16 +25,16 @@ from .ledger import FATES, Fate, Lineages, ranges
 from .records import CauseType, Status, Use, Void, trains
 from .scoring import unscores
 from .segment import peek, read_body
+from .value import Value
 
 PLACES = (
     "trained", "context", "stale", "filtered", "unscored", "errored", "cancelled", "held_out", "unused", "in_flight",
 )  # fmt: skip
 
 
-class Lost(BaseModel):
+class Lost(Value):
     """Episodes that ended the same way, by how long they were: attrition biases what is left to train on."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     status: str
     cause: str | None
     trainable: bool
@@ -47,10 +45,9 @@ class Lost(BaseModel):
     """Tokens."""
 
 
-class Books(BaseModel):
+class Books(Value):
     """The account of a run. `closes` is the promise; `findings` say where it is broken."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     sampled: int
     """Completion tokens that some policy drew."""
     tokens: dict[str, int]

@@ -138,7 +138,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """`--config`, `--set` and `--dry-run`, for a verb whose work is described by a configuration."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets",
-                        help="one setting, as in --set train.lr=1e-3; on top of the file; repeatable")  # fmt: skip
+                        help="one setting, as in --set seed=3, on top of the file; repeatable")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
 
 

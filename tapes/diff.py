@@ -13,7 +13,7 @@ from math import isclose
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
+from pydantic import JsonValue, computed_field
 
 from .attempts import attempts_of, counts
 from .console import Exit
@@ -22,17 +22,14 @@ from .records import Reward
 from .steps import Step, Unknown
 from .tape import Tape
 from .transcript import StepLine, TapeSummary, kind_of, step_lines, summarise
+from .value import Value
 from .verdict import clipped, diff_lines, differences, plain
 
 if TYPE_CHECKING:
     from .store import Store, Summary
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Setting(_Value):
+class Setting(Value):
     """Something that was decided beforehand, and otherwise for each tape."""
 
     field: str
@@ -42,7 +39,7 @@ class Setting(_Value):
     second: JsonValue
 
 
-class Parting(_Value):
+class Parting(Value):
     """The first place where two tapes differ."""
 
     turn: int | None
@@ -64,7 +61,7 @@ class Parting(_Value):
         return diff_lines(self.first, self.second)
 
 
-class TapeDiff(_Value):
+class TapeDiff(Value):
     """Two tapes, side by side."""
 
     first: TapeSummary
@@ -90,7 +87,7 @@ class TapeDiff(_Value):
 Change = Literal["won", "lost", "changed", "same", "only_first", "only_second"]
 
 
-class TaskDiff(_Value):
+class TaskDiff(Value):
     """What two runs made of one task."""
 
     task: str
@@ -111,7 +108,7 @@ class TaskDiff(_Value):
     """Where these two part."""
 
 
-class RunDiff(_Value):
+class RunDiff(Value):
     """Two runs, task by task."""
 
     first: str

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from .records import parse_record
+from .value import Value
 
 if TYPE_CHECKING:
     from .records import Begin
     from .store import Store, Summary
 
 
-class Fork(BaseModel):
+class Fork(Value):
     """A tape, and what was forked from it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str
     parent: str | None
     """None for a tape that begins with its task."""

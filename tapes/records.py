@@ -18,6 +18,7 @@ from .arrays import Floats, Ints
 from .sampling import Sampling
 from .scoring import unscores
 from .steps import Role, Step, Unknown, read_step
+from .value import Value
 
 SCHEMA = "tapereel/1"
 _NO_FIRST = b',"first_temperature":null'
@@ -85,10 +86,9 @@ class Record(BaseModel):
         return to_json(self, inf_nan_mode="strings")
 
 
-class Task(BaseModel):
+class Task(Value):
     """One problem instance. `private` is for the environment's eyes only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     id: str = ""
     """A name for people; empty when the source has none. Groups and splits go by `hash`, never by this."""
     public: JsonValue = None
@@ -115,22 +115,20 @@ class Task(BaseModel):
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
-class Identity(BaseModel):
+class Identity(Value):
     """Which code ran: its class and its configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     cls: str = ""
     """`module:qualname`."""
-    config: dict[str, JsonValue] = {}
+    config: dict[str, JsonValue] = Field(default={})
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
     """Environments only: what re-running an action would do to the world."""
 
 
-class Parent(BaseModel):
+class Parent(Value):
     """Where a fork was cut."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str
     digest: str
     """The parent's digest (hex) after the last record of the prefix."""
@@ -211,19 +209,17 @@ class StepRecord(Record):
         return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")
 
 
-class Attempt(BaseModel):
+class Attempt(Value):
     """One try of a call at the engine; a repeated one is a retry."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     seconds: float
     error: str | None = None
     """Type and message of what went wrong; None for the try that answered."""
 
 
-class Usage(BaseModel):
+class Usage(Value):
     """What a call cost, as far as the engine says."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -231,10 +227,9 @@ class Usage(BaseModel):
     """US dollars."""
 
 
-class Tools(BaseModel):
+class Tools(Value):
     """The tools offered, by hash; the definitions are spelled out on the first call of a tape that offers them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
 
@@ -346,10 +341,9 @@ class Reward(Record):
         return unscores(self.value, self.weight, self.evidence)
 
 
-class Cause(BaseModel):
+class Cause(Value):
     """Why an episode ended as it did."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     type: CauseType
     error: str | None = None
     """Class of the exception."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
+
+from .value import Value
 
 
-class Sampling(BaseModel):
+class Sampling(Value):
     """How a completion was drawn. `old` log-probs are log softmax(logits / temperature) of the sampled id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """0 is greedy: never RL data; its recorded log-probs are those at temperature 1."""
     max_tokens: int = Field(default=512, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0: no limit."""
-    extra: dict[str, JsonValue] = {}
+    extra: dict[str, JsonValue] = Field(default={})
     """Anything else the engine was asked for (penalties, grammars); makes a call unfit for RL, but for `stop`, the
     texts that end an answer, which change no token's chance."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from .errors import DuplicateKind
+from .value import Value
 
 Role = Literal["observation", "thought", "action"]
 StepT = TypeVar("StepT", bound="type[Step]")
@@ -148,19 +149,17 @@ class Prompt(ToolOffer, kind="chat_prompt"):
     tools: tuple[dict[str, JsonValue], ...] = ()
 
 
-class ToolCall(BaseModel):
+class ToolCall(Value):
     """One function call inside `ToolCalls`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     name: str
     arguments: dict[str, JsonValue]
 
 
-class ToolResult(BaseModel):
+class ToolResult(Value):
     """The answer to one `ToolCall`, named by its id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     name: str
     content: str
@@ -179,10 +178,9 @@ class ToolResults(Observation):
     results: tuple[ToolResult, ...]
 
 
-class Unknown(BaseModel):
+class Unknown(Value):
     """What the three classes for steps of unknown kinds share."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     original: str
     """The kind written on the tape."""
     content: dict[str, JsonValue]

@@ -28,6 +28,8 @@ class TapeSummary(_Value):
     """A `Status`, or `running`."""
     cause: str | None
     """Whose fault or which limit, and the message; None for an end that needs no cause."""
+    raised_at: str | None
+    """`file:line in function`; None where nothing raised."""
     reward: float | None
     """None: not scored."""
     split: str
@@ -99,7 +101,8 @@ def summarise(tape: Tape) -> TapeSummary:
     begin, end, calls = tape.begin, tape.end, tape.calls
     versions = dict.fromkeys(version for call in calls for version, _, _ in call.spans)
     return TapeSummary(
-        id=tape.id, status=tape.status.value if tape.status else "running", cause=_cause(tape), reward=tape.reward,
+        id=tape.id, status=tape.status.value if tape.status else "running", cause=_cause(tape),
+        raised_at=tape.cause.frame if tape.cause is not None else None, reward=tape.reward,
         split=begin.split, agent=begin.agent.name, env=begin.env.name, group=begin.group, attempt=begin.attempt,
         parent=f"{begin.parent.tape}@{begin.parent.turn}" if begin.parent else None, steps=len(tape), turns=tape.turns,
         calls=len(calls), sampled=sum(len(c.completion or ()) for c in calls if c.logprobs is not None),

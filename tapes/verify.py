@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from .books import Books, BooksFold
 from .disk import REAL, Disk
 from .errors import NoRun
@@ -21,16 +19,16 @@ from .media import Media, digest_of, references
 from .reader import PINS, SegmentReader, read_pin_file
 from .records import DIGEST_START, Begin, Parent, fold, parse_record
 from .segment import Line, peek, segment_names
+from .value import Value
 from .writer import FolderLock
 
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 _IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 
-class SegmentReport(BaseModel):
+class SegmentReport(Value):
     """One segment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     lines: int
     """Whole, chained lines from the start."""
@@ -46,10 +44,9 @@ class SegmentReport(BaseModel):
     problem: str | None = None
 
 
-class Report(BaseModel):
+class Report(Value):
     """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 can't be told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     exit_code: int
     records: int

@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ...tapes.value import Value
 from ..base import Environment
 from .declared import Declared
 from .errors import BadAnswer
@@ -22,10 +23,8 @@ from .host import Host
 from .protocol import Call, CloseCall
 
 
-class ServiceLimits(BaseModel):
+class ServiceLimits(Value):
     """What a service gives to its clients."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sessions: int = Field(default=1000, ge=1)
     """Episodes at once, those between two connections included; one more is told to come again later."""

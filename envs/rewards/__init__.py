@@ -8,16 +8,7 @@ this loads no optional package.
 
 from ...tapes.attempts import GROUP_LAYER
 from .named import as_rewards, load_rewards
-from .sources import (
-    NoReward,
-    RewardFailed,
-    Rewards,
-    RewardSource,
-    Score,
-    Scored,
-    Scorer,
-    rewarded,
-)
+from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 
 __all__ = [
     "GROUP_LAYER", "NoReward", "RewardFailed", "RewardSource", "Rewards", "Score", "Scored", "Scorer", "as_rewards",

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from ...tapes import Cause, Message, Status, Task
+from ...tapes.value import Value
 from .story import Score
 
 OURS = "tapereel"
@@ -16,10 +17,9 @@ OURS = "tapereel"
 _Text = str | None
 
 
-class Facts(BaseModel):
+class Facts(Value):
     """Of `Story.facts`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str = Field(default="", max_length=200)
     task: Task = Task()
     group: str | None = Field(default=None, max_length=500)

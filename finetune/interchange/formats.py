@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from ...tapes import Tape
 from ...tapes.console import UsageError
 from ...tapes.store import Store
+from ...tapes.value import Value
 from . import openenv, sets, verifiers
 from .files import BadImport, Bounds, nothing, records, write_records
 from .story import Story, stories_in, story_of, write_story
@@ -51,10 +52,9 @@ FORMATS = {made.name: made for made in (
 )}  # fmt: skip
 
 
-class Exchange(BaseModel):
+class Exchange(Value):
     """What was written, or read."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
     """The file, or the run."""
     format: str
@@ -63,7 +63,7 @@ class Exchange(BaseModel):
     """That went in, or came out."""
     there: int = 0
     """Of what was read: left out, since the run has had it before, by content."""
-    left_out: dict[str, int] = {}
+    left_out: dict[str, int] = Field(default={})
     """Why tapes have no record -> how many."""
     loses: tuple[str, ...] = ()
     """What of a tape the format can't hold."""

@@ -16,7 +16,7 @@ with the mean k1 of the update and its n episodes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -81,6 +81,7 @@ class KL(Word):
 class Entropy(Word):
     """Stay undecided. Exact: over the whole vocabulary, not from the sampled token."""
 
+    needs_reference: ClassVar[bool] = False
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
 
@@ -88,10 +89,6 @@ class Entropy(Word):
     def active(self) -> bool:
         """False when it adds exactly nothing."""
         return self.coefficient != 0
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
 
     def __call__(self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float,
                  context: Context) -> Tensor:
@@ -103,16 +100,13 @@ class Entropy(Word):
 class _Beside(Word):
     """A term that belongs to no own token of the batch."""
 
+    needs_reference: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
 
     @property
     def active(self) -> bool:
         """False when it adds exactly nothing."""
         return self.coefficient > 0
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
 
 
 class Demonstrations(_Beside):

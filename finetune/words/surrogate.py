@@ -18,7 +18,7 @@ With per = turn or episode, r is the geometric mean of its tokens' ratios (GSPO)
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -34,10 +34,8 @@ from .word import Context, Word
 class _Surrogate(Word):
     """What all surrogates tell the trainer."""
 
-    @property
-    def advantages(self) -> bool:
-        """True when it learns from advantages, so that a token needs a score and a known log-prob at sampling."""
-        return True
+    advantages: ClassVar[bool] = True
+    """Whether it learns from advantages, so that a token needs a score and a known log-prob at sampling."""
 
     @property
     def local(self) -> bool:
@@ -133,11 +131,8 @@ class SAPO(_Surrogate):
 class NLL(_Surrogate):
     """Next-token cross-entropy on the own tokens."""
 
+    advantages: ClassVar[bool] = False
     kind: Literal["nll"] = "nll"
-
-    @property
-    def advantages(self) -> bool:
-        return False
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
                  context: Context) -> Tensor:
@@ -147,14 +142,11 @@ class NLL(_Surrogate):
 class MinorNLL(_Surrogate):
     """Cross-entropy that fades where the model already outgrew the reference."""
 
+    advantages: ClassVar[bool] = False
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
     per: Per = "episode"
     """Over what log-ratios are averaged."""
-
-    @property
-    def advantages(self) -> bool:
-        return False
 
     @property
     def local(self) -> bool:
@@ -171,11 +163,8 @@ class MinorNLL(_Surrogate):
 class NoSurrogate(_Surrogate):
     """Nothing: the regularisers are the whole loss."""
 
+    advantages: ClassVar[bool] = False
     kind: Literal["none"] = "none"
-
-    @property
-    def advantages(self) -> bool:
-        return False
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
                  context: Context) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
 
+from ..loop.hosting import in_thread
 from .faulty import Fault
 
 Says = Callable[[dict[str, Any]], dict[str, Any]]
@@ -53,39 +52,19 @@ class Provider:
     @contextmanager
     def up(self) -> Iterator[Provider]:
         """Serves inside, on loopback."""
-        ready, box, failure = threading.Event(), list[Any](), list[BaseException]()
-
-        async def serve() -> None:
-            stop = asyncio.Event()
-            app = web.Application()
-            app.router.add_post("/v1/chat/completions", self.complete)
-            runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            box[:] = [asyncio.get_running_loop(), stop]
-            ready.set()
-            await stop.wait()
-            await runner.cleanup()
-
-        def work() -> None:
-            try:
-                asyncio.run(serve())
-            except BaseException as error:
-                failure.append(error)
-                ready.set()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        ready.wait(30)
-        try:
-            if failure:
-                raise failure[0]
+        with in_thread(self._serving):
             yield self
-        finally:
-            if box:
-                box[0].call_soon_threadsafe(box[1].set)
-            thread.join(30)
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.complete)
+        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield
+        await runner.cleanup()
 
 
 def refuses(code: int, message: str = "not now", kind: str = "", **headers: str) -> Fault:

@@ -97,7 +97,7 @@ def test_nothing_private_reaches_a_prompt():
 
 
 class Raising(GuessNumber):
-    def __init__(self, where: str, what: Exception | None = None) -> None:
+    def __init__(self, where: str, what: BaseException | None = None) -> None:
         super().__init__()
         self.where, self.what = where, what or ValueError("the plug was pulled")
 
@@ -212,7 +212,12 @@ async def _unasked(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
     yield Guess(number=int((await llm(tape)).text))
 
 
-@pytest.mark.parametrize("act", [_nothing, _only_thought, _raises, _observes, _coroutine, _unasked])
+async def _exits(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Reasoning(text="hm")
+    raise SystemExit("bye")
+
+
+@pytest.mark.parametrize("act", [_nothing, _only_thought, _raises, _observes, _coroutine, _unasked, _exits])
 def test_a_broken_agent_is_a_typed_end_that_still_trains(act):
     tape = run(acting(act), GuessNumber(), 7, engine=None)
     assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.AGENT)

@@ -126,7 +126,8 @@ def test_names_of_files_and_modules_are_one_thing(parrots: str):
     ("no_such_module:x", "there is no module 'no_such_module'"),
     ("json.no_such:x", "there is no module 'json.no_such'"),
     ("no_such.py:x", "there is no file"),
-    ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot"),
+    ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot.*Outcome"),
+    ("parrots_of_a_test.py:Parot", "has no 'Parot'; did you mean Parrot?"),
     ("parrots_of_a_test.py", "names nothing; write package.module:name"),
     (":x", "names nothing"),
 ])  # fmt: skip

@@ -170,9 +170,24 @@ def test_what_cannot_be_meant_is_refused_by_name(changes, message):
         get_recipe("grpo", changes)
 
 
-def test_an_unknown_recipe_names_its_neighbours():
-    with pytest.raises(BadRecipe, match="there is no recipe 'grop': take one of grpo"):
+def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
+    with pytest.raises(BadRecipe, match="there is no recipe 'grop': take one of grpo") as refused:
         get_recipe("grop")
+    assert set(RECIPES) <= set(str(refused.value).replace(",", "").split())
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"baselin": {}}, "unknown key 'baselin'; did you mean baseline?"),
+    ({"baseline": {"epsi": 1}}, "unknown key 'baseline.epsi'; did you mean eps?"),
+    ({"weigh": {"foo": 1}}, "unknown key 'weigh.foo'; there are limit"),
+    ({"regulariser": [{"kind": "entropy", "beta": 0.1}]}, "unknown key 'regulariser.0.entropy.beta'; there are coef"),
+    ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, "unknown key 'regulariser.0.kl.adaptive.foo'"),
+    ({"surrogate": {"kind": "cispo", "hihg": 1}}, "unknown key 'surrogate.cispo.hihg'; there are low, cap"),
+])  # fmt: skip
+def test_an_unknown_constant_names_those_of_its_word(changes, says):
+    with pytest.raises(BadRecipe) as refused:
+        get_recipe("grpo", changes)
+    assert says in str(refused.value)
 
 
 def test_changes_keep_what_they_do_not_name():

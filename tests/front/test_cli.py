@@ -50,6 +50,12 @@ def test_every_verb_has_help_with_an_example_that_parses(name: str, capsys: pyte
         cli.verb_parser(name).parse_args(rest)
 
 
+@pytest.mark.parametrize("name", ["explain", "replay", "reexec", "rescore", "requery"])
+def test_what_may_be_left_out_is_not_called_required(name: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([name]) == Exit.USAGE
+    assert capsys.readouterr().err.endswith("the following arguments are required: run\n")
+
+
 @pytest.mark.parametrize("name", list(cli.VERBS))
 def test_every_verb_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main([name, "--no-such-flag"]) == Exit.USAGE

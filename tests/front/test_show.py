@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes import Tape
-from tapereel.tapes.console import Exit
+from tapereel.tapes.console import Exit, answer, table
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
 from .making import hostile_everywhere, played, run_of, sampled_tape
@@ -176,3 +178,27 @@ def test_json_says_the_same_whatever_characters_it_spells_out(tmp_path: Path, ca
     data = _json(capsys, str(run), "hostile")
     assert data["tape"]["agent"] == HOSTILE
     assert data["episode_rewards"] == {HOSTILE: 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    made = table("component", "#tokens", "#trained", "#share", "what it is", fold=("what it is",))
+    made.add_row("a name that is long", "1234567890", "9876543210", "100.0%", "and words that may well break")
+    out = Terminal()
+    answer(argparse.Namespace(answer_to=out), {}, made)
+    for whole in ("a name that is long", "1234567890", "9876543210", "100.0%", "tokens", "trained"):
+        assert whole in out.getvalue()
+    path, tapes = run
+    listed = Terminal()
+    monkeypatch.setattr(sys, "stdout", listed)
+    assert main(["show", str(path)]) == Exit.HOLDS
+    monkeypatch.undo()
+    for tape in tapes:
+        (line,) = [line for line in listed.getvalue().splitlines() if line.startswith(f" {tape.id}")]
+        assert {tape.begin.split, tape.status.value} <= set(line.split())

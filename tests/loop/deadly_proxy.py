@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
+
+from .hosting import in_thread
 
 
 @dataclass
@@ -41,18 +42,14 @@ class DeadlyProxy:
         self.url = ""
         self.moment: Moment | None = None
         self._server = server
-        self._loop = asyncio.new_event_loop()
-        self._up, self._done = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+        self._up = in_thread(self._serving)
 
-    async def _serve(self) -> None:
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         listener = await asyncio.start_server(self._connection, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        self._up.set()
-        await self._done.wait()
+        yield
         listener.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked: list[Moment] = []
@@ -99,14 +96,11 @@ class DeadlyProxy:
         return moment if moment.seen == moment.nth else None
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._up.wait(30)
+        self._up.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(60)
-        self._loop.close()
+        self._up.__exit__(kind, error, at)
 
 
 def _host(url: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TypeVar
 
@@ -13,23 +14,30 @@ T = TypeVar("T")
 
 @contextmanager
 def in_thread(up: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
-    """What `up()` gives, which stays entered in the thread until this is left."""
-    found: list[T] = []
-    ready, done = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
+    """What `up()` gives, which stays entered in the thread until this is left. Raises what entering it raised."""
+    ready: Future[tuple[T, Callable[[], object]]] = Future()
 
     async def serve() -> None:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
         async with up() as thing:
-            found.append(thing)
-            ready.set()
+            ready.set_result((thing, lambda: loop.call_soon_threadsafe(done.set)))
             await done.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    def work() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert ready.wait(60)
-        yield found[0]
+        thing, end = ready.result(60)
+        try:
+            yield thing
+        finally:
+            end()
     finally:
-        loop.call_soon_threadsafe(done.set)
         thread.join(60)
-        loop.close()

@@ -23,17 +23,7 @@ from tapereel.finetune.rows import Row
 from tapereel.tapes import Answer, Sampling, Status, Tape
 from tapereel.tapes.store import Store
 
-from .lab import (
-    Flaky,
-    Letters,
-    assert_books_close,
-    history_in,
-    loop_in,
-    model,
-    run,
-    settings_of,
-    tasks,
-)
+from .lab import Flaky, Letters, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
 
 @pytest.fixture

@@ -24,18 +24,7 @@ from tapereel.tapes import Answer, Tape
 from tapereel.tapes.records import Use
 from tapereel.tapes.store import Store
 
-from .lab import (
-    RENDERER,
-    Letters,
-    Speaker,
-    assert_books_close,
-    history_in,
-    loop_in,
-    model,
-    run,
-    settings_of,
-    tasks,
-)
+from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 from .test_history import abandoned
 from .test_loop import Shifted
 

@@ -17,19 +17,7 @@ from tapereel.finetune.trainer import Trainer
 from tapereel.finetune.use import drop_stale, episode_of, items
 from tapereel.tapes import Answer, NotATape, Sampling, Tape
 from tapereel.tapes.log import step_record
-from tapereel.tapes.records import (
-    Begin,
-    Call,
-    Cause,
-    CauseType,
-    End,
-    Identity,
-    Label,
-    Reward,
-    Status,
-    Task,
-    Tokens,
-)
+from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Label, Reward, Status, Task, Tokens
 
 from ..finetune.build import ledger
 from .lab import RENDERER, WORDS, Letters, Speaker, model

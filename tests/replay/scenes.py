@@ -92,9 +92,10 @@ SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo, "mc
 
 def main(name: str) -> None:
     agent, env, tapes = SCENES[name]()
-    for tape in random.Random(0).sample(tapes, len(tapes)):
-        for verdict in (asyncio.run(replay(tape, agent)), asyncio.run(reexec(tape, env))):
-            assert verdict.outcome == "verified", verdict
+    with asyncio.Runner() as runner:  # one loop, in which a server that episodes share is started once
+        for tape in random.Random(0).sample(tapes, len(tapes)):
+            for verdict in (runner.run(replay(tape, agent)), runner.run(reexec(tape, env))):
+                assert verdict.outcome == "verified", verdict
     print(f"{name}: {len(tapes)} tapes verified")
 
 

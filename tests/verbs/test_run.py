@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from tapereel.agents.engines import EmbeddedConfig, make_engine
 from tapereel.agents.run import RunConfig
 from tapereel.cli import main
 from tapereel.tapes.config import load_config
+from tapereel.tapes.disk import RealDisk
 from tapereel.tapes.store import Store
 
 from .lab import DEADLY, NEXT, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
@@ -104,6 +106,22 @@ def test_what_ended_episodes_is_told_with_its_place_and_a_tape(tmp_path: Path, c
     assert f"10 x error of the agent: ValueError: nine ({second['raised_at']}), first on tape " in told
     assert main(["show", str(tmp_path / "a"), second["tape"]]) == 0
     assert f"raised at {second['raised_at']}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_full_disk_is_told_once_however_many_episodes_meet_it(tmp_path: Path, capsys, caplog, monkeypatch):
+    room, write = [900_000], RealDisk.write
+
+    def bounded(self: RealDisk, handle: int, data: memoryview) -> int:
+        room[0] -= len(data)
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, handle, data)
+
+    monkeypatch.setattr(RealDisk, "write", bounded)
+    scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:WaitsForThree", "--tasks", f"{EXAMPLE}:tasks")
+    told = refusal_of(capsys, "run", *scene, *SCRIPT, "--attempts", "4", "--out", str(tmp_path / "r"), code=1)
+    assert told.count("No space left on device") == told.count("tapereel run: ") == 1
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_a_run_of_which_nothing_is_of_use_is_broken(tmp_path: Path, capsys):

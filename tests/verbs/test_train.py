@@ -252,6 +252,14 @@ def test_a_world_that_breaks_for_good_stops_the_run_and_mending_it_lets_it_go_on
 
 
 @pytest.mark.ledger("F65", "F68", "F69", "F79")
+def test_a_run_in_which_nothing_could_be_learned_says_so(model: str, tmp_path: Path, capsys):
+    scene = ("--agent", f"{WORLD}:fails", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks", "--model", model)
+    assert main(["train", *scene, "--out", str(tmp_path / "r"), *settings(*MICRO, "evaluation.fraction=0")]) == 0
+    out, err = capsys.readouterr()
+    assert "No token was trained on, so the model is what it was" in " ".join(out.split())
+    assert "improving by rollouts: 3/3 reward unscored, no token to train on" in err
+
+
 def test_all_that_an_update_may_be_made_of_is_a_setting(model: str, demonstrations: Path, tmp_path: Path, capsys):
     changes = {"regulariser": [{"kind": "kl", "beta": 0.1, "adaptive": {"target": 0.01, "horizon": 64}},
                                {"kind": "nll", "coefficient": 0.5}]}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -53,6 +54,13 @@ class BrokenForThree(Digits):
         return await super().step(action)
 
 
+class WaitsForThree(Digits):
+    async def step(self, action: Any) -> Outcome:
+        if self.wanted == "4":
+            await asyncio.Event().wait()
+        return await super().step(action)
+
+
 class Picky(Digits):
     def __init__(self, size: int) -> None:
         self.size = size
@@ -88,6 +96,20 @@ async def undecorated(tape: Any, llm: Any) -> Any:
 async def changes_its_mind(tape: Any, llm: Any) -> Any:
     await llm(tape, system="1", max_tokens=2)
     yield Said(text=(await llm(tape, system="2", max_tokens=2)).text)
+
+
+@agent
+async def fails(tape: Any, llm: Any) -> Any:
+    await llm(tape)
+    raise ValueError("a bug")
+    yield
+
+
+@agent
+async def trips_over_nines(tape: Any, llm: Any) -> Any:
+    if tape.observations[-1].text.startswith("9"):
+        raise ValueError("nine")
+    yield Said(text=(await llm(tape)).text)
 
 
 number = 7
