@@ -81,11 +81,16 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
 
 
 def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
-    """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, or weights
-    are too coarse for small steps."""
+    """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, weights
+    are too coarse for small steps, or an attention can't do with their precision."""
     if isinstance(engine, TrainedConfig) and engine.dtype != "float32" and engine.lora is None:
         raise ValueError(f"{name}.dtype={engine.dtype} rounds most of an update's small steps away: leave the weights "
                          f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({name}.lora)")
+    kind = getattr(engine, "attention", None) or ""
+    critic = {} if loop.critic is None else {"loop.critic.optimiser": loop.critic.optimiser}
+    wide = [name for name, one in {"loop.optimiser": loop.optimiser, **critic}.items() if one.autocast is None]
+    if kind.startswith("flash") and wide and getattr(engine, "dtype", "float32") == "float32":
+        raise ValueError(f"{name}.attention={kind} has no kernels for float32: set {wide[0]}.autocast=bfloat16")
     publish = getattr(engine, "publish", None)
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "

@@ -91,6 +91,17 @@ def test_bfloat16_is_told_from_what_was_sampled_in_float32(folder: Path, tmp_pat
         train(config(folder, optimiser={"autocast": "bfloat16"}), tmp_path / "run")
 
 
+@pytest.mark.parametrize(("loop", "missing"), [
+    ({}, "loop.optimiser"),
+    ({"recipe": "ppo", "optimiser": {"autocast": "bfloat16"}, "critic": {}}, "loop.critic.optimiser"),
+])  # fmt: skip
+def test_flash_attention_wants_bfloat16(folder: Path, loop: dict[str, Any], missing: str) -> None:
+    given = config(folder, **loop).model_dump()
+    given["engine"]["attention"] = "flash_attention_2"
+    with pytest.raises(ValidationError, match=f"no kernels for float32: set {missing}.autocast=bfloat16"):
+        TrainConfig.model_validate(given)
+
+
 def test_a_critic_without_a_body_keeps_no_activations() -> None:
     with pytest.raises(ValidationError, match="through its head alone"):
         CriticConfig.model_validate({"body": "policy", "optimiser": {"gradient_checkpointing": True}})
