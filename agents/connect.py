@@ -60,7 +60,8 @@ async def connect_channels(
         if weights:
             make = VLLMReload if way in ("reload", "lora") else VLLMTransfer
             for server in servers:
-                await make(server, seconds=control_seconds).free()
+                if not await make(server, seconds=control_seconds).free():
+                    await SGLangWeights(server, seconds=control_seconds).free()
         found = [await probe(server, renderer) for server in servers]
         kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
         if len(kinds) > 1:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ..tapes.extras import raise_missing
 from ..tapes.redact import holds_secret, without_secrets
 from .engine import EngineError
+from .retry_after import retry_after
 
 try:
     import aiohttp
@@ -194,11 +195,10 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 
 def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
-    seconds = float(after) if after is not None and after.replace(".", "", 1).isdecimal() else None
     hint = {401: "; is the API key right?", 403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
             404: "; the server has no such route or model"}.get(status, "")  # fmt: skip
     return ServerFailed(f"{where}: {status}{hint}: {_short(content, key)}", retry=status in AGAIN, status=status,
-                        after=seconds)  # fmt: skip
+                        after=retry_after(after))  # fmt: skip
 
 
 def _short(content: bytes, key: str | None) -> str:

@@ -28,6 +28,7 @@ from ..tapes.records import Attempt, Message, Usage
 from ..tapes.redact import guard_log, holds_secret, names_secret, without_secrets
 from .engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature, told
 from .proxies import ask_directly
+from .retry_after import retry_after
 
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
@@ -331,8 +332,7 @@ def _asked_for(error: Exception) -> float | None:
     """Seconds of a `Retry-After` header."""
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
-    value = headers.get("retry-after", "")
-    return float(value) if value.replace(".", "", 1).isdecimal() else None
+    return retry_after(headers.get("retry-after"))
 
 
 def _import() -> Any:

@@ -13,7 +13,7 @@ import json
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,7 +25,7 @@ from . import fire
 from .engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request, told
 from .given import Given, asker, derive_seed
 from .guard import outside
-from .limits import LimitReached, Limits
+from .limits import LimitReached, Limits, TokenBudget
 from .listening import Hearing
 from .recorder import Recorder
 from .stopping import cut
@@ -103,10 +103,18 @@ class LLM(Given):
         self._read: list[tuple[Step, str]] = []
         self.asked = 0
         """Questions put to the engine in this episode."""
-        self.sampled = 0
-        """Tokens sampled in this episode, as far as the engine says."""
+        self._budget = TokenBudget(limits.tokens)
         self.latched: LimitReached | None = None
         """The limit that was reached; every later call raises it again."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled in this episode, as far as the engine says."""
+        return self._budget.used
+
+    @sampled.setter
+    def sampled(self, tokens: int) -> None:
+        self._budget.used = tokens
 
     async def __call__(
         self,
@@ -129,6 +137,7 @@ class LLM(Given):
         own; questions that one agent asks at the same time need one each, or their order is left to chance.
         `sampling` takes the place of the episode's for this call, and `seed` is mixed into the call's own.
         `listener` hears tokens while they are sampled, to show them: not every engine tells, so nothing may hang on it.
+        Where a limit of tokens is taken up by what is under way, it waits until some of that has ended.
         Raises LimitReached (let it pass), ModelFailed, RenderFailed.
         """
         path = tape.scope
@@ -159,7 +168,10 @@ class LLM(Given):
             listener=hearing,
         )
         write = _CallWriter(self, call, path, conversation, request, rendered, self._offered(schemas))
+        held = 0
         try:
+            held = await self._take(request)
+            request = write.request = _within(request, held)
             completion, attempts = await self._ask(request)
         except asyncio.CancelledError:
             # Also without an answer: the question was asked, and a replay must know that it was given up.
@@ -170,11 +182,12 @@ class LLM(Given):
             if isinstance(failure.error, PromptTooLong):
                 raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
             raise ModelFailed(told(failure.error)) from failure.error
-        write(completion, attempts, finish=completion.finish)
-        if self._limits.tokens is not None and self.sampled >= self._limits.tokens:
-            self.latched = LimitReached(
-                CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}"
-            )
+        else:
+            write(completion, attempts, finish=completion.finish)
+            if self._budget.spent:
+                self._latch_tokens()
+        finally:
+            self._budget.give(held)
         if hearing is not None and hearing.error is not None:
             raise hearing.error
         return Reply(completion.text or "", completion.finish, call, completion.tool_calls or ())
@@ -280,6 +293,23 @@ class LLM(Given):
         self.latched = LimitReached(limit, message)
         return self.latched
 
+    def _latch_tokens(self) -> LimitReached:
+        return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
+
+    async def _take(self, request: Request) -> int:
+        """Tokens of the budget for this question. LimitReached where all are spent."""
+        granted = getattr(self._engine, "granted", None)
+        if granted is not None and self._limits.tokens is not None:
+            # A replay gives what was given then: who waits for whom hangs on how long answers take.
+            recorded = await granted(request, self._budget)
+            if recorded is not None:
+                return self._budget.hold(recorded)
+        held = await self._budget.take(request.sampling.max_tokens)
+        if held < 1:
+            self.asked -= 1
+            raise self.latched or self._latch_tokens()
+        return held
+
     def _render(self, path: str, conversation: str, messages: Sequence[Message], tools: Any) -> Any:
         renderer = self._engine.renderer if self._engine is not None else None
         if renderer is None:
@@ -291,8 +321,6 @@ class LLM(Given):
 
     def _fit(self, base: Sampling, temperature: float | None, max_tokens: int | None, rendered: Any) -> Sampling:
         wanted = base.max_tokens if max_tokens is None else max_tokens
-        if self._limits.tokens is not None:
-            wanted = min(wanted, self._limits.tokens - self.sampled)
         context = min(
             (c for c in (self._limits.context, self._engine.context if self._engine else None) if c), default=None
         )
@@ -444,6 +472,15 @@ class _CallWriter:
         assert self.llm._engine is not None
         assert self.llm._engine.renderer is not None
         return self.llm._engine.renderer.completion(self.rendered, reply)
+
+
+def _within(request: Request, tokens: int) -> Request:
+    """The request, for so many tokens at most."""
+    sampling = request.sampling
+    if sampling.max_tokens <= tokens:
+        return request
+    update = {"max_tokens": tokens, "temperature": sampling.temperature}
+    return replace(request, sampling=sampling.model_copy(update=update))
 
 
 def tool_schema(tool: type[BaseModel] | dict[str, Any]) -> dict[str, Any]:

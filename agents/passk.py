@@ -169,6 +169,12 @@ def evaluate_rewards(rewards: Rewards, *, k: Iterable[int] = (), success: float 
     )  # fmt: skip
 
 
+def standard_error(rewards: Rewards) -> float | None:
+    """Of the mean over tasks of their mean reward; None below two scored tasks."""
+    means = [fmean(own) for own in _known(rewards).values()]
+    return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
+
+
 def compare(first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0,
             seed: int = 0) -> Comparison:  # fmt: skip
     """First less second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""

@@ -107,20 +107,21 @@ class VLLMReload:
         """Name the weights, such as they are."""
         await self._post("/update_weight_version", {"new_version": version})
 
-    async def free(self) -> None:
+    async def free(self) -> bool:
         """Bring the server out of a pause or a sleep that nobody will end, as that of a trainer which died in
-        mid-update. Its weights may be of two versions, so they are called unknown. Nothing where it isn't paused, or
-        can't say so."""
+        mid-update. Its weights may be of two versions, so they are called unknown. Nothing where it isn't paused;
+        False where it can't say so."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
             if error.status in (403, 404, 405):
-                return
+                return False
             raise
         if isinstance(found, dict) and found.get("is_paused"):
             await self._drop()
             await self._wake()
             await self.abandon(f"{UNKNOWN}the server was found paused")
+        return True
 
     async def _drop(self) -> None:
         """Pause, and end what is under way."""

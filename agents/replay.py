@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..tapes import Call, Tape
 from ..tapes.records import Usage
 from ..tapes.verdict import Difference, Divergence, Likely, clipped, differences
 from .engine import Completion, EngineError, PromptTooLong, Request
+from .limits import TokenBudget
 from .script import record_of_call, turn_of
 
 PATIENCE = 64
@@ -89,16 +90,38 @@ class ReplayEngine:
 
     def take(self, request: Request) -> tuple[Tape, Call]:
         """The recorded call in the place of this request, which is used up by that. Diverged where there is none."""
+        found = self._find(request)
+        if found is None:
+            raise Diverged(_unrecorded(self._only, request))
+        return found.pop()
+
+    async def granted(self, request: Request, budget: TokenBudget) -> int | None:
+        """The max_tokens with which this request was recorded, where no more may have been left of the budget, else
+        those that it asks for; None where it wasn't recorded. Then it may have been refused once all was spent, which
+        is waited for as long as for an answer."""
+        found = self._find(request)
+        if found is None:
+            if self._only is not None and sum(_sampled(call) for call in self._only.calls) >= (budget.limit or 0):
+                await self._until(lambda: budget.spent or self._turn_of_answers >= len(self._queue))
+            return None
+        tape, call = found[-1]
+        others = sum(max(_sampled(one), one.sampling.max_tokens) for one in tape.calls
+                     if one.engine != "authored" and one.call != call.call)  # fmt: skip
+        cut = call.sampling.max_tokens >= (budget.limit or 0) - others
+        return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
+
+    def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
+        """Where the recorded call in the place of this request is the last one; None where there is none."""
         found = self._recorded.get((request.path, request.seed))
         if found:
-            return found.pop()
+            return found
         _, told, conversation = request.cache_key.partition(f"/{request.path}/")
         for call in self._only.calls if self._only is not None else ():
             rest = self._recorded.get((call.by, call.seed))
             same = call.by == request.path and (not told or self._may_be(call, conversation))
             if same and rest and rest[-1][1].call == call.call:
-                return rest.pop()
-        raise Diverged(_unrecorded(self._only, request))
+                return rest
+        return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
         """Whether a question of this conversation may stand for the call. One that comes from elsewhere is named by its
@@ -137,14 +160,17 @@ class ReplayEngine:
         return found
 
     async def _wait_for_turn(self, place: int) -> None:
+        await self._until(lambda: self._turn_of_answers >= place)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
         for _ in range(PATIENCE):
-            if self._turn_of_answers >= place:
+            if done():
                 return
             await asyncio.sleep(0)
         if self.patience:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.patience):
-                    while self._turn_of_answers < place:
+                    while not done():
                         self._moved.clear()
                         await self._moved.wait()
 
@@ -162,6 +188,11 @@ class ReplayEngine:
         self._answered.update(call.call for call in calls)
         for left in self._recorded.values():
             left[:] = [item for item in left if item[1].call not in self._answered]
+
+
+def _sampled(call: Call) -> int:
+    """As the door counts them."""
+    return len(call.completion) if call.completion is not None else call.usage.completion_tokens or 0
 
 
 def recorded_answer(call: Call) -> Completion:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..envs.rewards.relative import compared
 from ..tapes import Sampling, Tape, Task
 from ..tapes.attempts import attempts_of, counts
+from ..tapes.faults import Fault, Faults
 from ..tapes.progress import Progress, silent
 from ..tapes.records import Status
 from ..tapes.rundir import RunDir, open_run
@@ -26,7 +27,7 @@ from .engines import EngineConfig
 from .limits import Limits
 from .llm import derive_seed
 from .partners import Partners, make_team
-from .passk import Scores, check_k, evaluate_rewards
+from .passk import Scores, check_k, evaluate_rewards, standard_error
 from .references import Loaded, Scene
 from .rollout import rollout
 
@@ -76,21 +77,6 @@ class Ended(BaseModel):
     episodes: int
 
 
-class Fault(BaseModel):
-    """An error that ended episodes of this process."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    cause: str
-    """Whose fault."""
-    error: str
-    """Class and message."""
-    raised_at: str | None
-    """`file:line in function`; None where that isn't known."""
-    episodes: int
-    tape: str
-    """The first that it ended."""
-
-
 class RunSummary(BaseModel):
     """What a run came to: every tape of its split, whichever process recorded it."""
 
@@ -107,12 +93,13 @@ class RunSummary(BaseModel):
     """Errors of this process, those that ended most episodes first; at most 10. One of a class, raised at one place, is
     one, with the message that it had first."""
     reward: float | None
-    """Mean over the scored episodes; None when there is none."""
+    """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None when there is none."""
     error: float | None
-    """Standard error of that mean, episodes taken as independent; None below two."""
+    """Standard error of that mean over tasks; None below two."""
     scores: Scores
     """Mean reward and pass@k over tasks, with their intervals; an attempt counts by its last usable episode."""
     scored: int
+    """Attempts with a reward."""
     usable: int
     """Episodes that ended as a result of the agent's own doing."""
     turns: float | None
@@ -160,8 +147,7 @@ class Places:
         self.journal = directory.store.writer
         self.tapes: dict[tuple[str, int], list[bool]] = {}
         """(group, attempt) -> for each tape there, in order: may it be trained on."""
-        self.faults: dict[tuple[str, str | None, str | None], Fault] = {}
-        """By whose they are, their class and where they were raised."""
+        self.faults = Faults()
         for summary in directory.store.summaries(split=config.split, closed=True):
             if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
                 self.tapes.setdefault((summary.group, summary.attempt), []).append(counts(summary))
@@ -199,14 +185,8 @@ class Places:
         return tapes
 
     def _count(self, tape: Tape) -> None:
-        if tape.status is not Status.ERROR or tape.cause is None:
-            return
-        cause = tape.cause
-        key = (cause.type.value, cause.error, cause.frame)
-        error = ": ".join(part for part in (cause.error, cause.message) if part)
-        first = Fault(cause=cause.type.value, error=error, raised_at=cause.frame, episodes=0, tape=tape.id)
-        fault = self.faults.get(key, first)
-        self.faults[key] = fault.model_copy(update={"episodes": fault.episodes + 1})
+        if tape.status is Status.ERROR and tape.cause is not None:
+            self.faults.count(tape.id, tape.cause)
 
 
 async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
@@ -250,18 +230,16 @@ async def _compare(places: Places, store: Store) -> None:
 def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:
     config = places.config
     found = store.summaries(split=config.split)
-    rewards = [s.reward for s in found if s.reward is not None]
-    n = len(rewards)
-    mean = sum(rewards) / n if n else None
-    error = (sum((r - mean) ** 2 for r in rewards) / (n - 1) / n) ** 0.5 if mean is not None and n > 1 else None
+    scores = scores_of(store, config.split, k=config.k, success=config.success, by=config.by)
     ends = Counter((s.status or "running", s.cause) for s in found)
     books = store.books()
     return RunSummary(
         run=str(out), tasks=len(places.scene.tasks), attempts=config.attempts, episodes=len(found), recorded=recorded,
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
-        faults=tuple(sorted(places.faults.values(), key=lambda fault: -fault.episodes)[:10]),
-        reward=mean, error=error, scored=n,
-        scores=scores_of(store, config.split, k=config.k, success=config.success, by=config.by),
+        faults=places.faults.most(),
+        reward=None if scores.reward is None else scores.reward.value,
+        error=standard_error(rewards_of(store, config.split)), scores=scores,
+        scored=scores.attempts - scores.unscored,
         usable=sum(map(counts, found)),
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens={"sampled": books.sampled, "authored": books.authored}, seconds=round(seconds, 3),

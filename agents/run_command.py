@@ -122,8 +122,8 @@ def _table(summary: RunSummary) -> Any:
 def _lines(summary: RunSummary) -> list[str]:
     reward = "nothing was scored"
     if summary.reward is not None:
-        spread = "" if summary.error is None else f" ± {summary.error:.3f}"
-        reward = f"mean reward {summary.reward:.3f}{spread} over {summary.scored:,} scored episodes"
+        spread = "" if summary.error is None else f" ± {summary.error:.3f} (standard error over tasks)"
+        reward = f"mean reward {summary.reward:.3f}{spread} of {summary.scored:,} scored attempts"
     lines = [
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
@@ -138,10 +138,6 @@ def _lines(summary: RunSummary) -> list[str]:
 
 
 def _faults(summary: RunSummary) -> list[str]:
-    told = [
-        safe(f"{fault.episodes:,} x error of the {fault.cause}: {fault.error[:300]}"
-             + (f" ({fault.raised_at})" if fault.raised_at else "") + f", first on tape {fault.tape}")
-        for fault in summary.faults[:SHOWN]
-    ]  # fmt: skip
+    told = [safe(str(fault)) for fault in summary.faults[:SHOWN]]
     more = len(summary.faults) - SHOWN
     return told if more <= 0 else [*told, f"and {more} more; --json has them"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .engine import Request
-from .http import Channel
+from .http import Channel, ServerFailed
 from .publishing import PublishMode
 from .wire import BadAnswer, Sampled, field, reader, sampled
 
@@ -74,6 +74,16 @@ class SGLangWeights:
 
     async def init(self) -> None:
         await self.server.get("/model_info", seconds=self._seconds)
+
+    async def free(self) -> None:
+        """Bring the server out of a pause that nobody will end, as that of a trainer which died in mid-update. It can't
+        say whether it is paused, and one that isn't goes on by this as it did. Its weights have the name that came in
+        the same call as they. Nothing where it is no SGLang."""
+        try:
+            await self._post("/continue_generation", {})
+        except ServerFailed as error:
+            if error.status not in (403, 404, 405):
+                raise
 
     async def pause(self, mode: PublishMode) -> None:
         if mode == "drain":

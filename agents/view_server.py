@@ -21,7 +21,7 @@ from typing import Any
 from ..tapes.console import UsageError
 from ..tapes.errors import NoSuchTape, TapereelError
 from ..tapes.extras import raise_missing
-from ..tapes.redact import guard_log
+from ..tapes.redact import bearer, guard_log
 from ..tapes.view import RunView
 from ..tapes.view.files import IMAGES, POLICY, static_files
 
@@ -75,7 +75,7 @@ class Door:
         """Whether the request brings the token, where one is needed."""
         if self.token is None:
             return True
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.cookies.get(COOKIE, "")
+        given = bearer(request.headers.get("Authorization")) or request.cookies.get(COOKIE, "")
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
 
 

@@ -38,8 +38,7 @@ async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = Non
     fresh = [] if failed else [r for r in now if r.name not in then]
     sides, skipped, notes = _sides(then, given, failed, rewards)
     found = [_difference(tape, *pair, tolerance) for side in sides for pair in _pairs(*side)]
-    notes += (f"reward component {name!r}: it is on no tape, so there is nothing to compare" for name in
-              dict.fromkeys(r.name for r in fresh))  # fmt: skip
+    notes += (_uncompared(tape, name, layer) for name in dict.fromkeys(r.name for r in fresh))
     failures = tuple(map(_failure, failed.values()))
     more: dict[str, Any] = {"checked": {"rewards": 0 if failed else found.count(None)}, "not_checked": tuple(notes),
                             "failures": failures}  # fmt: skip
@@ -114,6 +113,16 @@ def _sum(parts: Scores) -> Reward:
     """One record with what all of them are worth, where the last one stands."""
     last = list(parts.values())[-1]
     return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
+
+
+def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
+    """Why a component of now has nothing beside it."""
+    held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
+    if held:
+        return (f"reward component {name!r}: what was recorded with the tape hasn't got it, but layer "
+                f"{', '.join(map(repr, held))} has; give --layer to compare with that")  # fmt: skip
+    where = "the tape" if layer is None else f"layer {layer!r}"
+    return f"reward component {name!r}: {where} hasn't got it, so there is nothing to compare"
 
 
 def _nothing(then: Iterable[str], now: Iterable[str], layer: str | None) -> str:

@@ -22,6 +22,7 @@ from ..envs.calculator import Calculator, calculator_tasks, demonstrate, read_ac
 from ..envs.taskset import overlap
 from ..tapes import Sampling, Tape, Task
 from ..tapes.config import Config
+from ..tapes.console import UsageError
 from ..tapes.errors import MissingExtra, TapereelError
 from ..tapes.progress import Progress, silent
 from ..tapes.rundir import METRICS, RunDir, append_metrics, open_run
@@ -35,14 +36,16 @@ try:
     from .checkpoint import checkpoints
     from .config import LoopConfig, OptimiserConfig, WarmStartConfig
     from .history import History
+    from .longer import UPDATES, lengthening
     from .policy import Policy
     from .recipes import get_recipe
     from .rows import Row, rows
+    from .run_report import reporting
     from .schedule import Schedule
     from .sft import warm_start
     from .stream import Episode
     from .trackers import TrackerName, check_trackers, tracking
-    from .training import Training, new_results
+    from .training import Training, closing, new_results
     from .use import episode_of
     from .warm import bring_in
 except ModuleNotFoundError as error:
@@ -125,6 +128,11 @@ def demo_training(config: DemoConfig, directory: RunDir, train_tasks: Sequence[T
     )  # fmt: skip
 
 
+async def _measured(training: Training, history: History, when: str) -> dict[str, Any]:
+    async with closing(training.engine(history)) as engine:
+        return await training.evaluate(engine, when)
+
+
 @dataclass
 class Demo:
     """One run of the demo. `run()` once."""
@@ -138,27 +146,37 @@ class Demo:
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Everything, or what is left of it. Gives the summary that `--json` prints."""
-        from .demo_report import write_demo_report
+        from .demo_report import reporter
 
         torch.set_num_threads(self.config.threads)
         check_trackers(self.config.trackers)
-        with open_run(self.out, self.config, resume=resume, begin=new_results, free=("trackers",)) as directory:
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=("trackers",),
+                      changes={UPDATES: self._longer}) as directory:  # fmt: skip
             self.results, self.store = directory.results, directory.store
-            with directory.timed("total"), tracking(directory, self.config.trackers):
-                self._setup(directory)
-                self._demonstrate()
-                self.training.shown = self.demo_order
-                self.training.restore()
-                if self.training.history.updates == 0 and not self.config.warm.updates:
-                    self.training.history.settle()  # the controls begin here too
-                self.training.imitate(self.demo_order, self.demos.__getitem__)
-                asyncio.run(self._improve())
-                if self.controls:
-                    self._run_controls()
-            self.results["books"] = self.store.books().model_dump(mode="json")
-            directory.save()
-            write_demo_report(self)
+            with reporting(reporter(self, directory)):
+                with directory.timed("total"), tracking(directory, self.config.trackers):
+                    self._work(directory)
+                self.results["books"] = self.store.books().model_dump(mode="json")
+                directory.save()
         return self.summary()
+
+    def _work(self, directory: RunDir) -> None:
+        self._setup(directory)
+        self._demonstrate()
+        self.training.shown = self.demo_order
+        self.training.restore()
+        if self.training.history.updates == 0 and not self.config.warm.updates:
+            self.training.history.settle()  # the controls begin here too
+        self.training.imitate(self.demo_order, self.demos.__getitem__)
+        asyncio.run(self._improve())
+        if self.controls:
+            self._run_controls()
+
+    def _longer(self, directory: RunDir, then: int, now: int) -> str:
+        if "controls" in directory.results:
+            raise UsageError(f"the controls in {self.out} trained on as many tokens as {then} updates of the loop did: "
+                             f"with loop.updates={now} they control nothing; choose another --out")  # fmt: skip
+        return lengthening(self.config.loop, self.config.warm.updates)(directory, then, now)
 
     # Phases
 
@@ -239,7 +257,7 @@ class Demo:
                 history.restore()
                 with training.run.timed("controls"):
                     run(history, trained)
-                controls[name] = asyncio.run(training.evaluate(training.engine(history), f"control-{name}"))
+                controls[name] = asyncio.run(_measured(training, history, f"control-{name}"))
                 controls[name]["trained_tokens"] = history.trained_tokens
             training.run.save()
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())

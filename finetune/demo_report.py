@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.rundir import METRICS
-from .curves import held_out_levels, reward_curve
+from ..tapes.rundir import METRICS, RunDir
+from .curves import reward_curve
 from .plots import plot_curve
-from .report import Fact, Plot, ReportData, Score, TapePage, tape_page, write_report
+from .report import Fact, Plot, ReportData, Score, TapePage, tape_page
+from .run_report import Reporter, checks, command, reward_plot
+from .run_report import next_commands as next_of_any
 
 if TYPE_CHECKING:
     from .demo import Demo
@@ -17,43 +19,46 @@ _PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
 """Of the wall-clock time, one after the other; the engine's and the trainer's seconds lie inside `rl`."""
 
 
-def write_demo_report(demo: Demo) -> None:
-    """Write reward.png and report.html into the run directory."""
-    plot = reward_plot(demo)
+def reporter(demo: Demo, run: RunDir) -> Reporter:
+    """The report of a demo: that of any training run, and what only a demo knows once it is through."""
+
+    def complete(data: ReportData) -> ReportData:
+        return complete_report(demo, data)
+
+    return Reporter(run, f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}", demo.config.algo.upper(),
+                    demo.config.loop.updates, demo.config.loop.checkpoint_every, complete=complete)  # fmt: skip
+
+
+def complete_report(demo: Demo, data: ReportData) -> ReportData:
+    """Write reward.png; gives the page of the whole demo."""
+    plot = demo_plot(demo)
     plot_curve(demo.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
     summary = demo.summary()
     held = summary["held_out"]
     books = demo.results["books"]
-    data = ReportData(
-        title=f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}",
-        subtitle="A tiny chat model learns to add three numbers with a calculator: imitation, then its own rollouts.",
-        facts=(
+    return data.model_copy(update={
+        "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
+                    "rollouts.",
+        "facts": (
             Fact(label="held-out reward, sampled", value=f"{_show(held['before'])} → {_show(held['after'])}",
                  note=f"{held['n']} tasks, none of them trained on"),
             Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
             Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
             Fact(label="episodes on tape", value=f"{books['begun']:,}"),
         ),
-        plots=(plot,),
-        scores=scores(demo),
-        seconds={part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
-        tokens=books["tokens"],
-        tapes=pages(demo),
-        config=(demo.out / "config.yaml").read_text(),
-        next=next_commands(demo),
-    )  # fmt: skip
-    write_report(demo.out / "report.html", data)
+        "plots": (plot, *(other for other in data.plots if other.small)),
+        "scores": scores(demo),
+        "seconds": {part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
+        "tapes": pages(demo),
+        "next": (*next_of_any(str(demo.out)), _lab(demo)),
+    })  # fmt: skip
 
 
-def reward_plot(demo: Demo) -> Plot:
-    """Reward per update, with the held-out levels."""
-    curves = [reward_curve(demo.config.algo.upper(), demo.out / METRICS)]
+def demo_plot(demo: Demo) -> Plot:
+    """Reward per update, with the held-out levels and the control."""
     shuffled = demo.out / "controls" / "shuffled" / METRICS
-    if shuffled.exists():
-        curves.append(reward_curve("control: shuffled rewards", shuffled))
-    return Plot(title="Mean reward of each update's episodes", curves=tuple(curves),
-                levels=held_out_levels(demo.results, "sampled"), xlabel="update", ylabel="mean reward",
-                caption="Thin: each update; thick: mean over five.")  # fmt: skip
+    others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
+    return reward_plot(demo.config.algo.upper(), demo.out / METRICS, demo.results, others=others)
 
 
 def scores(demo: Demo) -> tuple[Score, ...]:
@@ -72,15 +77,12 @@ def scores(demo: Demo) -> tuple[Score, ...]:
 
 def next_commands(demo: Demo) -> tuple[str, ...]:
     """Things to try on this very run."""
-    return (
-        f"tapereel show {demo.out}",
-        f"tapereel view {demo.out}",
-        f"tapereel explain {demo.out}",
-        f"tapereel verify {demo.out}",
-        f"tapereel audit {demo.out}",
-        f"tapereel reproduce {demo.out}",
-        f"tapereel lab {demo.out} --recipe own --recipe dr_grpo",
-    )
+    run = str(demo.out)
+    return (*next_of_any(run), *checks(run), _lab(demo))
+
+
+def _lab(demo: Demo) -> str:
+    return command("lab", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
 
 
 def pages(demo: Demo) -> tuple[TapePage, ...]:
@@ -97,8 +99,8 @@ def pages(demo: Demo) -> tuple[TapePage, ...]:
     add("demo", "a demonstration that goes about it the right way", 1.0)
     add("demo", "one that doesn't", 0.0)
     add("eval-before-sampled", "before RL, wrong", 0.0, 2)
-    add("eval-after-sampled", "after RL, right", 1.0, 2)
-    add("eval-after-sampled", "after RL, wrong", 0.0)
+    add(f"eval-{demo.training.end}-sampled", "after RL, right", 1.0, 2)
+    add(f"eval-{demo.training.end}-sampled", "after RL, wrong", 0.0)
     return tuple(chosen)
 
 

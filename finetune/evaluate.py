@@ -24,7 +24,7 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Per episode, task after task; None where it could not be scored."""
+    """Per episode, task after task; None where it could not be scored, or didn't end by the agent's own doing."""
     metrics: dict[str, float]
     """Mean of every component and metric over the tapes that have it."""
     tapes: tuple[str, ...]
@@ -92,10 +92,14 @@ async def evaluate(
     values: dict[str, list[float]] = {}
     rewards: dict[str, list[float | None]] = {}
     for (_, task, _), tape in zip(places, tapes, strict=True):
-        rewards.setdefault(task.hash, []).append(tape.reward)
+        rewards.setdefault(task.hash, []).append(_earned(tape))
         for reward in tape.rewards:
             values.setdefault(reward.name, []).append(reward.value)
     return Evaluation(
-        tuple(tape.reward for tape in tapes), {name: sum(v) / len(v) for name, v in values.items()},
+        tuple(map(_earned, tapes)), {name: sum(v) / len(v) for name, v in values.items()},
         tuple(tape.id for tape in tapes), evaluate_rewards(rewards, k=k, success=success, seed=seed),
     )  # fmt: skip
+
+
+def _earned(tape: Tape) -> float | None:
+    return tape.reward if tape.trains else None

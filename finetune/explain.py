@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..envs.rewards.relative import training_reward
 from ..tapes import NotATape, Tape
+from ..tapes.console import counted
 from ..tapes.ledger import FATES, ranges
 from ..tapes.records import Use
 from ..tapes.store import Store
@@ -290,7 +291,8 @@ def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
         if not facts.weights:
             return f"taken by update {names}{more}, and no token of it had a gradient"
         flat = "" if any(facts.advantages.values()) or not facts.advantages else "; every advantage was 0"
-        return f"trained on by update {names}{more}: {len(facts.weights)} tokens in the last{flat}"
+        return (f"trained on by update {names}{more}; {counted(len(facts.weights), 'token')} of it had a weight in the "
+                f"gradient of update {updates[-1]}{flat}")
     if not tape.closed:
         return "still running"
     if tape.begin.split not in ("train", "demo"):

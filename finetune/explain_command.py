@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.console import Exit, UsageError, answer, safe, say, table
+from ..tapes.console import Exit, UsageError, answer, counted, safe, say, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,12 +89,12 @@ def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
     if len(e.group_rewards) > 1:
         rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
         yield _text(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
-    yield _text(f"{len(e.rows)} rows, {e.forwarded} tokens forwarded ({e.repeated} of them once more), {e.own} of them "
-                f"its own; {e.unlabelled} tokens it said are no label")  # fmt: skip
+    yield _text(f"{counted(len(e.rows), 'row')}, {counted(e.forwarded, 'token')} forwarded ({e.repeated:,} of them "
+                f"once more), {e.own:,} of them its own; said, but no label: {counted(e.unlabelled, 'token')}")
     for k, row in enumerate(e.rows):
         begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
         if row.split:
-            begun += f": a new row, {row.split}; {row.repeated} tokens are forwarded once more"
+            begun += f": a new row, {row.split}; tokens forwarded once more: {row.repeated:,}"
         yield _text(begun, "cyan")
         yield _row_table(row, s.id, context)
     for note in e.notes:

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import ChainMap
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +107,14 @@ class Loop:
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `recipe`: that of the updates (default: the
         configuration's). `shown`: tapes in the store that are imitated beside, as `demonstrations` says. `players`:
         other policies that learn from the same episodes. `start`: the update at which this phase began (default: the
         history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`: asked between
-        updates; true ends the phase before it has them all."""
+        updates; true ends the phase before it has them all. `settled`: awaited before the engine gets other weights, or
+        sleeps."""
         if not config.sampling.exact:
             raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
                              "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
@@ -132,6 +134,7 @@ class Loop:
         self.start = history.updates if start is None else start
         self.on_update = on_update
         self.stop = stop
+        self._settled = settled or _at_once
         self.rollouts = Rollouts(config, store=store, history=history, engine=engine, agent=agent, env=env, tasks=tasks,
                                  recipe=recipe, seed=seed, phase=phase)  # fmt: skip
         if self.rollouts.trained is not None:
@@ -242,6 +245,8 @@ class Loop:
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._trains_somebody(plan)
         before = self.engine.stats.busy_seconds
+        if self.config.sleep:
+            await self._settled()
         async with self._asleep():
             started = time.perf_counter()
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
@@ -256,6 +261,7 @@ class Loop:
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
                 self.store.append_layer(record)
             await self.store.writer.durable()
+            await self._settled()
             started = time.perf_counter()
             await self.engine.publish(weights, publish.version, self.config.publish)
             self.publish_seconds += time.perf_counter() - started
@@ -306,6 +312,10 @@ class Loop:
                 f"sampler and trainer, which have the same weights (loop.sampler_tolerance={bound:g}). Where one of "
                 "them computes in bfloat16, allow for that, by some 0.05; else see `tapereel explain` on its tapes"
             )
+
+
+async def _at_once() -> None:
+    """Nothing is in the way of new weights."""
 
 
 def _stalled(stall: Stall) -> None:

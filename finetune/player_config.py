@@ -95,6 +95,9 @@ def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "
                          f"one it began with, so set loop.publish=drain, or {name}.publish=reload")  # fmt: skip
+    if isinstance(engine, SGLangConfig) and loop.publish == "drain":
+        raise ValueError(f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
+                         "loop.publish=reprefill, by which they go on with the new weights")  # fmt: skip
     if loop.sleep and publish in (None, "lora"):
         what = "an engine in this process, which shares its memory anyway" if publish is None else \
             "servers that take adapters, which must be awake for that"

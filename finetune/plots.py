@@ -21,6 +21,10 @@ from ..tapes.value import Value
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 """Of the series, in order; `--series-1` ... in the SVG."""
+WIDE = (8.0, 4.5)
+"""Inches."""
+LETTERS = 7
+"""Of a name, for each inch of width."""
 INK, FAINT, PAPER = "#1f2430", "#b9c0cc", "#ffffff"
 
 
@@ -34,6 +38,8 @@ class Curve(Value):
     """Same length as `x`; NaN where there is no number: the line has a gap there."""
     mean_of: int = 1
     """Above 1: a thin line of the numbers, and a thick one of the mean over this many of them (itself and earlier)."""
+    points: bool = False
+    """Each number is marked: there are few, with many updates between."""
     band: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     """(lower, upper) ends of an interval at each place; None: none is drawn."""
 
@@ -62,13 +68,13 @@ def plot_curve(path: str | PathLike[str], curves: Sequence[Curve], *, levels: Se
 
 
 def curve_svg(curves: Sequence[Curve], *, levels: Sequence[Level] = (), xlabel: str = "update",
-              ylabel: str = "reward") -> str:  # fmt: skip
+              ylabel: str = "reward", size: tuple[float, float] = WIDE) -> str:  # fmt: skip
     """The curves as an `<svg>` element, coloured by the CSS variables `--ink`, `--faint`, `--series-1` ... of the page.
 
-    Names are escaped; nothing in it runs or is fetched.
+    Names are escaped; nothing in it runs or is fetched. `size`: width and height, to which letters of 10 points stand.
     """
     out = io.StringIO()
-    _draw(out, "svg", curves, levels, "", xlabel, ylabel)
+    _draw(out, "svg", curves, levels, "", xlabel, ylabel, size)
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -90,7 +96,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Level], title: str, xlabel: str,
-          ylabel: str) -> None:  # fmt: skip
+          ylabel: str, size: tuple[float, float] = WIDE) -> None:  # fmt: skip
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -105,11 +111,13 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
         "axes.unicode_minus": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        _lines(axes, curves, levels)
-        axes.set(title=safe(title), xlabel=safe(xlabel), ylabel=safe(ylabel))
+        longest = int(LETTERS * size[0])
+        _lines(axes, curves, levels, longest)
+        axes.set(**{name: _label(text, longest) for name, text in
+                    (("title", title), ("xlabel", xlabel), ("ylabel", ylabel))})
         if all(float(x).is_integer() for curve in curves for x in curve.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if _is_share(curves, levels):
@@ -128,25 +136,30 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
                 figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
 
 
+def _label(text: str, longest: int) -> str:
+    """No longer than leaves room for the curves."""
+    return safe(text if len(text) <= longest else f"{text[: longest - 1]}…")
+
+
 def _is_share(curves: Sequence[Curve], levels: Sequence[Level]) -> bool:
     """All numbers are from 0 to 1, so that the whole of that range is the honest frame."""
     values = [y for curve in curves for y in curve.y if not math.isnan(y)] + [level.value for level in levels]
     return bool(values) and min(values) >= 0 and max(values) <= 1
 
 
-def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level]) -> None:
+def _lines(axes: Any, curves: Sequence[Curve], levels: Sequence[Level], longest: int) -> None:
     for i, curve in enumerate(curves):
         colour = COLOURS[i % len(COLOURS)]
         if curve.band is not None:
             axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, linewidth=0)
         if curve.mean_of > 1:
             axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.4)
-            label = f"{safe(curve.name)} (mean of {curve.mean_of})"
+            label = f"{_label(curve.name, longest)} (mean of {curve.mean_of})"
             axes.plot(curve.x, running_mean(curve.y, curve.mean_of), color=colour, linewidth=2, label=label)
         else:
-            mark = "o" if len(curve.x) < 3 else None
-            axes.plot(curve.x, curve.y, color=colour, linewidth=1.8, label=safe(curve.name), marker=mark)
+            mark = "o" if curve.points or len(curve.x) < 3 else None
+            axes.plot(curve.x, curve.y, color=colour, linewidth=1.8, label=_label(curve.name, longest), marker=mark)
     for i, level in enumerate(levels):
         style = ((0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))[i % 4]
-        label = f"{safe(level.name)}: {level.value:.3f}"
+        label = f"{_label(level.name, longest)}: {level.value:.3f}"
         axes.axhline(level.value, color=INK, linewidth=1, linestyle=style, label=label)

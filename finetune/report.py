@@ -16,14 +16,18 @@ from typing import Any
 from pydantic import Field
 
 from ..tapes import Tape
-from ..tapes.console import safe
+from ..tapes.console import counted, safe
+from ..tapes.disk import REAL, put_file
 from ..tapes.errors import MissingExtra
+from ..tapes.faults import Fault
 from ..tapes.transcript import StepLine, TapeSummary, episode_rewards, step_lines, summarise
 from ..tapes.value import Value
-from .plots import Curve, Level, curve_svg
+from .plots import WIDE, Curve, Level, curve_svg
 
 SHADES = 5
 """Steps of the colour that says how unlikely a sampled token was."""
+SMALL = (4.6, 3.0)
+"""Inches of a figure that stands beside others."""
 
 
 class Score(Value):
@@ -36,7 +40,7 @@ class Score(Value):
     greedy: float | None
     """Mean reward at temperature 0."""
     n: int | None = None
-    """Held-out tasks."""
+    """Scored episodes on held-out tasks."""
     note: str = ""
 
 
@@ -57,6 +61,8 @@ class Plot(Value):
     xlabel: str = "update"
     ylabel: str = "reward"
     caption: str = ""
+    small: bool = False
+    """Drawn beside others, not over the whole width."""
 
 
 class Token(Value):
@@ -88,6 +94,19 @@ class TapePage(Value):
     steps: tuple[StepPage, ...]
     episode: dict[str, float]
     """What the episode earned as a whole, by component."""
+    left_out: int = 0
+    """Steps of its middle that are not on the page."""
+    commands: tuple[str, ...] = ()
+    """Command lines that show it whole."""
+
+
+class End(Value):
+    """Episodes that ended alike."""
+
+    status: str
+    cause: str
+    """Whose fault or which limit; empty for an end that needs no cause."""
+    episodes: int
 
 
 class ReportData(Value):
@@ -104,34 +123,56 @@ class ReportData(Value):
     """The token books: a partition of the sampled tokens."""
     episodes: dict[str, int] = Field(default={})
     """Episodes by status."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know before the numbers: that it still runs, or how it was cut off."""
+    ends: tuple[End, ...] = ()
+    """What ended episodes."""
+    faults: tuple[Fault, ...] = ()
+    """The errors among it."""
     tapes: tuple[TapePage, ...] = ()
     config: str = ""
     """The resolved configuration, as YAML."""
+    versions: dict[str, str] = Field(default={})
+    """Of the software and what else a tape names by version."""
+    checks: dict[str, str] = Field(default={})
+    """Command lines that check the run -> what each checks."""
     next: tuple[str, ...] = ()
     """Command lines to try on this run."""
 
 
-def tape_page(tape: Tape, caption: str, decode: Callable[[int], str] | None = None) -> TapePage:
-    """A closed tape as it is shown; `decode` gives the text of one token id, and without it no tokens are shown."""
+LONG_TAPE, LONG_STEP = 40, 4000
+"""Steps of a tape, and characters and tokens of a step, that are on the page."""
+
+
+def tape_page(tape: Tape, caption: str, decode: Callable[[int], str] | None = None, *,
+              commands: tuple[str, ...] = ()) -> TapePage:  # fmt: skip
+    """A closed tape as it is shown, of a long one its two ends; `decode` gives the text of one token id, and without it
+    no tokens are shown."""
     entries = tape.entries
+    lines = step_lines(tape)
+    shown = lines if len(lines) <= LONG_TAPE else [*lines[: LONG_TAPE // 2], *lines[-LONG_TAPE // 2 :]]
     steps = tuple(
-        StepPage(line=line, tokens=_tokens(tape, entries[line.index].calls, decode) if decode is not None else ())
-        for line in step_lines(tape)
-    )
+        StepPage(line=line.model_copy(update={"text": _begin(line.text)}),
+                 tokens=_tokens(tape, entries[line.index].calls, decode) if decode is not None else ())
+        for line in shown
+    )  # fmt: skip
     task = "" if tape.task is None else tape.task if isinstance(tape.task, str) else json.dumps(tape.task)
-    return TapePage(caption=caption, summary=summarise(tape), task=task, steps=steps, episode=episode_rewards(tape))
+    return TapePage(caption=caption, summary=summarise(tape), task=task, steps=steps, episode=episode_rewards(tape),
+                    left_out=len(lines) - len(shown), commands=commands)  # fmt: skip
 
 
 def write_report(path: str | PathLike[str], data: ReportData) -> None:
-    """Write the page."""
-    Path(path).write_text(render_report(data), encoding="utf-8")
+    """Write the page, in place of an earlier one as a whole."""
+    put_file(REAL, Path(path), render_report(data).encode())
 
 
 def render_report(data: ReportData) -> str:
     """The page as text."""
-    drawn = [(plot, curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel))
+    drawn = [(plot, curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel,
+                              size=SMALL if plot.small else WIDE))
              for plot in data.plots]  # fmt: skip
-    filters = {"number": _number, "shade": _shade, "token": _token_text, "parts": _parts, "percent": _percent}
+    filters = {"number": _number, "shade": _shade, "token": _token_text, "parts": _parts, "percent": _percent,
+               "counted": counted}  # fmt: skip
     return render_page("report.html.jinja", filters, r=data, plots=drawn, shades=SHADES)
 
 
@@ -158,8 +199,14 @@ def _tokens(tape: Tape, ranges: tuple[tuple[str, int, int], ...], decode: Callab
         versions = [version for version, a, b in call.spans for _ in range(a, b)]
         for i, token in list(enumerate(call.completion or ()))[start:end]:
             logprob = call.logprobs[i] if call.logprobs is not None else math.nan
+            if len(tokens) == LONG_STEP:
+                return (*tokens, Token(text=" …", logprob=math.nan, version=None))
             tokens.append(Token(text=decode(token), logprob=logprob, version=versions[i] if versions else None))
     return tuple(tokens)
+
+
+def _begin(text: str) -> str:
+    return text if len(text) <= LONG_STEP else f"{text[:LONG_STEP]} … ({len(text) - LONG_STEP:,} more characters)"
 
 
 def _shown(value: Any) -> Any:

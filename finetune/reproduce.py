@@ -114,6 +114,9 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     may be the directory of a checkpoint that lies in its run. UsageError where there is none.
     """
     run = Path(run)
+    if not run.is_dir():
+        raise UsageError(f"there is no folder {run}: name the directory of a run that trained, or of a checkpoint in "
+                         "one")  # fmt: skip
     if checkpoint is None and (run / STATE).exists():
         run, checkpoint = _run_of(run.resolve()), run.resolve()
     found = _one(run, run / "checkpoints", checkpoint, progress)

@@ -177,7 +177,8 @@ def _tokens_of(
     if renderer is None:
         raise NotATape(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
-            "give rows() the renderer of the model that will be trained"
+            "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
+            "rows(tape, renderer=Renderer(tokenizer))"
         )
     return renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
 

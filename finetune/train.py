@@ -2,7 +2,7 @@
 
 Imitation of another run's tapes where it is asked for, then rollouts and updates side by side, with evaluations on
 held-out tasks before, between and after. A run that was killed goes on where it was: recorded updates are applied again
-from the tapes, and rollouts that are on tape are used.
+from the tapes, and rollouts that are on tape are used. One that came to its end goes on where it is made longer.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ try:
     from ..agents.pretrained import weights_digest
     from .config import LoopConfig, ProcessesConfig, WarmStartConfig
     from .crew import Crew, launched
-    from .curves import agent_curves, held_out_levels, reward_curve
     from .drawing import RATES, CurriculumConfig, drawn, rates_of
     from .history import History
+    from .longer import UPDATES, lengthening
     from .loop import UpdateReport, check_recipe
     from .phases import Phases
     from .player_config import Players, TrainedEngine, check_engine, check_players_of
-    from .plots import Curve, plot_curve
+    from .plots import plot_curve
     from .policy import Policy, check_begun, load_policy
     from .ranks import Ranks
     from .recipes import get_recipe
+    from .run_report import Reporter, reporting, reward_plot
     from .team import NO_WARM_START, Team
     from .trackers import TrackerName, check_trackers, tracking
-    from .training import Training, new_results
+    from .training import MeasuredBy, Training, closing, new_results
     from .warm import bring_in, choose
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
@@ -77,6 +78,9 @@ class EvaluationConfig(Config):
     """Report pass@k for these; it takes as many attempts."""
     success: float = 1.0
     """The least reward of a success."""
+    engine: MeasuredBy | None = None
+    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: that of the loop, whose
+    next weights wait until these are measured. None: the loop's where servers sample for it, else its own."""
 
     @model_validator(mode="after")
     def _enough(self) -> EvaluationConfig:
@@ -162,6 +166,8 @@ class TrainSummary(Value):
     books_close: bool
     model: str
     """The folder with the trained model, in Hugging Face format."""
+    report: str
+    """A page with all of this, for a browser."""
 
 
 def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> TrainSummary:
@@ -199,6 +205,7 @@ def train_training(
         evaluations=every if held_out else {}, concurrent=evaluation.concurrency, attempts=evaluation.attempts,
         k=evaluation.k, success=evaluation.success, seed=config.seed, progress=progress, crew=crew,
         team=team or Team(config.players, seed=config.seed),
+        measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
     )  # fmt: skip
 
 
@@ -231,13 +238,21 @@ class _Run:
         check_trackers(self.config.trackers)
         engines = ("engine", *(f"players.{name}.engine" for name in self.config.players))
         free = (*(f"{engine}.{name}" for engine in engines for name in ("threads", "device")), "processes", "trackers")
-        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free) as directory:
-            with directory.timed("total"), tracking(directory, self.config.trackers):
-                self.work(directory)
-            directory.results["books"] = directory.store.books().model_dump(mode="json")
-            directory.results["books_close"] = directory.store.books().closes
-            directory.save()
-            self.draw(directory)
+        changes = {UPDATES: lengthening(self.config.loop, self.config.warm.updates if self.config.warm else 0,
+                                        self.config.players)}  # fmt: skip
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free,
+                      changes=changes) as directory:  # fmt: skip
+            self.report = Reporter(
+                directory, f"Training {self.scene.agent.name}", self.recipe.name, self.config.loop.updates,
+                self.config.loop.checkpoint_every, tokenizer=self.policy.tokenizer,
+            )  # fmt: skip
+            with reporting(self.report):
+                with directory.timed("total"), tracking(directory, self.config.trackers):
+                    self.work(directory)
+                directory.results["books"] = directory.store.books().model_dump(mode="json")
+                directory.results["books_close"] = directory.store.books().closes
+                directory.save()
+                self.draw(directory)
         return self.summary(directory)
 
     def work(self, directory: RunDir) -> None:
@@ -247,6 +262,7 @@ class _Run:
             train_tasks=self.train_tasks, held_out=self.held_out, progress=self.progress,
             crew=self.crew,
         )  # fmt: skip
+        self.report.agents = training.trained
         tapes = training.shown = self._imitated(directory)
         training.draw = self._drawn(directory)
         training.restore()
@@ -306,15 +322,8 @@ class _Run:
 
     def draw(self, directory: RunDir) -> None:
         """Write reward.png."""
-        metrics = self.out / METRICS
-        curves = [reward_curve(self.recipe.name, metrics), *agent_curves(self.training.trained, metrics)]
-        every: Mapping[str, Any] = directory.results.get("evaluations", {})
-        if every:
-            means = [part["sampled"]["mean"] for part in every.values()]
-            curves.append(Curve(name="held out", x=tuple(float(k) for k in every),
-                                y=tuple(float("nan") if m is None else m for m in means)))  # fmt: skip
-        plot_curve(self.out / "reward.png", curves, levels=held_out_levels(directory.results, "sampled"),
-                   title="Mean reward of each update's episodes", ylabel="mean reward")
+        plot = reward_plot(self.recipe.name, self.out / METRICS, directory.results, self.training.trained)
+        plot_curve(self.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
 
     def summary(self, directory: RunDir) -> TrainSummary:
         results, history = directory.results, self.training.history
@@ -327,7 +336,7 @@ class _Run:
             players={name: self._player(name) for name in self.config.players}, held_out=_held_out(results),
             seconds=results["seconds"], tokens=self.training.token_counts(), episodes=results["books"]["begun"],
             books_close=results["books_close"],
-            model=_model(history),
+            model=_model(history), report=str(self.report.path),
         )  # fmt: skip
 
     def _player(self, name: str) -> PlayerSummary:
@@ -341,7 +350,8 @@ class _Run:
 
 class _Evaluations:
     """Evaluations beside the loop. Each has an engine of its own, with a copy of the weights of its moment, so training
-    goes on meanwhile and is not touched. One that a kill cut off is not made up for: its weights are gone."""
+    goes on meanwhile and is not touched; or the loop's, whose next weights wait for it. One that a kill cut off is not
+    made up for: its weights are gone."""
 
     def __init__(self, training: Training, every: int | None) -> None:
         self.training, self.every = training, every
@@ -350,14 +360,17 @@ class _Evaluations:
     def on_update(self, report: UpdateReport) -> None:
         done = report.update - self.training.warm.updates
         if self.every is not None and done % self.every == 0 and done < self.training.loop.updates:
-            engine = self.training.engine(self.training.history)
+            shared = self.training.measured_by == "loop"
+            engine = None if shared else self.training.engine(self.training.history)
             self.last = asyncio.create_task(self._measure(self.last, engine, done))
+            self.training.measurement = self.last if shared else None
 
-    async def _measure(self, before: asyncio.Task[None] | None, engine: Any, update: int) -> None:
+    async def _measure(self, before: asyncio.Task[None] | None, own: Any, update: int) -> None:
         if before is not None:
             await before
         run = self.training.run
-        found = await self.training.evaluate(engine, f"update-{update:06d}")
+        async with closing(own) if own is not None else self.training.measuring() as engine:
+            found = await self.training.evaluate(engine, f"update-{update:06d}")
         run.results.setdefault("evaluations", {})[str(update)] = found
         self.training.note_scores()
         self.training.note_evaluation(update, found)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..agents.run_command import add_scene_arguments, run_directory, scene_settings
 from ..tapes.config import add_config_arguments, dump_config, load_config
-from ..tapes.console import Exit, answer, safe, table
+from ..tapes.console import Exit, answer, counted, safe, table
 from ..tapes.progress import live_progress
 from ..tapes.rundir import pin_line
+from .run_report import UNTAUGHT, command
 
 if TYPE_CHECKING:
     from .train import TrainSummary
@@ -20,9 +21,6 @@ tapereel train --agent examples/digits.py:player --env examples/digits.py:Digits
 --model runs/digits-model --out runs/digits --set loop.updates=40
 tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 """
-
-UNTAUGHT = ("No token was trained on, so the model is what it was: nothing was scored, or all attempts of each group "
-            "earned the same. `tapereel audit` says which.")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +39,19 @@ def run(args: argparse.Namespace) -> int:
         return Exit.HOLDS
     out = run_directory(args)
     if int(os.environ.get("RANK", "0")):  # one of several processes, of which the first speaks
-        summary = train(config, out, resume=args.resume)
-        return Exit.HOLDS if summary.books_close else Exit.BROKEN
+        return _exit_code(train(config, out, resume=args.resume))
     with live_progress() as progress:
         summary = train(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), *_lines(summary))
-    return Exit.HOLDS if summary.books_close else Exit.BROKEN
+    return _exit_code(summary)
+
+
+def _exit_code(summary: TrainSummary) -> int:
+    return Exit.HOLDS if summary.books_close and not _untaught(summary) else Exit.BROKEN
+
+
+def _untaught(summary: TrainSummary) -> bool:
+    return bool(summary.updates) and not summary.tokens["trained"] and not summary.tokens["authored_trained"]
 
 
 def _table(summary: TrainSummary) -> Any:
@@ -66,15 +71,15 @@ def _table(summary: TrainSummary) -> Any:
 def _lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
-        f"{summary.updates} updates by {summary.recipe} in {seconds['total']:.0f} s (engine "
+        f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
-        *([UNTAUGHT] if summary.updates and not tokens["trained"] else []),
+        *([UNTAUGHT] if _untaught(summary) else []),
         safe(f"The model: {summary.model}"),
         *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
         pin_line(summary.run),
-        safe(f"Next: tapereel explain {summary.run}"),
+        safe(f"Next: open {summary.report} in a browser; {command('explain', summary.run)}"),
     ]
 
 

@@ -7,12 +7,14 @@ is imitated, is the business of the caller (`demo.py`, `train.py`).
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..agents import Agent, Engine
 from ..agents.llm import derive_seed
@@ -28,6 +30,7 @@ from .crew import Crew
 from .evaluate import evaluate
 from .history import History, Plan, Source
 from .lines import imitation_line, rollout_line
+from .longer import end_name
 from .loop import Loop, UpdateReport, check_recipe, check_speaks
 from .phases import Phases, recipes_by_phase
 from .policy import Policy
@@ -37,6 +40,18 @@ from .recipes.files import write_recipes
 from .sft import warm_start
 from .team import NO_WARM_START, Team
 from .trainer import UpdateStats
+
+MeasuredBy = Literal["own", "loop"]
+"""Which engine samples on held-out tasks: one with a copy of the weights, or the loop's."""
+
+
+@asynccontextmanager
+async def closing(engine: Engine) -> AsyncIterator[Engine]:
+    """The engine, closed behind it."""
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def new_results() -> dict[str, Any]:
@@ -80,6 +95,11 @@ class Training:
     """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that follows from the seed."""
     team: Team = field(default_factory=Team)
     """The other models in its episodes."""
+    measured_by: MeasuredBy = "own"
+    at_work: Loop | None = field(default=None, init=False)
+    """The loop, while it runs."""
+    measurement: asyncio.Task[None] | None = field(default=None, init=False)
+    """By the loop's engine: its weights stay as they are until this is done."""
 
     def __post_init__(self) -> None:
         check_recipe(self.loop, self.recipe)
@@ -113,6 +133,29 @@ class Training:
     def engine(self, history: History) -> Engine:
         """An engine with a copy of the weights as they are now, those of the team included."""
         return self.team.measuring(self.policy.copy(history.version))
+
+    @asynccontextmanager
+    async def measuring(self) -> AsyncIterator[Engine]:
+        """An engine with the weights as they are now, by which they are measured: the loop's, or one for this alone."""
+        if self.measured_by == "loop" and self.at_work is not None:
+            yield self.at_work.engine
+            return
+        async with closing(self.engine(self.history) if self.measured_by == "own" else await self._sampling()) as one:
+            yield one
+
+    async def _sampling(self) -> Engine:
+        """As the loop samples, outside of it."""
+        engine: Any = await self.policy.sampler(self.history.version)
+        try:
+            return (await self.team.playing(engine))[0]
+        except BaseException:
+            await engine.close()
+            raise
+
+    async def settled(self) -> None:
+        """Once no measurement needs the weights that the loop's engine has."""
+        if self.measurement is not None:
+            await self.measurement
 
     def restore(self) -> None:
         """Bring the weights to the last recorded update, and metrics.jsonl to one line for each."""
@@ -178,15 +221,22 @@ class Training:
         """Evaluate ahead of the loop; where the loop has begun without it, the result is None."""
         results = self.run.results
         if self.history.updates == self.warm.updates and "before" not in results:
-            results["before"] = await self.evaluate(self.engine(self.history), "before")
+            async with self.measuring() as engine:
+                results["before"] = await self.evaluate(engine, "before")
             self.note_evaluation(0, results["before"])
             self.run.save()
         results.setdefault("before", None)
 
+    @property
+    def end(self) -> str:
+        """What the evaluation at the end is called in the splits of its tapes, `eval-{end}-{how}`."""
+        return end_name(self.run.results, self.loop.updates)
+
     async def after(self) -> None:
         """Evaluate the weights at the end, once."""
         if "after" not in self.run.results:
-            found = self.run.results["after"] = await self.evaluate(self.engine(self.history), "after")
+            async with self.measuring() as engine:
+                found = self.run.results["after"] = await self.evaluate(engine, self.end)
             self.note_evaluation(self.history.updates - self.warm.updates, found)
         self.run.save()
 
@@ -194,7 +244,7 @@ class Training:
         """The loop's updates that are not done yet. `on_update` is called between two updates, in the event loop."""
         start, results = self.warm.updates, self.run.results
         if self.history.updates >= start + self.loop.updates:
-            if self.team.behind(self.history.updates):
+            if self.history.unrecorded or self.team.behind(self.history.updates):
                 await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
             self.history.settle()
             self.team.settle()
@@ -236,10 +286,14 @@ class Training:
             config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
             tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]), recipe=self.recipe,
             shown=self.shown, players=players, seed=self.seed, start=start, on_update=report, stop=stop,
+            settled=self.settled,
         )  # fmt: skip
+        self.at_work = loop
         try:
             await loop.run()
+            await self.settled()
         finally:
+            self.at_work = None
             await engine.close()
         return loop
 
@@ -259,7 +313,7 @@ class Training:
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
     async def evaluate(self, engine: Engine, when: str) -> dict[str, Any]:
-        """Every evaluation on the held-out tasks, by that engine, which is closed then."""
+        """Every evaluation on the held-out tasks, by that engine."""
         found: dict[str, Any] = {}
         phase = f"evaluating on held-out tasks, {when}"
         done, earned = 0, dict[str, list[float]]()
@@ -271,23 +325,20 @@ class Training:
                 earned.setdefault(path, []).extend(() if reward is None else (reward,))
             self.progress(phase, done, len(self.held_out) * len(self.evaluations) * self.attempts, "")
 
-        try:
-            for name, sampling in self.evaluations.items():
-                earned.clear()
-                with self.run.timed("evaluation"):
-                    result = await evaluate(
-                        self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
-                        split=f"eval-{when}-{name}", limits=self.loop.limits, journal=self.run.store.writer,
-                        concurrent=self.concurrent, on_tape=count,
-                        attempts=self.attempts, k=self.k, success=self.success,
-                    )  # fmt: skip
-                scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
-                found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
-                               "metrics": result.metrics, **scores}  # fmt: skip
-                if earned:
-                    found[name]["agents"] = {path: sum(own) / len(own) if own else None for path, own in earned.items()}
-        finally:
-            await engine.close()
+        for name, sampling in self.evaluations.items():
+            earned.clear()
+            with self.run.timed("evaluation"):
+                result = await evaluate(
+                    self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
+                    split=f"eval-{when}-{name}", limits=self.loop.limits, journal=self.run.store.writer,
+                    concurrent=self.concurrent, on_tape=count,
+                    attempts=self.attempts, k=self.k, success=self.success,
+                )  # fmt: skip
+            scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
+            found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
+                           "metrics": result.metrics, **scores}  # fmt: skip
+            if earned:
+                found[name]["agents"] = {path: sum(own) / len(own) if own else None for path, own in earned.items()}
         return found
 
     def token_counts(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ TapereelError
 ├── HiddenFromAgent (AttributeError)  the agent's view was asked for what only the trainer may know
 ├── StillOpen (ValueError)          asked of a running tape what only a closed one has
 ├── StoreFailed (OSError)           a write or sync failed: nothing more is written by this process
+├── Unwritable (TypeError)          a step holds a value that JSON can't
 ├── NoRun (FileNotFoundError)       there is no run at that path
 ├── RunExists (FileExistsError)     a new run was asked for where one is
 ├── NoSuchTape (LookupError)        no tape, or more than one, answers to that id
@@ -26,6 +27,10 @@ class DuplicateKind(TapereelError, TypeError):
 
 class NotATape(TapereelError, ValueError):
     """Bytes or records that don't make a tape; says where and why."""
+
+
+class Unwritable(TapereelError, TypeError):
+    """A step holds a value that can't stand on a tape; names the field and its type."""
 
 
 class Corrupt(NotATape):

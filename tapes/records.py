@@ -12,12 +12,12 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, TypeAdapter, model_validator
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
 from .sampling import Sampling
 from .scoring import unscores
-from .steps import Role, Step, Unknown, read_step
+from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"
@@ -203,9 +203,12 @@ class StepRecord(Record):
         return data
 
     def body(self) -> bytes:
-        """As `Record.body`; an unknown step is written back as it was read."""
+        """As `Record.body`; an unknown step is written back as it was read. Unwritable where JSON can't hold it."""
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
-            return to_json(self, inf_nan_mode="strings")
+            try:
+                return to_json(self, inf_nan_mode="strings")
+            except (PydanticSerializationError, UnicodeEncodeError) as error:
+                raise unwritable(self.content, error) from error
         return to_json({**self.model_dump(), "content": self.content.content}, inf_nan_mode="strings")
 
 

@@ -103,3 +103,9 @@ def _hidden(text: str, known: Iterable[str]) -> str:
         if any(sign in text for sign in signs):
             text = pattern.sub(instead, text)
     return text
+
+
+def bearer(header: str | None) -> str:
+    """The token in an Authorization header of the scheme Bearer, whose name has no case; empty where there is none."""
+    found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
+    return found[1] if found else ""

@@ -1,6 +1,7 @@
 """A run directory at work: its configuration, its results so far, its metrics and its store.
 
-The configuration is written once, when the run begins, and a resumed run must have the same one. `results.json` is
+The configuration is written when the run begins, and a resumed run must have the same one. Where a setting may change
+nevertheless, the file has the value that holds now, below a line for each change with what it was. `results.json` is
 replaced as a whole whenever something is known that a later process must not find out again. What the results mean is
 the business of whoever runs.
 """
@@ -13,6 +14,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import reduce
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,11 @@ from .errors import RunExists
 from .store import Store
 
 CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
+
+
+Change = Callable[["RunDir", Any, Any], str]
+"""(the run, a setting's value so far, its value now) -> when that was, in words. It may bring the results in line with
+the new value, and raises UsageError where that can't be."""
 
 
 class RunDir:
@@ -66,11 +75,13 @@ class RunDir:
 
 @contextmanager
 def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free: Collection[str] = (),
+             changes: Mapping[str, Change] | None = None,
              begin: Callable[[], dict[str, Any]] = dict) -> Iterator[RunDir]:  # fmt: skip
     """Begin the run at `path`, or go on with it.
 
     `begin()` gives the results that a new run starts from. The settings in `free` (dotted) may differ in a resumed
-    run. RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
+    run, whose file keeps what it has. Those in `changes` may differ where theirs allows it, and are written down.
+    RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
     ConfigError where it was begun with another configuration. Leaving seals the store.
     """
     path = Path(path)
@@ -81,7 +92,8 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
         raise RunExists(f"{path} holds a run already; go on with it by --resume, or choose another --out")
     if not found and (path / "tapes").exists():
         raise RunExists(f"{path} holds tapes that another program recorded (it has no {CONFIG}); choose another --out")
-    results = _resume(path, config, free) if found else begin()
+    changes = changes or {}
+    results = _resume(path, config, (*free, *changes)) if found else begin()
     path.mkdir(parents=True, exist_ok=True)
     if found:
         _drop_torn_line(path / METRICS)
@@ -90,7 +102,10 @@ def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free:
         _replace(path / RESULTS, json.dumps(results, indent=1) + "\n")
         _replace(path / CONFIG, dump_config(config))
     with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
-        yield RunDir(path, results, store, resumed=found)
+        run = RunDir(path, results, store, resumed=found)
+        if found:
+            _change(run, config, changes)
+        yield run
 
 
 def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
@@ -138,6 +153,25 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, A
         raise ConfigError(f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
                           "with that file as --config, or choose another --out")
     return json.loads((path / RESULTS).read_text(encoding="utf-8"))
+
+
+def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:
+    recorded = load_config(type(config), run.path / CONFIG)
+    values, told = recorded.model_dump(mode="json"), list[str]()
+    for key, change in changes.items():
+        *above, last = key.split(".")
+        then, now = (reduce(getattr, key.split("."), one) for one in (recorded, config))
+        if then != now:
+            when = change(run, then, now)
+            reduce(lambda group, name: group[name], above, values)[last] = now
+            told.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
+    if not told:
+        return
+    # The results come first, as at the beginning: what they lose with a change is found out again without it.
+    run.save()
+    text = (run.path / CONFIG).read_text(encoding="utf-8")
+    head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    _replace(run.path / CONFIG, head + "".join(told) + dump_config(type(config).model_validate(values)))
 
 
 def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from .console import Exit, UsageError, answer, number, safe, table
+from .console import Exit, UsageError, answer, counted, number, safe, table
 from .records import Status
 from .tape import Tape
 from .transcript import CallLine, StepLine, TapeSummary, call_lines, episode_rewards, step_lines, summarise
@@ -34,6 +34,8 @@ tapereel show tape.json --json
 
 LONGEST = 4000
 """Characters of a step that are shown where nobody asks for all."""
+TASK = 16
+"""Characters of a task's name in a list."""
 RUNNING = "running"
 """In place of a status, for a tape without an end."""
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
@@ -112,7 +114,7 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
     scored = [summary.reward for summary in every if summary.reward is not None]
     mean = sum(scored) / len(scored) if scored else None
     told = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none fits"
-    line = f"{len(every)} tapes ({told})"
+    line = f"{counted(len(every), 'tape')} ({told})"
     if mean is not None:
         line += f"; mean reward {mean:.3f} over {len(scored)} scored"
     data = {"run": str(args.run), "count": len(every), "statuses": counts, "mean_reward": mean,
@@ -127,21 +129,30 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _list_table(summaries: list[Summary]) -> Table:
-    made = table("tape", "began", "split", "status", "#reward", "#turns", "#tokens", "agent", "group",
-                 fold=("split", "status", "agent", "group"))  # fmt: skip
+    made = table("tape", "began", "task", "split", "status", "#reward", "#turns", "#tokens", "agent", "group",
+                 fold=("task", "split", "status", "agent", "group"))  # fmt: skip
     for s in summaries:
         group = f"{s.group}/{s.attempt}" if s.group is not None else ""
         made.add_row(
-            _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)), _text(s.split),
+            _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
+            _text(_task(s)), _text(s.split),
             _status(s.status, s.cause), number(s.reward), str(s.actions), str(s.sampled), _text(s.agent), _text(group),
         )  # fmt: skip
     return made
 
 
+def _task(s: Summary) -> str:
+    """A task's name, as far as there is room; the start of its hash where it has none."""
+    if not s.task:
+        return s.task_hash[:8]
+    return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
+
+
 def _head(tape: Tape, s: TapeSummary) -> list[Text]:
     first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
     lines = [first.append(f"  reward {number(s.reward)}")]
-    about = f"{s.agent} in {s.env}, split {s.split}, {s.turns} turns, {s.calls} calls, {s.sampled} tokens sampled"
+    about = (f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
+             f"{counted(s.sampled, 'token')} sampled")  # fmt: skip
     if s.authored:
         about += f", {s.authored} authored"
     lines.append(_text(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))

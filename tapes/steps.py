@@ -12,8 +12,9 @@ import re
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic_core import PydanticSerializationError, to_json
 
-from .errors import DuplicateKind
+from .errors import DuplicateKind, Unwritable
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
@@ -237,3 +238,35 @@ def read_step(role: Role, kind: str, content: Any) -> Step:
     if role_of(step) != role:
         raise ValueError(f"the tape says that {kind!r} is a {role}, but {cls.__qualname__} is a {role_of(step)}")
     return step
+
+
+def unwritable(step: Step, error: Exception) -> Unwritable:
+    """Says which field of the step it is."""
+    for name in type(step).model_fields:
+        try:
+            step.model_dump_json(include={name})
+        except (PydanticSerializationError, UnicodeEncodeError):
+            value = _culprit(getattr(step, name))
+            if isinstance(value, str):
+                return Unwritable(f"a step of kind {step.kind!r} can't be written: the text of its field {name!r} "
+                                  "holds half a character (a lone surrogate); decode it with errors='replace'")
+            cls = type(value)
+            module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+            return Unwritable(
+                f"a step of kind {step.kind!r} can't be written: its field {name!r} holds a value of type "
+                f"{module}{cls.__qualname__}, for which JSON has no form; make it of numbers, text, lists and "
+                "dictionaries before the step is made (an array by its .tolist()), or give the field a type that "
+                "pydantic can serialize"
+            )
+    return Unwritable(f"a step of kind {step.kind!r} can't be written: {error}")
+
+
+def _culprit(value: Any) -> Any:
+    """The innermost value that can't be serialized."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for part in inside:
+        try:
+            to_json(part)
+        except (PydanticSerializationError, UnicodeEncodeError):
+            return _culprit(part)
+    return value

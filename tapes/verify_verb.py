@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .console import Exit, UsageError, answer, safe
+from .console import Exit, UsageError, answer, counted, safe
 from .verify import Report, verify
 
 EXAMPLE = """
@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
 def _lines(report: Report) -> list[str]:
     lines = [
         f"{report.run}: {report.verdict}",
-        f"{len(report.segments)} segments, {report.records:,} records, "
-        f"{report.episodes:,} episodes ({report.open} open), "
-        f"{report.books.sampled:,} tokens sampled, {report.media} media files, {report.pins} pins compared",
+        f"{counted(len(report.segments), 'segment')}, {counted(report.records, 'record')}, "
+        f"{counted(report.episodes, 'episode')} ({report.open:,} open), "
+        f"{counted(report.books.sampled, 'token')} sampled, {counted(report.media, 'media file')}, "
+        f"{counted(report.pins, 'pin')} compared",
     ]
     if report.head is not None and report.exit_code == Exit.HOLDS:
         lines.append(f"head {report.head}   (keep it elsewhere; give it back as --pin)")

@@ -199,7 +199,7 @@ class Control:
     def add_routes(self, app: web.Application, gateway: Gateway) -> None:
         """Called by the gateway."""
         async def begin(request: web.Request) -> Any:
-            return await self.begin(await _body(request, gateway, BeginTape), gateway)
+            return await self.begin(await _body(request, gateway, BeginTape), gateway, gateway.url_for(request))
 
         async def score(request: web.Request) -> Any:
             return self.score(request.match_info["tape"], await _body(request, gateway, ScoreTape))
@@ -232,8 +232,8 @@ class Control:
 
         return handler
 
-    async def begin(self, told: BeginTape, gateway: Gateway) -> dict[str, Any]:
-        """Begin a tape; its id, its key and where to ask."""
+    async def begin(self, told: BeginTape, gateway: Gateway, url: str) -> dict[str, Any]:
+        """Begin a tape; its id, its key and where to ask, which is `url`."""
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
         if len(self._open) >= self._most:
@@ -254,7 +254,7 @@ class Control:
         if not new.ready.done():
             new.task.result()  # StoreFailed; nothing else ends an episode before it acts
             raise Refused(500, f"tape {new.id} ended before it began to ask", kind="server_error")
-        return {"tape": new.id, "key": new.ready.result()[1], "base_url": gateway.url}
+        return {"tape": new.id, "key": new.ready.result()[1], "base_url": url}
 
     def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
         del self._open[open_.id]

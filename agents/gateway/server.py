@@ -1,6 +1,6 @@
 """The gateway's server: an OpenAI-compatible address whose API keys are tapes.
 
-    GET  /v1/models             POST /v1/chat/completions      with a tape's key
+    GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`control.py`)
 
 A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback unless told
@@ -17,6 +17,7 @@ import hmac
 import logging
 import re
 import secrets
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ from pydantic_core import to_json
 
 from ...tapes import StoreFailed
 from ...tapes.extras import raise_missing
-from ...tapes.redact import guard_log, without_secrets
+from ...tapes.redact import bearer, guard_log, without_secrets
 from .linking import USES, Use
 from .protocol import CHUNK, ChatRequest, Refused, delta, read_request
 from .session import Session, ended
@@ -49,6 +50,9 @@ REMEMBERED = 10_000
 USE_HEADER = "X-Tapereel-Use"
 PREFIX = "sk-tape-"
 """What every key of a tape begins with."""
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where one listens that listens on every address -> where it is found from the same machine."""
+_HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -94,9 +98,19 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """What `OPENAI_BASE_URL` should be."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
+        """What `OPENAI_BASE_URL` should be, for whoever is on this machine."""
+        host = EVERYWHERE.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+
+    def url_for(self, request: web.Request) -> str:
+        """The same for whoever sent the request: where it listens on every address, that by which they came. A `Host`
+        that is no plain name or address with our port, as behind a proxy, is not believed."""
+        if self.host not in EVERYWHERE:
+            return self.url
+        found = _HOST.fullmatch(request.headers.get("Host", ""))
+        if found is not None and found[2] == str(self.port):
+            return f"http://{found[0]}/v1"
+        return f"http://{socket.gethostname()}:{self.port}/v1"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
@@ -118,6 +132,7 @@ class Gateway:
         """The aiohttp application."""
         app = web.Application(middlewares=[self._errors], client_max_size=self.bounds.body)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_post("/v1/chat/completions", self._chat)
         if self._control is not None:
             self._control.add_routes(app, self)
@@ -150,7 +165,7 @@ class Gateway:
                 raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
 
     def _session(self, request: web.Request) -> Session:
-        key = bearer(request)
+        key = bearer(request.headers.get("Authorization"))
         # By digest: how long the look-up takes says nothing of a key that is there.
         session = self._sessions.get(_digest(key))
         if session is not None:
@@ -231,8 +246,12 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tapereel"}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [_about(self.model)]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        """Of any name, as requests may call it what they like."""
+        self._session(request)
+        return _json(_about(request.match_info["model"]))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -316,15 +335,13 @@ class Gateway:
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def bearer(request: web.Request) -> str:
-    """The token of the request's Authorization header; empty where there is none."""
-    found = re.fullmatch(r"Bearer ([\x21-\x7e]{1,200})", request.headers.get("Authorization", ""))
-    return found[1] if found else ""
-
-
 def knows(request: web.Request, token: str) -> bool:
     """Whether the request brings this token; takes as long whatever it brings."""
-    return hmac.compare_digest(bearer(request).encode(), token.encode())
+    return hmac.compare_digest(bearer(request.headers.get("Authorization")).encode(), token.encode())
+
+
+def _about(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
 
 
 def _texts(value: Any) -> Iterator[str]:

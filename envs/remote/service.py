@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ...tapes.extras import raise_missing
-from ...tapes.redact import guard_log
+from ...tapes.redact import bearer, guard_log
 from ..base import Environment
 from .client import ROUTE, SESSION
 from .declared import Declared
@@ -134,8 +134,8 @@ class Service:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Origin" in request.headers:
             return web.Response(status=403, text="web pages are not served")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token is not None and not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
+        given = bearer(request.headers.get("Authorization"))
+        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
             return web.Response(status=401, text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 

@@ -28,10 +28,13 @@ class Whiten(Word):
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0
+    """Subtracted from n in the variance."""
     eps: float = 1e-8
+    """Keeps the deviation above 0."""
     how: Literal["floor", "add"] = "floor"
     """`floor`: eps bounds the variance from below; `add`: it is added to the deviation."""
     centre_only: bool = False
+    """True: nothing is divided."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
@@ -47,6 +50,7 @@ class ClipAdvantage(Word):
 
     kind: Literal["clip"] = "clip"
     limit: float = Field(gt=0)
+    """The largest |advantage|."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         context.sums.add("advantage/clipped", (a.abs() > self.limit)[entered])
@@ -69,6 +73,7 @@ class GroupWeights(Word):
     flat: float = Field(default=1.0, ge=0)
     """Weight of a group without spread (its advantages are 0 under most baselines; its regularisers aren't weighed)."""
     cap: float = Field(default=3.0, gt=0)
+    """Largest weight of a group with spread."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         return a * self.weights(stream, context).to(a.dtype)[stream.group]

@@ -32,9 +32,13 @@ class Anchor(Word):
     """What the new log-prob is compared with."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
+    """Whose log-prob the ratio is taken against."""
     weight: Literal["none", "truncate", "mask"] = "none"
+    """The importance weight of `recomputed`."""
     per: Per = "token"
+    """Over whose tokens the importance weight is taken."""
     combine: Literal["mean", "sum"] = "mean"
+    """How tokens' log-ratios become one where `per` is turn or episode."""
     low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
     high: float = Field(default=2.0, gt=0)

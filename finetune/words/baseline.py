@@ -30,6 +30,7 @@ class Baseline(Word):
     """What is subtracted from a reward, and what it is divided by."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
+    """One of the lines above."""
     by: Literal["group", "fork", "batch"] = "group"
     """Whose rewards are compared."""
     eps: float = 1e-9

@@ -29,6 +29,7 @@ class Credit(Word):
     """How what a unit earned is spread over its tokens."""
 
     kind: Literal["broadcast", "returns", "gae"] = "broadcast"
+    """How: one of the lines above."""
     clock: Literal["token", "turn"] = "token"
     """What one step of time is."""
     gamma: float = 1.0

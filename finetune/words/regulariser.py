@@ -31,6 +31,7 @@ class Adaptive(Word):
     """A proportional controller that keeps the KL near a target."""
 
     target: float = Field(gt=0)
+    """Nats per token that the KL is kept near."""
     horizon: float = Field(gt=0)
     """Episodes over which the coefficient may change by 20 %."""
 
@@ -45,9 +46,13 @@ class KL(Word):
 
     kind: Literal["kl"] = "kl"
     to: Literal["reference", "sampler"] = "reference"
+    """What the policy stays near."""
     estimator: Estimator = "k3"
+    """Of the KL: k2 or k3; k1 as a loss has no gradient on average."""
     beta: float = Field(default=0.0, ge=0)
+    """Coefficient, or the one that `adaptive` begins with."""
     adaptive: Adaptive | None = None
+    """None: the coefficient stays."""
 
     @field_validator("estimator")
     @classmethod
@@ -84,6 +89,7 @@ class Entropy(Word):
     needs_reference: ClassVar[bool] = False
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
+    """What a nat of entropy is worth."""
 
     @property
     def active(self) -> bool:
@@ -102,6 +108,7 @@ class _Beside(Word):
 
     needs_reference: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
+    """What the term counts."""
 
     @property
     def active(self) -> bool:

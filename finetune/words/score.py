@@ -15,6 +15,7 @@ class Score(Word):
     """Which log-probs, and what is computed beside them."""
 
     temperature: Literal["recorded", "one"] = "recorded"
+    """Of the log-probs: that of each token's sampling, or 1."""
     head: Literal["weights", "float32"] = "weights"
     """The dtype in which the output layer multiplies: that of its weights, or float32 where those are narrower. The
     engine that samples must do likewise, or sampler and trainer differ by its rounding."""

@@ -34,13 +34,19 @@ class Select(Word):
     """What is left out."""
 
     flat: Literal["keep", "drop"] = "keep"
+    """What becomes of a group that earned all the same."""
     bounds: tuple[float | None, float | None] | None = None
     """(low, high), None for an open end; an unscored episode is outside."""
     keep: int | None = Field(default=None, ge=1)
+    """Episodes of each group; None: all."""
     keep_how: Literal["best", "spread"] = "best"
+    """Which episodes of a group `keep` leaves."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
+    """Share of each episode's tokens; None: all."""
     kl_mask: float | None = Field(default=None, gt=0)
+    """Largest (lp - old)^2 / 2 of a token that keeps its loss; None: any."""
     shift_mask: float | None = Field(default=None, gt=0)
+    """Largest move of a token's probability its way; None: any."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
         """(E,) bool: episodes that may enter, and count in their group."""

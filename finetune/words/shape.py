@@ -31,7 +31,9 @@ class Clip(Word):
 
     kind: Literal["clip"] = "clip"
     low: float
+    """The least that a reward counts."""
     high: float
+    """The most that a reward counts."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         context.sums.add("reward/clipped", ((x < self.low) | (x > self.high))[scored])
@@ -58,8 +60,11 @@ class Overlong(Word):
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
+    """Tokens of an episode, the agent's own, from which on the whole price is paid."""
     buffer: int = Field(gt=0)
+    """Tokens ahead of the limit in which it grows."""
     factor: float = 1.0
+    """The whole price."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
@@ -73,7 +78,9 @@ class EpisodeKL(Word):
 
     kind: Literal["episode_kl"] = "episode_kl"
     beta: float = Field(ge=0)
+    """Price of a nat."""
     estimator: Estimator = "k3"
+    """Of the KL."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         if not self.beta:
@@ -88,7 +95,9 @@ class TokenKL(Word):
 
     kind: Literal["token_kl"] = "token_kl"
     beta: float = Field(ge=0)
+    """Price of a nat."""
     estimator: Estimator = "k1"
+    """Of the KL."""
 
     def price(self, stream: Stream) -> Tensor:
         """(T,) float64 to add to the tokens' rewards."""

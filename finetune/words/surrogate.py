@@ -48,10 +48,13 @@ class PPO(_Surrogate):
 
     kind: Literal["ppo"] = "ppo"
     low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below 1 - low."""
     high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above 1 + high."""
     dual: float | None = Field(default=None, gt=1)
     """Bound on r for A < 0 (dual clip); None: none."""
     per: Per = "token"
+    """Over whose tokens the ratio is taken: the geometric mean of theirs."""
 
     @property
     def local(self) -> bool:
@@ -102,7 +105,9 @@ class CPG(_Surrogate):
 
     kind: Literal["cpg"] = "cpg"
     low: float = Field(default=0.2, ge=0, lt=1)
+    """The log-prob is bounded at log(1 - low) from its anchor where A < 0."""
     high: float = Field(default=0.2, ge=0)
+    """The log-prob is bounded at log(1 + high) from its anchor where A > 0."""
 
     def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
                  context: Context) -> Tensor:
@@ -145,6 +150,7 @@ class MinorNLL(_Surrogate):
     advantages: ClassVar[bool] = False
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
+    """How soon it fades."""
     per: Per = "episode"
     """Over what log-ratios are averaged."""
 

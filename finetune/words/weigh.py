@@ -27,6 +27,7 @@ class Weigh(Word):
     """How tokens' losses are added up."""
 
     kind: Literal["token", "episode", "turn", "group", "constant", "sum"] = "token"
+    """One of the lines above."""
     limit: float = 1.0
     """For `constant` and `sum`: usually the length limit of a completion."""
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..console import counted
 from ..reader import Break
 from ..store import Store
 from ..verify import Report
@@ -27,8 +28,8 @@ def quick(store: Store, breaks: Mapping[str, Break]) -> dict[str, Any]:
     records = sum(segment.n for segment in segments)
     return {
         "kind": "quick", "verdict": "broken" if corrupt else "not verified",
-        "checked": [f"{len(segments)} segments, {records:,} records: each line's hash, and its link to the line "
-                    "before, when the index read it"],
+        "checked": [f"{counted(len(segments), 'segment')}, {counted(records, 'record')}: each line's hash, and its "
+                    "link to the line before, when the index read it"],
         "broken": corrupt, "holes": [*holes, *torn], "live": writing,
         "not_checked": [
             "lines that were indexed earlier: what changed on the disk since would show when a tape is read, or by "
@@ -43,8 +44,9 @@ def whole(report: Report) -> dict[str, Any]:
     """What `verify` found."""
     return {
         "kind": "verify", "verdict": report.verdict, "at": time.time(), "head": report.head,
-        "checked": [f"{len(report.segments)} segments, {report.records:,} records and {report.media} media files, "
-                    f"every byte; {report.pins} pins; the books of {report.books.sampled:,} sampled tokens"],
+        "checked": [f"{counted(len(report.segments), 'segment')}, {counted(report.records, 'record')} and "
+                    f"{counted(report.media, 'media file')}, every byte; {counted(report.pins, 'pin')}; the books of "
+                    f"{counted(report.books.sampled, 'sampled token')}"],
         "broken": list(report.broken),
         "holes": [*report.torn, *(f"segment {number} is missing, and nothing pins it" for number in report.holes),
                   *(f"{name}: bytes that a recovery set aside" for name in report.set_aside)],

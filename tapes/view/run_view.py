@@ -197,7 +197,8 @@ class RunView:
         begin, end = self._record(tape_map, tape_map.begin_record), self._record(tape_map, tape_map.end_record)
         return {
             "tape": tape, **_row(row), "begin": begin, "end": end, "items": len(tape_map.items),
-            "records": len(tape_map.places), "steps": len(tape_map.step_items), "turns": len(tape_map.turns),
+            "records": len(tape_map.places), "steps": len(tape_map.step_items), "turns": row.actions,
+            "outline": len(tape_map.turns),
             "inherited": tape_map.inherited, "holes": tape_map.holes, "episode": tape_map.episode,
             "components": _components(tape_map), "taken": self.uses.taken_by(tape),
             "children": [found.id for found in self.store.index.tapes("parent = ?", (tape,))],

@@ -161,12 +161,12 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(text: str, made: str) -> str:
-    """The page with `made` in its place."""
-    before, begin, rest = text.partition(BEGIN)
+def page(text: str, made: str, *, begin: str = BEGIN, name: str = str(PAGE)) -> str:
+    """The page called `name`, with `made` in its place."""
+    before, found, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} has no place for the table: put {BEGIN!r} and {END!r} there")
+    if not found or not end:
+        raise ValueError(f"{name} has no place for the table: put {begin!r} and {END!r} there")
     return before + begin + "\n" + made + "\n" + end + after
 
 

@@ -21,7 +21,7 @@ from tapereel.tapes import Sampling
 from tapereel.tapes.rundir import read_metrics
 
 from ..loop.lab import RENDERER, WORDS, model
-from ..verbs.lab import MICRO, SCENE, settings
+from ..verbs.lab import MICRO, SCENE, learned_nothing, settings
 from ..verbs.world import EXAMPLE
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     code = main([*words, "--json"])
     out, err = capsys.readouterr()
-    assert code == 0, err
+    assert code == 0 or ((words[0], code) == ("train", 1) and learned_nothing(out)), err
     return json.loads(out)
 
 

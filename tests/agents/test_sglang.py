@@ -23,6 +23,8 @@ from tapereel.agents.engines import SGLangConfig
 from tapereel.agents.publishing import PublishFailed, PublishMode
 from tapereel.agents.remote import RemoteEngine
 from tapereel.agents.sglang import ALL, SGLangGenerate
+from tapereel.finetune.config import LoopConfig
+from tapereel.finetune.player_config import check_engine
 from tapereel.tapes.records import Sampling
 
 from ..loop.lab import RENDERER
@@ -53,6 +55,7 @@ class SGLangServer:
 
     def __init__(self, name_versions: bool = True) -> None:
         self.version = "default"
+        self.paused = False
         self.name_versions = name_versions
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.broken = ""
@@ -80,12 +83,15 @@ class SGLangServer:
         if taken is None or not set(body) <= taken:
             return web.Response(status=400, text=f"{request.path} takes {taken}, not {set(body)}")
         if request.path == "/generate":
+            while self.paused:  # noqa: ASYNC110  # it takes requests then, and begins none
+                await asyncio.sleep(0.001)
             if not set(body["sampling_params"]) <= set(PROTOCOL["fields"]["SamplingParams"]):
                 return web.Response(status=400, text=f"no such parameters: {body['sampling_params']}")
             return web.json_response(await self.generate(body))
         self.told.append((request.path, body))
         if request.path == self.broken:
             return web.json_response({"success": False, "message": "no such folder"}, status=self.status)
+        self.paused = {"/pause_generation": True, "/continue_generation": False}.get(request.path, self.paused)
         self.version = body.get("weight_version") or body.get("new_version") or self.version
         if request.path == "/abort_request":
             self.pending.pop(body["rid"]).set()
@@ -158,7 +164,8 @@ def test_publishing_pauses_reloads_with_the_version_and_goes_on(mode: Any, tmp_p
             using(server, test, weights_folder=tmp_path)
         return
     assert using(server, test, weights_folder=tmp_path).spans == (("run:1", 0, 5),)
-    pause, update, resume = server.told
+    freed, pause, update, resume = server.told
+    assert freed == ("/continue_generation", {})
     assert pause == ("/pause_generation", {"mode": {"reprefill": "retract", "stale_kv": "in_place"}.get(mode, mode)})
     assert update[0] == "/update_weights_from_disk"
     assert (update[1]["flush_cache"], update[1]["keep_pause"]) == (mode != "stale_kv", True)
@@ -179,6 +186,25 @@ def test_weights_that_it_refuses_end_the_engine_and_its_pause(status: int, tmp_p
 
     using(server, test, weights_folder=tmp_path)
     assert server.told[-1][0] == "/continue_generation"
+
+
+def test_a_server_that_a_dead_trainer_left_paused_is_freed() -> None:
+    server = SGLangServer()
+    server.paused, server.version = True, "run:7"
+
+    async def test(engine: RemoteEngine) -> Completion:
+        return await engine.complete(ask())
+
+    assert using(server, test, seconds=30.0).spans == (("run:7", 0, 5),)
+    assert not server.paused
+    assert server.told == [("/continue_generation", {})]
+
+
+def test_drain_is_refused_where_the_configuration_is_read() -> None:
+    engine = SGLangConfig(model="m", urls=("http://127.0.0.1:1",))
+    with pytest.raises(ValueError, match=r"no pause that lets requests end; set loop\.publish=reprefill"):
+        check_engine(engine, LoopConfig(publish="drain"), "engine")
+    check_engine(engine, LoopConfig(), "engine")
 
 
 def test_a_cancelled_request_leaves_what_was_sampled() -> None:
@@ -205,7 +231,7 @@ def test_sleeping_uses_its_routes() -> None:
         await engine.wake()
 
     using(server, test)
-    routes = [route for route, _ in server.told]
+    routes = [route for route, _ in server.told[1:]]
     assert routes[0] == "/release_memory_occupation"
     assert routes[-1] == "/resume_memory_occupation"
 

@@ -50,7 +50,8 @@ def ran(outside: socket.socket, *words: str | Path) -> str:
 def trained(outside: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     load_named(f"{EXAMPLE}:save_model")(str(folder / "model"))
-    more = settings(*MICRO, f"trackers=[{','.join(NAMES)}]", "evaluation.every=1", "evaluation.greedy=true")
+    more = settings(*MICRO, f"trackers=[{','.join(NAMES)}]", "evaluation.every=1", "evaluation.greedy=true",
+                    'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]')  # fmt: skip
     ran(outside, "-m", "tapereel.cli", "train", *SCENE, "--model", folder / "model", "--out", folder / "run", *more)
     return folder / "run"
 

@@ -30,6 +30,7 @@ from tapereel.finetune.evaluate import Evaluation, evaluate
 from tapereel.tapes import Sampling, Task
 from tapereel.tapes.store import Store
 
+from ..verbs import world
 from ..verbs.lab import SCENE, answer_of, refusal_of, settings
 from ..verbs.world import EXAMPLE
 
@@ -148,6 +149,15 @@ def _evaluated(store: Store, **options: Any) -> Evaluation:
                               journal=store.writer, **options)
 
     return asyncio.run(go())
+
+
+def test_what_the_world_broke_is_unscored():
+    """A 0 that the environment gave before it broke says nothing of the policy."""
+    broken = evaluate(world.goes_on, world.ScoresThreeAndBreaks, list(world.few), sampling=Sampling(),
+                      engine=ScriptedEngine(lambda request: "6"))  # fmt: skip
+    found = asyncio.run(broken)
+    assert (found.rewards, found.scored, found.mean) == ((None, 1.0), 1, 1.0)
+    assert found.scores.unscored == 1
 
 
 @pytest.mark.ledger("F86", "T53")

@@ -12,10 +12,7 @@ import pytest
 
 from tapereel.finetune.plots import Curve, Level, curve_svg, plot_curve, running_mean
 from tapereel.finetune.report import (
-    Fact,
-    Plot,
     ReportData,
-    Score,
     _parts,
     _shade,
     render_report,
@@ -24,29 +21,7 @@ from tapereel.finetune.report import (
 )
 
 from .making import played, sampled_tape
-
-EVIL = "</title></pre><script>alert(1)</script>\" onmouseover='x' {{ 7*7 }} $x_1$ & \x1b[2J\u202e"
-
-
-def _decode(token: int) -> str:
-    return "<|end|>" if token == 3 else chr(token)
-
-
-def _curve(name: str = "GRPO") -> Curve:
-    return Curve(name=name, x=(1, 2, 3, 4), y=(0.25, 0.5, math.nan, 0.75), mean_of=2)
-
-
-def _report(text: str) -> ReportData:
-    """A report with `text` wherever text can stand."""
-    tape = sampled_tape(text, logprobs=[-0.01] * len(text) + [-5.0], spans=((text, 0, len(text) + 1),), question=text)
-    page = tape_page(tape, text, _decode)
-    return ReportData(
-        title=text, subtitle=text, facts=(Fact(label=text, value=text, note=text),),
-        plots=(Plot(title=text, curves=(_curve(text),), levels=(Level(name=text, value=0.5),), xlabel=text, ylabel=text,
-                    caption=text),),
-        scores=(Score(name=text, sampled=0.5, greedy=None, n=7, note=text),), seconds={text: 1.5}, tokens={text: 1200},
-        episodes={text: 1}, tapes=(page, tape_page(tape, text)), config=text, next=(text,),
-    )  # fmt: skip
+from .pages import EVIL, curve, decode, report_of
 
 
 class _Page(HTMLParser):
@@ -73,7 +48,7 @@ class _Page(HTMLParser):
 
 
 def test_what_is_given_is_on_the_page(tmp_path: Path):
-    write_report(tmp_path / "report.html", _report("unmistakable"))
+    write_report(tmp_path / "report.html", report_of("unmistakable"))
     page = _Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.open == []
     # title twice, subtitle, fact 3, plot title, caption, legend, level, axes 2, score 2, books 4 and bars' names, ...
@@ -86,7 +61,7 @@ def test_what_is_given_is_on_the_page(tmp_path: Path):
 
 
 def test_text_of_others_can_not_act_on_the_page():
-    text = render_report(_report(EVIL))
+    text = render_report(report_of(EVIL))
     page = _Page(text)
     assert page.open == []
     assert {tag for tag, _ in page.tags} & {"script", "iframe", "object", "form", "link", "img", "a", "base"} == set()
@@ -97,7 +72,7 @@ def test_text_of_others_can_not_act_on_the_page():
 
 
 def test_the_page_fetches_nothing_and_runs_nothing():
-    text = render_report(_report("x"))
+    text = render_report(report_of("x"))
     page = _Page(text)
     (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -114,7 +89,7 @@ def test_a_report_of_little_leaves_out_what_it_lacks():
 
 def test_tokens_are_shaded_by_probability_and_stamped_where_the_version_changes():
     tape = sampled_tape("abc", logprobs=[-0.001, -0.7, -9.0, math.nan], spans=(("m:1", 0, 2), ("m:2", 2, 4)))
-    text = render_report(ReportData(title="t", tapes=(tape_page(tape, "c", _decode),)))
+    text = render_report(ReportData(title="t", tapes=(tape_page(tape, "c", decode),)))
     classes = re.findall(r'<span class="tok (\w+)" title="log-prob ([^,"]*)', text)
     assert classes == [("p0", "-0.001"), ("p1", "-0.700"), ("p5", "-9.000"), ("un", "\N{EN DASH}")]
     assert re.findall(r'class="stamp">(m:\d)<', text) == ["m:1", "m:2"]
@@ -122,7 +97,7 @@ def test_tokens_are_shaded_by_probability_and_stamped_where_the_version_changes(
 
 
 def test_a_tape_of_an_engine_without_log_probs_is_shown_as_written():
-    page = tape_page(sampled_tape("abc", logprobs=None), "c", _decode)
+    page = tape_page(sampled_tape("abc", logprobs=None), "c", decode)
     assert "".join(token.text for token in page.steps[1].tokens) == "abc<|end|>"
     assert all(math.isnan(token.logprob) and token.version is None for token in page.steps[1].tokens)
     assert tape_page(sampled_tape("abc", logprobs=None), "c").steps[1].tokens == ()
@@ -135,7 +110,7 @@ def test_the_parts_of_a_whole_add_up_and_nothing_has_no_colour():
 
 
 def test_a_curve_is_a_png_of_the_promised_size(tmp_path: Path):
-    plot_curve(tmp_path / "curve.png", [_curve("$a_b$"), Curve(name="one", x=(1,), y=(0.5,))], title="t",
+    plot_curve(tmp_path / "curve.png", [curve("$a_b$"), Curve(name="one", x=(1,), y=(0.5,))], title="t",
                levels=[Level(name=f"l{i}", value=i / 10) for i in range(6)])  # fmt: skip
     head = (tmp_path / "curve.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
@@ -143,11 +118,11 @@ def test_a_curve_is_a_png_of_the_promised_size(tmp_path: Path):
 
 
 def test_the_svg_takes_the_colours_of_the_page_and_is_the_same_each_time():
-    svg = curve_svg([_curve(), _curve("b")], levels=[Level(name="l", value=0.5)])
+    svg = curve_svg([curve(), curve("b")], levels=[Level(name="l", value=0.5)])
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert {"var(--ink)", "var(--faint)", "var(--series-1)", "var(--series-2)"} <= set(re.findall(r"var\([^)]*\)", svg))
     assert re.findall(r"#[0-9a-f]{6}\b", svg) == []
-    assert svg == curve_svg([_curve(), _curve("b")], levels=[Level(name="l", value=0.5)])
+    assert svg == curve_svg([curve(), curve("b")], levels=[Level(name="l", value=0.5)])
 
 
 def test_rewards_from_0_to_1_are_framed_by_that_range_and_others_by_their_own():

@@ -46,6 +46,7 @@ def test_a_run_is_listed_with_its_numbers(run, capsys: pytest.CaptureFixture[str
     assert all(tape.id in shown for tape in tapes)
     assert "4 tapes (3 finished, 1 error)" in shown
     assert "error (agent)" in shown
+    assert all((tape.begin.task.id or tape.begin.task_hash)[:8] in shown for tape in tapes)
 
 
 def test_a_list_is_narrowed(run, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -288,6 +289,41 @@ def test_a_client_that_reads_nothing_is_let_go_and_holds_nobody_up(tmp_path: Pat
     (call,) = asked(asyncio.run(scene()))
     assert call.finish == "cancelled"
     assert 0 < len(call.completion) < 9000
+    books_close(tmp_path)
+
+
+def test_a_client_that_does_not_read_a_whole_answer_is_let_go_and_its_call_stays(tmp_path: Path, caplog: Any):
+    long = "x" * (8 << 20)
+
+    async def scene() -> Tape:
+        engine = Told(lambda messages: long if messages[-1]["content"] == "long" else "fine", ids=False)
+        async with served(tmp_path, engine, bounds=Bounds(write_seconds=0.2)) as there:
+            slow, client = await there.begin(task="t")
+            _, quick = await there.begin(task="t")
+            loop = asyncio.get_running_loop()
+            with socket.socket() as lazy:
+                lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                lazy.setblocking(False)
+                await loop.sock_connect(lazy, ("127.0.0.1", there.gateway.port))
+                body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "long"}]}).encode()
+                head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                        f"Content-Length: {len(body)}\r\n\r\n")  # fmt: skip
+                await loop.sock_sendall(lazy, head.encode() + body)
+                await until(lambda: there.tape(slow).calls)
+                assert (await quick.ask("short"))[0] == 200
+                got = 0
+                with contextlib.suppress(ConnectionResetError):
+                    # Read only once it was let go: until then nothing is taken.
+                    await until(lambda: "did not take its answer" in caplog.text)
+                    while piece := await loop.sock_recv(lazy, 1 << 20):
+                        got += len(piece)
+                assert got < len(long)
+            await there.end(slow)
+            return there.tape(slow)
+
+    with caplog.at_level("INFO", logger="tapereel.gateway"):
+        (call,) = asked(asyncio.run(scene()))
+    assert (call.finish, call.text) == ("stop", long)
     books_close(tmp_path)
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
 
 from tapereel.agents import EngineError, Limits, Request
-from tapereel.agents.gateway import Bounds
+from tapereel.agents.gateway import Bounds, Control, Gateway
 from tapereel.finetune.rows import rows
 from tapereel.tapes import Sampling
 from tapereel.tapes.store import Store
 from tapereel.tapes.verify import verify
 
-from .lab import RENDERER, Served, Told, books_close, embedded, served, until
+from .lab import RENDERER, TOKEN, Client, Served, Told, books_close, embedded, served, until
 
 
 def test_a_tape_through_the_gateway_is_an_ordinary_one(tmp_path: Path):
@@ -325,3 +327,41 @@ def test_an_engine_of_texts_is_recorded_too(tmp_path: Path):
     assert (tape.calls[1].base, tape.calls[1].keep_messages) == (tape.calls[0].call, 2)
     assert len(rows(tape, renderer=RENDERER)) == 1
     assert json.loads(tape.model_dump_json())["digest"] == tape.digest
+
+
+def test_a_model_is_told_of_by_whatever_name_and_the_scheme_has_no_case(tmp_path: Path):
+    async def scene() -> None:
+        async with served(tmp_path, Told()) as there:
+            _, client = await there.begin(task="t")
+            async with openai.AsyncOpenAI(base_url=there.gateway.url, api_key=client.key) as api:
+                assert (await api.models.retrieve("org/some-model")).id == "org/some-model"
+            for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
+                found, _ = await client("GET", "/v1/models/x", Authorization=f"{scheme} {client.key}".strip())
+                assert found == status, scheme
+            for scheme, status in (("bearer", 404), ("Basic", 401)):
+                path = f"/tapereel/tapes/{'0' * 22}"
+                assert (await there.admin("GET", path, Authorization=f"{scheme} {there.admin.key}"))[0] == status
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("host", "given", "expected"), [
+    ("0.0.0.0", "gpu-7.lan:{port}", "gpu-7.lan:{port}"), ("0.0.0.0", "[fe80::1]:{port}", "[fe80::1]:{port}"),
+    ("0.0.0.0", "10.0.0.7:{port}", "10.0.0.7:{port}"), ("0.0.0.0", "x/y?:{port}", "{name}:{port}"),
+    ("0.0.0.0", "evil@there:{port}", "{name}:{port}"), ("0.0.0.0", "proxy:80", "{name}:{port}"),
+    ("127.0.0.1", "gpu-7.lan:{port}", "127.0.0.1:{port}"),
+])  # fmt: skip
+def test_whoever_begins_a_tape_gets_an_address_by_which_they_came(tmp_path: Path, host: str, given: str, expected: str):
+    async def scene() -> None:
+        with Store.create(tmp_path / "run") as store:
+            control = Control(TOKEN, Told(), journal=store.writer)
+            gateway = Gateway(host, control=control)
+            async with gateway.serving(), aiohttp.ClientSession() as http:
+                names = {"port": gateway.port, "name": socket.gethostname()}
+                assert gateway.url == f"http://127.0.0.1:{gateway.port}/v1"
+                admin = Client(http, gateway.url.removesuffix("/v1"), TOKEN)
+                _, told = await admin("POST", "/tapereel/tapes", {"task": "t"}, Host=given.format(**names))
+                assert told["base_url"] == f"http://{expected.format(**names)}/v1"
+                await control.close()
+
+    asyncio.run(scene())

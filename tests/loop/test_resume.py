@@ -18,7 +18,10 @@ import pytest
 
 from tapereel.finetune import checkpoint
 from tapereel.finetune.checkpoint import checkpoints, prune, save_checkpoint
-from tapereel.finetune.demo import Demo
+from tapereel.finetune.demo import Demo, DemoConfig
+from tapereel.finetune.reproduce import reproduce
+from tapereel.tapes.config import load_config
+from tapereel.tapes.console import UsageError
 from tapereel.tapes.rundir import METRICS, RunDir, append_metrics, read_metrics
 from tapereel.tapes.store import Store
 from tapereel.tapes.writer import SegmentWriter
@@ -140,6 +143,29 @@ def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -
     summary = Demo(config, tmp_path / "run", controls=True).run()
     assert set(summary["controls"]) == {"sft", "shuffled"}
     assert [c.update for c in checkpoints(tmp_path / "run" / "checkpoints") if c.state["pinned"]] == [0, 2]
+
+
+def test_a_demo_is_made_longer_unless_it_has_controls(tmp_path: Path) -> None:
+    def of(updates: int) -> DemoConfig:
+        return MICRO.model_copy(update={
+            "warm": MICRO.warm.model_copy(update={"updates": 2}),
+            "loop": MICRO.loop.model_copy(update={"updates": updates}),
+        })  # fmt: skip
+
+    path = tmp_path / "run"
+    Demo(of(2), path).run()
+    after = json.loads((path / "results.json").read_text())["after"]
+    summary = Demo(of(3), path, controls=True).run(resume=True)
+    results = json.loads((path / "results.json").read_text())
+    assert results["evaluations"] == {"2": after}
+    assert results["lengths"] == [{"updates": 2, "done": 2}]
+    assert summary["held_out"]["after"] == results["after"]["sampled"]["mean"]
+    assert [c.update for c in checkpoints(path / "checkpoints") if c.state["pinned"]] == [2, 4, 5]
+    verdict = reproduce(path)
+    assert (str(verdict), verdict.of) == ("verified", 5)
+    with pytest.raises(UsageError, match=r"loop\.updates=4 they control nothing"):
+        Demo(of(4), path).run(resume=True)
+    assert load_config(DemoConfig, path / "config.yaml").loop.updates == 3
 
 
 def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

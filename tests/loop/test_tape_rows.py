@@ -164,7 +164,7 @@ def test_one_agent_of_several_is_trained_and_the_others_are_context():
 def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
     text = Call(tape="t", call="a", by="main", messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
     tape = tape_of(text)
-    with pytest.raises(NotATape, match=r"give rows\(\) the renderer"):
+    with pytest.raises(NotATape, match=r"by --tokenizer DIR, or in Python by rows\(tape, renderer="):
         rows(tape)
     (row,) = rows(tape, renderer=RENDERER)
     prompt, completion = RENDERER.authored([{"role": "user", "content": "ab"}], {"role": "assistant", "content": "cd"})

@@ -211,6 +211,8 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     again = answer_of(capsys, *words)
     assert (again["added"], again["counts"]["verified"], layers(run)) == (0, TAPES, 2 * TAPES)
     assert answer_of(capsys, "rescore", run, "--reward", f"{run}.py:nothing", "--layer", "two", code=2)["added"] == 0
+    without = answer_of(capsys, *words[:-2], code=2)["verdicts"][0]["not_checked"]
+    assert sum("hasn't got it, but layer 'one' has; give --layer" in note for note in without) == 2, without
 
 
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_tokens_are_those_of_the_tape(trained: Path, capsys):
     assert text.startswith(f"<|user|>{tape.task}<|end|><|assistant|>")
     assert (found["forwarded"], found["repeated"], found["own"], found["unlabelled"]) == (len(row), 0, 1, 0)
     assert found["verdict"].startswith("trained on by update 2")
+    assert re.search(r"; \d+ tokens? of it had a weight in the gradient of update 2", found["verdict"])
     assert found["uses"][-1] | {"trained": 1} == {
         "lineage": call.spans[0][0].split(":")[0], "update": 2, "phase": "rl", "recipe": "grpo", "trained": 1,
         "skipped": None,
@@ -126,6 +128,7 @@ def test_text_of_a_script_has_rows_once_it_has_a_tokenizer(model: str, tmp_path:
     assert "the run keeps no tokenizer" in err
     assert '"rows": []' in out
     assert "has text but no token ids" in out
+    assert "by --tokenizer DIR" in out
     (found,) = explained(capsys, tmp_path / "r", "--tokenizer", model)
     assert [(token["text"], token["logprob"], token["version"]) for token in own(found)] == [
         ("1", None, None), ("<|end|>", None, None)]  # fmt: skip

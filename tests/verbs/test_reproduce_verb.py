@@ -28,6 +28,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_a_demo_s_page_is_that_of_any_training_run_and_tells_of_its_controls(demo: Path):
+    page = (demo / "report.html").read_text(encoding="utf-8")
+    for said in ("Tapereel demo", "control: SFT only", "control: rewards shuffled within groups", "What ended episodes",
+                 "Loss of the imitation", "control: shuffled rewards", "tapereel lab", "tapereel requery", "Versions",
+                 "demonstrations", "a demonstration that goes about it"):  # fmt: skip
+        assert said in page, said
+
+
 def test_a_demo_is_verified_with_all_that_is_on_the_way(demo: Path, capsys: pytest.CaptureFixture[str]):
     found = answer_of(capsys, "reproduce", str(demo))
     assert (found["outcome"], found["updates"], found["of"]) == ("verified", WARM + UPDATES, WARM + UPDATES)
@@ -96,6 +104,15 @@ def test_an_edited_checkpoint_of_a_run_breaks_the_verdict(trained: Path, tmp_pat
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Store.create(tmp_path / "run").close()
     assert "has no checkpoint" in refusal_of(capsys, "reproduce", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("words", [(), ("40",)])
+def test_a_folder_that_is_not_there_is_said_to_be_that(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                       words: tuple[str, ...]):  # fmt: skip
+    (tmp_path / "file").write_text("")
+    for name in ("nowhere", "file", "nowhere/checkpoints/update-000040"):
+        assert f"there is no folder {tmp_path / name}" in refusal_of(capsys, "reproduce", str(tmp_path / name), *words)
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_which_tapes_taught_a_checkpoint(demo: Path, capsys: pytest.CaptureFixture[str]):

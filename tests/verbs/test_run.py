@@ -50,9 +50,35 @@ def test_every_task_is_attempted_and_the_summary_says_how_it_ended(tmp_path: Pat
 def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["run", *SCENE, *TEN, *settings('engine.answers=["7"]'), "--out", str(tmp_path / "r")]) == 0
     out, err = capsys.readouterr()
-    assert "mean reward 0.000 ± 0.000 over 10 scored episodes" in out
+    assert "mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored attempts" in out
     assert "10 tasks x 1 attempts: 10 episodes on tape, 10 of them recorded now" in out
     assert "rolling out: 10/10 reward 0.000" in err
+
+
+@pytest.mark.parametrize(("attempts", "reward", "scored"), [(1, 1.0, 1), (2, 1.0, 2)])
+def test_what_the_world_broke_is_in_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str], attempts: int,
+                                            reward: float, scored: int):  # fmt: skip
+    """The index has a reward of 0 for each of those episodes and their refills."""
+    out = tmp_path / "r"
+    words = ("--agent", f"{WORLD}:goes_on", "--env", f"{WORLD}:ScoresThreeAndBreaks", "--tasks", f"{WORLD}:few",
+             "--attempts", str(attempts))  # fmt: skip
+    found = answer_of(capsys, "run", *words, *settings('engine.answers=["6", "6"]'), "--out", str(out))
+    with Store.open(out) as store:
+        broken = [summary.reward for summary in store.summaries() if summary.status == "error"]
+    assert broken == [0.0] * 2 * attempts
+    assert (found["reward"], found["error"], found["scored"]) == (reward, None, scored)
+    told = answer_of(capsys, "eval", str(out))["scores"]
+    assert found["reward"] == told["reward"]["value"]
+    assert found["scored"] == told["attempts"] - told["unscored"]
+
+
+def test_a_run_without_any_sound_episode_has_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--agent", f"{WORLD}:goes_on", "--env", f"{WORLD}:ScoresThreeAndBreaks", "--tasks", f"{WORLD}:three")
+    code = main(["run", *words, *settings('engine.answers=["6", "6"]'), "--out", str(tmp_path / "r")])
+    out, _ = capsys.readouterr()
+    assert code == 1
+    assert "nothing was scored" in out
+    assert "mean reward" not in out
 
 
 def test_a_model_directory_is_sampled_and_names_its_version(model: str, tmp_path: Path, capsys):

@@ -155,7 +155,7 @@ def test_held_out_tasks_of_their_own(model: str, tmp_path: Path, capsys):
     row = f"{WORLD}:to_task"
     words = train_words(model, tmp_path / "r", "loop.updates=1", "tasks=[1, 2]", f"task_row={row}",
                         'evaluation.tasks=["7"]', f"evaluation.task_row={row}")  # fmt: skip
-    assert main(list(words)) == 0
+    assert main(list(words)) in (0, 1), "one update of a few episodes may find nothing to learn"
     assert "the books close" in capsys.readouterr().out
     with Store.open(tmp_path / "r") as store:
         assert [tape.task for tape in store.tapes(split="eval-after-sampled")] == ["7"]
@@ -254,7 +254,7 @@ def test_a_world_that_breaks_for_good_stops_the_run_and_mending_it_lets_it_go_on
 @pytest.mark.ledger("F65", "F68", "F69", "F79")
 def test_a_run_in_which_nothing_could_be_learned_says_so(model: str, tmp_path: Path, capsys):
     scene = ("--agent", f"{WORLD}:fails", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks", "--model", model)
-    assert main(["train", *scene, "--out", str(tmp_path / "r"), *settings(*MICRO, "evaluation.fraction=0")]) == 0
+    assert main(["train", *scene, "--out", str(tmp_path / "r"), *settings(*MICRO, "evaluation.fraction=0")]) == 1
     out, err = capsys.readouterr()
     assert "No token was trained on, so the model is what it was" in " ".join(out.split())
     assert "improving by rollouts: 3/3 reward unscored, no token to train on" in err

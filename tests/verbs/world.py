@@ -15,6 +15,7 @@ from tapereel.tapes import Task
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")
 Digits: Any = load_named(f"{EXAMPLE}:Digits")
+Digit: Any = load_named(f"{EXAMPLE}:Digit")
 Said: Any = load_named(f"{EXAMPLE}:Said")
 
 
@@ -52,6 +53,20 @@ class BrokenForThree(Digits):
         if self.wanted == "4":
             raise OSError("the world broke")
         return await super().step(action)
+
+
+class ScoresThreeAndBreaks(Digits):
+    """After 3 the first answer earns 0, and the second breaks the world."""
+
+    begun = False
+
+    async def step(self, action: Any) -> Outcome:
+        if self.wanted != "4":
+            return await super().step(action)
+        if self.begun:
+            raise OSError("the world broke")
+        self.begun = True
+        return Outcome(reward=0.0, observation=Digit(text="3"))
 
 
 class WaitsForThree(Digits):
@@ -99,6 +114,12 @@ async def changes_its_mind(tape: Any, llm: Any) -> Any:
 
 
 @agent
+async def goes_on(tape: Any, llm: Any) -> Any:
+    while True:
+        yield Said(text=(await llm(tape)).text)
+
+
+@agent
 async def fails(tape: Any, llm: Any) -> Any:
     await llm(tape)
     raise ValueError("a bug")
@@ -114,6 +135,7 @@ async def trips_over_nines(tape: Any, llm: Any) -> Any:
 
 number = 7
 few = Taskset([Task(public="3", private="4"), Task(public="5", private="6")])
+three = Taskset([Task(public="3", private="4")])
 stream = TaskStream(lambda k: Task(public=str(k % 10) * (k // 10 + 1), private=str((k + 1) % 10)))
 
 

@@ -221,6 +221,7 @@ def test_a_point_of_the_curve_leads_to_its_tapes(page, server):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     told = page.locator(".curve-view").inner_text()
+    assert page.locator(".chart .tick.middle").all_text_contents() == ["0", "1"], "as the sentences name them"
     assert "update 1 of lineage main: mean reward 0.75 over 4 scored, 4 tapes" in told
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(r"#/\?update=1$"))

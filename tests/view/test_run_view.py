@@ -64,7 +64,7 @@ def test_a_transcript_lists_every_record_but_the_rewards_that_stand_with_their_s
     assert items[9]["rewards"] == [["right", 1.0, 1.0], ["brevity", 0.5, 0.0]]
     assert [item["turn"] for item in items] == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
     head = view.head("g0a1")
-    assert (head["turns"], head["steps"], head["items"], head["records"]) == (3, 6, 11, 13)
+    assert (head["turns"], head["outline"], head["steps"], head["items"], head["records"]) == (3, 3, 6, 11, 13)
     assert head["components"] == [["right", 1.0, True], ["brevity", 0.5, False]]
 
 

@@ -71,7 +71,7 @@ T.Curve = class {
     }
     for (let k = 0; k < Math.min(7, points.length); k += 1) {
       const at = Math.round((k * (points.length - 1)) / Math.max(1, Math.min(6, points.length - 1)));
-      chart.append(T.svg("text", { x: x(at), y: height - 10, class: "tick middle" }, T.count(at + 1)));
+      chart.append(T.svg("text", { x: x(at), y: height - 10, class: "tick middle" }, T.count(trained ? points[at].update : at + 1)));
     }
     const path = (value) => points.map((point, k) => [k, value(point, k)])
       .reduce(([text, pen], [k, read]) => (read === null ? [text, "M"] : [`${text}${pen}${x(k).toFixed(1)},${y(read).toFixed(1)}`, "L"]), ["", "M"])[0];

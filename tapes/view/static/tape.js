@@ -43,7 +43,7 @@ T.Tape = class {
       if (asked !== this.asked) return;
       this.size = (await T.overview).page;
       this.drawHead();
-      this.turnList.setCount(this.head.turns);
+      this.turnList.setCount(this.head.outline);
       this.list.setCount(this.head.items);
       if (this.query) this.search(this.query.text, this.query.regex);
     }
@@ -68,7 +68,7 @@ T.Tape = class {
     for (const page of [...this.pages.keys()]) if (page >= from - 1) this.pages.delete(page);
     this.head = head;
     this.drawHead();
-    this.turnList.setCount(head.turns);
+    this.turnList.setCount(head.outline);
     this.list.setCount(head.items);
     if (atEnd) this.list.show(head.items - 1);
   }
