@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..tapes import Tape
+from ..tapes.errors import Unwritable
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, Identity, StepRecord, Task, parse_record
 from ..tapes.steps import Action, Step, role_of
@@ -126,6 +127,9 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
             back = parse_record(body)
             same = back.content == step and back.body() == body
             said = str(step)
+        except Unwritable as error:
+            probe.found("records", f"{what}: {error}")
+            continue
         except Exception as error:
             probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: "
                         f"{str(error)[:300]}; give its fields types that JSON can hold")  # fmt: skip
