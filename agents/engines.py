@@ -121,7 +121,7 @@ class _Served(Config):
     control_seconds: float = Field(default=120.0, gt=0)
     """Bound of each step of publishing, as pausing a server or loading weights there."""
     slots: int = Field(default=64, ge=1)
-    """Of the embedded engine that evaluates in training, while the servers have the loop's weights."""
+    """Of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
     """Of that engine, as in an embedded one."""
     device: str = "auto"

@@ -91,6 +91,8 @@ class DemoConfig(Config):
         if self.loop.recipe not in (self.algo, LoopConfig.model_fields["recipe"].default):
             raise ValueError(f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
                              "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own")
+        if self.loop.sleep:
+            raise ValueError("loop.sleep is for servers, and a demo's engine is in this process: leave it out")
         if self.held_out * SPARE >= self.tasks:
             raise ValueError(f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
                              "aside: nothing is left to train on; raise tasks or lower held_out")

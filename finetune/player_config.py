@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 from ..agents.engines import AnyEngineConfig, EmbeddedConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig
 from ..agents.partners import PartnerConfig, Partners, PlayerName
-from .config import LoopConfig, OptimiserConfig
+from .config import LoopConfig, OptimiserConfig, WarmStartConfig
 
 TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig
 
@@ -80,15 +80,16 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
                          "frozen), and name the models that come out as engine.model and players.NAME.engine.model")
 
 
-def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str) -> None:
+def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str, warm: WarmStartConfig | None = None) -> None:
     """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, weights
     are too coarse for small steps, or an attention can't do with their precision."""
     if isinstance(engine, TrainedConfig) and engine.dtype != "float32" and engine.lora is None:
         raise ValueError(f"{name}.dtype={engine.dtype} rounds most of an update's small steps away: leave the weights "
                          f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({name}.lora)")
     kind = getattr(engine, "attention", None) or ""
-    critic = {} if loop.critic is None else {"loop.critic.optimiser": loop.critic.optimiser}
-    wide = [name for name, one in {"loop.optimiser": loop.optimiser, **critic}.items() if one.autocast is None]
+    ways = {"loop.optimiser": loop.optimiser, "loop.critic.optimiser": loop.critic and loop.critic.optimiser,
+            "warm.optimiser": warm and warm.optimiser}  # fmt: skip
+    wide = [way for way, one in ways.items() if one is not None and one.autocast is None]
     if kind.startswith("flash") and wide and getattr(engine, "dtype", "float32") == "float32":
         raise ValueError(f"{name}.attention={kind} has no kernels for float32: set {wide[0]}.autocast=bfloat16")
     publish = getattr(engine, "publish", None)

@@ -120,7 +120,7 @@ class TrainConfig(Scene):
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
-        check_engine(self.engine, self.loop, "engine")
+        check_engine(self.engine, self.loop, "engine", self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
         for name, player in self.players.items():
             if not player.frozen:

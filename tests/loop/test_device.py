@@ -94,9 +94,12 @@ def test_bfloat16_is_told_from_what_was_sampled_in_float32(folder: Path, tmp_pat
 @pytest.mark.parametrize(("loop", "missing"), [
     ({}, "loop.optimiser"),
     ({"recipe": "ppo", "optimiser": {"autocast": "bfloat16"}, "critic": {}}, "loop.critic.optimiser"),
+    ({"optimiser": {"autocast": "bfloat16"}}, "warm.optimiser"),
 ])  # fmt: skip
 def test_flash_attention_wants_bfloat16(folder: Path, loop: dict[str, Any], missing: str) -> None:
     given = config(folder, **loop).model_dump()
+    if missing == "warm.optimiser":
+        given["warm"] = {"tapes": "runs/shown"}
     given["engine"]["attention"] = "flash_attention_2"
     with pytest.raises(ValidationError, match=f"no kernels for float32: set {missing}.autocast=bfloat16"):
         TrainConfig.model_validate(given)

@@ -76,6 +76,11 @@ def test_what_can_not_sleep_is_refused(folder: Path, engine: dict[str, Any], loo
         TrainConfig.model_validate({**settings, "loop": {"sleep": True, "max_lag": 0, **loop}})
 
 
+def test_a_demo_has_nobody_to_sleep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--set", "loop.sleep=true", "--set", "loop.max_lag=0", "--dry-run"]) == 64
+    assert "a demo's engine is in this process" in capsys.readouterr().err
+
+
 def test_the_command_line_says_so_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--agent", "a:b", "--env", "a:b", "--tasks", "a:b", "--model", str(folder), "--set",
              "loop.sleep=true", "--out", str(folder / "run")]  # fmt: skip
