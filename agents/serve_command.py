@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     check_port(args.port)
     if args.engine == "embedded":
         return _embedded(args)
+    if args.device != "auto" or args.slots != 64:
+        raise UsageError("--device and --slots are for --engine embedded; vLLM takes CUDA_VISIBLE_DEVICES in its "
+                         "environment and --options '--max-num-seqs 64': leave them out")  # fmt: skip
     if args.patience <= 0 or (args.lora is not None and args.lora < 1):
         raise UsageError("--patience (seconds) and --lora (a rank) are numbers above 0")
     if shutil.which(args.python) is None:

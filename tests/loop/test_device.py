@@ -52,6 +52,14 @@ def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         assert device_of("auto").type == kind
 
 
+@pytest.mark.parametrize("words", [("--device", "cuda:1"), ("--slots", "8")])
+def test_what_is_the_embedded_engines_is_not_taken_for_vllm(
+    folder: Path, words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder), *words]) == 64
+    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
 def test_an_attention_without_its_package_is_refused(folder: Path) -> None:
     with pytest.raises(BadModel, match=r"FlashAttention2.*installed"):
         load_pretrained(folder, attention="flash_attention_2")
