@@ -31,10 +31,35 @@ if TYPE_CHECKING:
     from .tapes.store import Store
 
 __all__ = [
-    "LLM", "Action", "Agent", "ChatAgent", "EmbeddedEngine", "Environment", "Limits", "Loop", "Observation", "Outcome",
-    "Renderer", "ReplayEngine", "Sampling", "ScriptedEngine", "Store", "Tape", "Task", "Taskset", "Thought", "Trainer",
-    "agent", "check_env", "delegate", "get_recipe", "load_config", "rollout", "rollout_group", "rows",
-]  # fmt: skip
+    "LLM",
+    "Action",
+    "Agent",
+    "ChatAgent",
+    "EmbeddedEngine",
+    "Environment",
+    "Limits",
+    "Loop",
+    "Observation",
+    "Outcome",
+    "Renderer",
+    "ReplayEngine",
+    "Sampling",
+    "ScriptedEngine",
+    "Store",
+    "Tape",
+    "Task",
+    "Taskset",
+    "Thought",
+    "Trainer",
+    "agent",
+    "check_env",
+    "delegate",
+    "get_recipe",
+    "load_config",
+    "rollout",
+    "rollout_group",
+    "rows",
+]
 
 _HOME = {
     **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ReplayEngine", "ScriptedEngine"), "agents"),

@@ -4,8 +4,9 @@ Imports neither torch nor transformers until an engine that needs them is used.
 """
 
 if __name__ == "agents":
-    raise ImportError("import tapereel.agents, not agents: the repository root is the package `tapereel` "
-                      "(pip install -e .)")
+    raise ImportError(
+        "import tapereel.agents, not agents: the repository root is the package `tapereel` (pip install -e .)"
+    )
 
 from .agent import Agent, FunctionAgent, agent, delegate
 from .chat import ChatAgent, MisreadTooOften
@@ -18,7 +19,26 @@ from .rollout import rollout
 from .scripted import ScriptedEngine
 
 __all__ = [
-    "LLM", "Agent", "ChatAgent", "Completion", "Diverged", "Engine", "EngineError", "FunctionAgent", "LimitReached",
-    "Limits", "MisreadTooOften", "ModelFailed", "PromptTooLong", "RenderFailed", "ReplayEngine", "Reply", "Request",
-    "ScriptedEngine", "agent", "delegate", "rollout", "rollout_group",
-]  # fmt: skip
+    "LLM",
+    "Agent",
+    "ChatAgent",
+    "Completion",
+    "Diverged",
+    "Engine",
+    "EngineError",
+    "FunctionAgent",
+    "LimitReached",
+    "Limits",
+    "MisreadTooOften",
+    "ModelFailed",
+    "PromptTooLong",
+    "RenderFailed",
+    "ReplayEngine",
+    "Reply",
+    "Request",
+    "ScriptedEngine",
+    "agent",
+    "delegate",
+    "rollout",
+    "rollout_group",
+]

@@ -35,11 +35,16 @@ _OWN = ("lora_A", "lora_B")
 
 def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters of a peft model's state, by the names of an adapter file. ValueError where there are none."""
-    found = {name.replace(".default.", "."): tensor for name, tensor in state.items()
-             if any(f".{own}." in name for own in _OWN)}  # fmt: skip
+    found = {
+        name.replace(".default.", "."): tensor
+        for name, tensor in state.items()
+        if any(f".{own}." in name for own in _OWN)
+    }
     if not found:
-        raise ValueError(f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
-                         "adapters (engine.lora), or publish whole weights (engine.publish=reload)")  # fmt: skip
+        raise ValueError(
+            f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
+            "adapters (engine.lora), or publish whole weights (engine.publish=reload)"
+        )
     return found
 
 
@@ -51,12 +56,23 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in found.items()},
-              partial / "adapter_model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()},
+        partial / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
     layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in found})
-    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "bias": "none",
-             "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0, "target_modules": layers,
-             "inference_mode": True}  # fmt: skip
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "bias": "none",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+        "inference_mode": True,
+    }
     (partial / "adapter_config.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
@@ -65,8 +81,9 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
 class AdapterEngine(RemoteEngine):
     """Samples from vLLM servers, with one adapter for each version. Made by `connect(..., publish="lora")`."""
 
-    def __init__(self, *args: Any, adapters: AdapterConfig, base_label: str, control_seconds: float = 120.0,
-                 **more: Any) -> None:  # fmt: skip
+    def __init__(
+        self, *args: Any, adapters: AdapterConfig, base_label: str, control_seconds: float = 120.0, **more: Any
+    ) -> None:
         """As `RemoteEngine`; `adapters` describes what is published, `base_label` is what the servers call the weights
         under them. Every call of the control plane is bounded by `control_seconds`."""
         super().__init__(*args, **more)
@@ -83,8 +100,10 @@ class AdapterEngine(RemoteEngine):
         ValueError, before anything has changed; PublishFailed, after which the version is the one before."""
         self._check_version(version)
         if mode not in ("drain", "abort"):
-            raise ValueError(f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
-                             "are published with drain (it ends with it) or abort (it ends now)")  # fmt: skip
+            raise ValueError(
+                f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
+                "are published with drain (it ends with it) or abort (it ends now)"
+            )
         async with self._publishing:
             folder = self._folder_of(version)
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, self._model_folder)
@@ -112,8 +131,9 @@ class AdapterEngine(RemoteEngine):
 
     async def _load(self, version: str, folder: Path) -> None:
         body = {"lora_name": version, "lora_path": str(folder)}
-        results = await asyncio.gather(*(self._control(server, "/v1/load_lora_adapter", body)
-                                         for server in self._servers), return_exceptions=True)  # fmt: skip
+        results = await asyncio.gather(
+            *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
+        )
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if failed is None:
             return
@@ -123,9 +143,11 @@ class AdapterEngine(RemoteEngine):
             if not isinstance(result, BaseException):
                 await self._unload(server, version)
         await asyncio.to_thread(shutil.rmtree, folder, True)
-        raise PublishFailed(f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
-                            "on. The servers need `--enable-lora` with a max_lora_rank of at least "
-                            f"{self._adapters.rank}: tapereel serve --lora {self._adapters.rank}") from failed
+        raise PublishFailed(
+            f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
+            "on. The servers need `--enable-lora` with a max_lora_rank of at least "
+            f"{self._adapters.rank}: tapereel serve --lora {self._adapters.rank}"
+        ) from failed
 
     async def _end_older(self) -> None:
         """End what older adapters sample: each answer has what was sampled by then."""
@@ -164,6 +186,8 @@ class AdapterEngine(RemoteEngine):
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         labels = {version for version, _, _ in found.spans or ()}
         if labels - {self._base_label}:
-            raise EngineError(f"the base weights under the adapters are {sorted(labels)} now, they were "
-                              f"{self._base_label!r}; does someone else publish to the server?")  # fmt: skip
+            raise EngineError(
+                f"the base weights under the adapters are {sorted(labels)} now, they were "
+                f"{self._base_label!r}; does someone else publish to the server?"
+            )
         return replace(found, spans=((flight.version, 0, len(found.ids)),) if found.ids else ())

@@ -171,7 +171,7 @@ class Batch:
         new = np.array([len(ids) for ids, _ in found], dtype=np.int64) - have
         ids = np.zeros((len(group), int(new.max())), dtype=np.int64)
         for row, (history, n) in enumerate(found):
-            ids[row, ids.shape[1] - new[row]:] = history[n:]
+            ids[row, ids.shape[1] - new[row] :] = history[n:]
         logits = self.decoder.extend(first, ids, have, new)
         self.stats.prefills += 1
         for i, generation in enumerate(group):

@@ -85,10 +85,21 @@ async def branch(
         own = base if attempt == again == 0 else derive_seed(base, "branch", turn, attempt, again)
         async with gate:
             return await rollout(
-                agent, env, begin.task, engine=engine, seed=own, env_seed=env_seed, group=name, attempt=attempt,
-                split=split, limits=limits, sampling=sampling or begin.sampling, journal=journal, fork=prefix,
+                agent,
+                env,
+                begin.task,
+                engine=engine,
+                seed=own,
+                env_seed=env_seed,
+                group=name,
+                attempt=attempt,
+                split=split,
+                limits=limits,
+                sampling=sampling or begin.sampling,
+                journal=journal,
+                fork=prefix,
                 unverified=doubt.reason if doubt is not None else None,
-            )  # fmt: skip
+            )
 
     await fill(group, one)
     return [made for _, tapes in sorted(group.tapes.items()) for made in tapes]
@@ -98,8 +109,10 @@ def cut(tape: Tape, turn: int) -> Tape:
     """The prefix of `turn` turns. ValueError where the tape has none, or the episode was over by then."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
-        raise ValueError(f"tape {tape.id} ended as {tape.status} with turn {turn - 1}, counted from 0: there is no "
-                         f"turn {turn} to take up")  # fmt: skip
+        raise ValueError(
+            f"tape {tape.id} ended as {tape.status} with turn {turn - 1}, counted from 0: there is no "
+            f"turn {turn} to take up"
+        )
     return prefix
 
 
@@ -109,8 +122,14 @@ def recorded_limits(tape: Tape) -> Limits:
     return Limits() if told is None else Limits.model_validate({**dict.fromkeys(Limits.model_fields), **told})
 
 
-async def doubt_of(tape: Tape, turn: int, make: Callable[[], Environment[Any]], *, env_seed: int | None = None,
-                   limits: Limits | None = None) -> PrefixUnverified | None:  # fmt: skip
+async def doubt_of(
+    tape: Tape,
+    turn: int,
+    make: Callable[[], Environment[Any]],
+    *,
+    env_seed: int | None = None,
+    limits: Limits | None = None,
+) -> PrefixUnverified | None:
     """Why the first `turn` turns can't be verified; None where a fresh environment came back to what is recorded.
 
     Raises PrefixUnverified itself where the environment can't be restored at all, so that nothing can go on there.
@@ -118,13 +137,18 @@ async def doubt_of(tape: Tape, turn: int, make: Callable[[], Environment[Any]], 
     begin, prefix = tape.begin, cut(tape, turn)
     unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
     if unknown is not None:
-        raise PrefixUnverified(f"nothing that is imported defines the step kind {unknown.original!r}: name the module "
-                               "that does", diverged=False)  # fmt: skip
+        raise PrefixUnverified(
+            f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does",
+            diverged=False,
+        )
     env = make()
     if "irreversible" in (env.effect, begin.env.effect):
         await env.close()
-        return PrefixUnverified(f"{type(env).__name__} is irreversible: to restore it would do to the world again what "
-                                "its actions did once", diverged=False)  # fmt: skip
+        return PrefixUnverified(
+            f"{type(env).__name__} is irreversible: to restore it would do to the world again what "
+            "its actions did once",
+            diverged=False,
+        )
     env.rng = random.Random(begin.env_seed if env_seed is None else env_seed)
     call = Caller(env, (limits or recorded_limits(tape)).environment_seconds)
     try:
@@ -132,8 +156,9 @@ async def doubt_of(tape: Tape, turn: int, make: Callable[[], Environment[Any]], 
     except RestoreMismatch as error:
         return PrefixUnverified(str(error), diverged=True)
     except Exception as error:
-        raise PrefixUnverified(f"{type(env).__name__} can't be restored, it raised {type(error).__name__}: {error}",
-                               diverged=True) from error  # fmt: skip
+        raise PrefixUnverified(
+            f"{type(env).__name__} can't be restored, it raised {type(error).__name__}: {error}", diverged=True
+        ) from error
     finally:
         try:
             await call("close")

@@ -76,24 +76,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory; the continuations are recorded there too")
     parser.add_argument("tape", nargs="?", help="id of the tape to go on from, or its first characters")
-    parser.add_argument("--at", type=int, metavar="TURN", help="take up this turn, counted from 0: the turns before it "
-                        "are kept")  # fmt: skip
-    parser.add_argument("--tree", nargs="?", const="", metavar="TAPE",
-                        help="draw the trees of forks, or the one in which TAPE stands, and run nothing")
-    parser.add_argument("--agent", metavar="NAME", help="module:name or file.py:name (default: as the run's "
-                        "configuration says)")  # fmt: skip
-    parser.add_argument("--env", metavar="NAME", help="module:name of an environment class or factory (default: as the "
-                        "run's configuration says)")  # fmt: skip
-    parser.add_argument("--model", metavar="DIR", help="a model and tokenizer in Hugging Face format (default: the "
-                        "engine of the run's configuration)")  # fmt: skip
+    parser.add_argument(
+        "--at", type=int, metavar="TURN", help="take up this turn, counted from 0: the turns before it are kept"
+    )
+    parser.add_argument(
+        "--tree",
+        nargs="?",
+        const="",
+        metavar="TAPE",
+        help="draw the trees of forks, or the one in which TAPE stands, and run nothing",
+    )
+    parser.add_argument(
+        "--agent", metavar="NAME", help="module:name or file.py:name (default: as the run's configuration says)"
+    )
+    parser.add_argument(
+        "--env",
+        metavar="NAME",
+        help="module:name of an environment class or factory (default: as the run's configuration says)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="a model and tokenizer in Hugging Face format (default: the engine of the run's configuration)",
+    )
     parser.add_argument("--n", metavar="N", help="continuations, as one group (1)")
     parser.add_argument("--seed", metavar="N", help="sampling seed of the first continuation (the tape's own)")
-    parser.add_argument("--env-seed", metavar="N", help="another environment seed, where the environment comes to the "
-                        "same state under it")  # fmt: skip
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets",
-                        help="one setting, as in --set sampling.temperature=0.5; repeatable")
-    parser.add_argument("--unverified", action="store_true", help="go on even where the prefix can't be verified; each "
-                        "tape records why it can't")  # fmt: skip
+    parser.add_argument(
+        "--env-seed",
+        metavar="N",
+        help="another environment seed, where the environment comes to the same state under it",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="one setting, as in --set sampling.temperature=0.5; repeatable",
+    )
+    parser.add_argument(
+        "--unverified",
+        action="store_true",
+        help="go on even where the prefix can't be verified; each tape records why it can't",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,10 +167,13 @@ def _config(args: argparse.Namespace, tape: Tape) -> BranchConfig:
     if not _keeps_engine(args):
         recorded = {"renderer": recorded["renderer"]} if "renderer" in recorded else {}
     base: dict[str, Any] = {
-        "engine": recorded, "players": _speaking(players),
+        "engine": recorded,
+        "players": _speaking(players),
         "sampling": (begin.sampling or Sampling()).model_dump(mode="json"),
-        "limits": recorded_limits(tape).model_dump(mode="json"), "seed": begin.seed, "env_seed": begin.env_seed,
-    }  # fmt: skip
+        "limits": recorded_limits(tape).model_dump(mode="json"),
+        "seed": begin.seed,
+        "env_seed": begin.env_seed,
+    }
     sets = [f"{key}={json.dumps(value)}" for key, value in base.items() if value != {}]
     if args.model is not None:
         sets += ["engine.kind=embedded", f"engine.model={args.model}"]
@@ -198,10 +226,20 @@ async def _branch(args: argparse.Namespace, scene: _Scene) -> list[Tape]:
                     store.append_layer(publish)
                     known.add(publish.version)
             return await branch(
-                scene.tape, scene.turn, scene.agent, scene.env, engine=engine, n=config.n, seed=config.seed,
-                sampling=config.sampling, split=config.split, journal=store.writer, concurrency=config.concurrency,
-                unverified=args.unverified, **seeds,
-            )  # fmt: skip
+                scene.tape,
+                scene.turn,
+                scene.agent,
+                scene.env,
+                engine=engine,
+                n=config.n,
+                seed=config.seed,
+                sampling=config.sampling,
+                split=config.split,
+                journal=store.writer,
+                concurrency=config.concurrency,
+                unverified=args.unverified,
+                **seeds,
+            )
     finally:
         await engine.close()
 
@@ -212,13 +250,16 @@ def _check_weights(args: argparse.Namespace, scene: _Scene, publishes: Mapping[s
     for name, publish in publishes.items():
         if not _as_recorded(args, name):
             continue
-        versions = {version for call in tape.calls if speaker_of(call.by, players) == name
-                    for version, _, _ in call.spans}  # fmt: skip
+        versions = {
+            version for call in tape.calls if speaker_of(call.by, players) == name for version, _, _ in call.spans
+        }
         if versions and publish.version not in versions:
             how = f"--set players.{name}.engine.model=RUN/checkpoints/{name}" if name else "--model RUN/checkpoints"
-            raise UsageError(f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
-                             f"configuration names other weights ({publish.version}): say which ones are meant, as in "
-                             f"{how}/update-000080/hf")  # fmt: skip
+            raise UsageError(
+                f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
+                f"configuration names other weights ({publish.version}): say which ones are meant, as in "
+                f"{how}/update-000080/hf"
+            )
 
 
 def _as_recorded(args: argparse.Namespace, name: str) -> bool:
@@ -239,20 +280,36 @@ def _tell(args: argparse.Namespace, scene: _Scene, tapes: list[Tape]) -> int:
     mean = sum(rewards) / len(rewards) if rewards else None
     then = _earned_since(scene.tape, tapes[0].inherited)
     data = {
-        "run": str(args.run), "parent": parent.tape, "turn": parent.turn, "digest": parent.digest,
-        "unverified": parent.unverified, "group": tapes[0].begin.group, "mean_reward": mean,
+        "run": str(args.run),
+        "parent": parent.tape,
+        "turn": parent.turn,
+        "digest": parent.digest,
+        "unverified": parent.unverified,
+        "group": tapes[0].begin.group,
+        "mean_reward": mean,
         "recorded_reward": then,
-        "tapes": [{**one.second.model_dump(), "own_turns": tape.turns - parent.turn, "parting": one.parting}
-                  for one, tape in zip(found, tapes, strict=True)],
-    }  # fmt: skip
-    made = table("tape", "status", "#reward", "#own turns", "parts from the recorded one", fold=(
-        "status", "parts from the recorded one"))  # fmt: skip
+        "tapes": [
+            {**one.second.model_dump(), "own_turns": tape.turns - parent.turn, "parting": one.parting}
+            for one, tape in zip(found, tapes, strict=True)
+        ],
+    }
+    made = table(
+        "tape",
+        "status",
+        "#reward",
+        "#own turns",
+        "parts from the recorded one",
+        fold=("status", "parts from the recorded one"),
+    )
     for one, tape in zip(found, tapes, strict=True):
-        made.add_row(one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn),
-                     _parts(one))  # fmt: skip
+        made.add_row(
+            one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn), _parts(one)
+        )
     lines = [safe(f"went on unverified: {parent.unverified}")] if parent.unverified is not None else []
-    lines.append(f"{len(tapes)} from turn {parent.turn} of {parent.tape}; from that turn on they earn {number(mean)} "
-                 f"in the mean over {len(rewards)} scored, and the recorded one {number(then)}")  # fmt: skip
+    lines.append(
+        f"{len(tapes)} from turn {parent.turn} of {parent.tape}; from that turn on they earn {number(mean)} "
+        f"in the mean over {len(rewards)} scored, and the recorded one {number(then)}"
+    )
     answer(args, data, made, *lines)
     return Exit.HOLDS if any(tape.trains for tape in tapes) else Exit.BROKEN
 

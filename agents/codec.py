@@ -56,8 +56,10 @@ class Codec:
         """`literals` is the text that the chat template itself writes."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise RenderError(f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
-                              "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))")
+            raise RenderError(
+                f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
+                "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
+            )
         # A copy: padding, truncation and special-splitting are state of the backend that other callers switch.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
@@ -73,7 +75,8 @@ class Codec:
         }
         """Text of each control token -> its id."""
         self.special: frozenset[str] = frozenset(
-            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
+        )
         """Those that the tokenizer itself calls special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
@@ -119,9 +122,11 @@ class Codec:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
-            raise SpecialText(f"the tokenizer reads control tokens into text that holds none: {read} from "
-                              f"{text[-200:]!r}; it normalises text before it looks for added tokens: make them "
-                              "AddedToken(normalized=False)")
+            raise SpecialText(
+                f"the tokenizer reads control tokens into text that holds none: {read} from "
+                f"{text[-200:]!r}; it normalises text before it looks for added tokens: make them "
+                "AddedToken(normalized=False)"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -136,10 +141,11 @@ class Codec:
             token = found.group()
             if refuse or len(token) == 1:
                 why = "special_text='refuse'" if refuse else "a single character can't be split"
-                raise SpecialText(f"{where} holds the text of the control token {token!r}, which must not reach the "
-                                  f"model as that token ({why}); escape or drop it"
-                                  + (", or let the renderer encode it as plain text with special_text='split'"
-                                     if refuse else ""))
+                raise SpecialText(
+                    f"{where} holds the text of the control token {token!r}, which must not reach the "
+                    f"model as that token ({why}); escape or drop it"
+                    + (", or let the renderer encode it as plain text with special_text='split'" if refuse else "")
+                )
             text = pattern.sub(lambda m: m.group()[0] + _BREAK + m.group()[1:], text)
         return text
 

@@ -31,11 +31,21 @@ __all__ = ["NotTrainable", "connect", "connect_channels", "probe"]
 
 
 async def connect(
-    urls: Sequence[str], renderer: Renderer, *, model_folder: Path, version: str = "", weights: bool = False,
-    weights_folder: Path | None = None, key_variable: str | None = None, seconds: float = 600.0,
-    patience: float = 300.0, control_seconds: float = 120.0, way: PublishWay = "reload",
-    adapters: AdapterConfig | None = None, nccl: NCCLConfig | None = None,
-) -> RemoteEngine:  # fmt: skip
+    urls: Sequence[str],
+    renderer: Renderer,
+    *,
+    model_folder: Path,
+    version: str = "",
+    weights: bool = False,
+    weights_folder: Path | None = None,
+    key_variable: str | None = None,
+    seconds: float = 600.0,
+    patience: float = 300.0,
+    control_seconds: float = 120.0,
+    way: PublishWay = "reload",
+    adapters: AdapterConfig | None = None,
+    nccl: NCCLConfig | None = None,
+) -> RemoteEngine:
     """An engine of the servers at `urls`, which serve the model of `model_folder`.
 
     `version` names their weights (default: the servers' own label). With `weights`, new ones can be published to them,
@@ -45,16 +55,35 @@ async def connect(
     if not urls:
         raise ValueError("no server addresses")
     servers = [Server(url, key_variable=key_variable, seconds=seconds) for url in urls]
-    return await connect_channels(servers, renderer, model_folder=model_folder, version=version, weights=weights,
-                                  weights_folder=weights_folder, patience=patience, control_seconds=control_seconds,
-                                  way=way, adapters=adapters, nccl=nccl)  # fmt: skip
+    return await connect_channels(
+        servers,
+        renderer,
+        model_folder=model_folder,
+        version=version,
+        weights=weights,
+        weights_folder=weights_folder,
+        patience=patience,
+        control_seconds=control_seconds,
+        way=way,
+        adapters=adapters,
+        nccl=nccl,
+    )
 
 
 async def connect_channels(
-    servers: Sequence[Channel], renderer: Renderer, *, model_folder: Path, version: str = "", weights: bool = False,
-    weights_folder: Path | None = None, patience: float = 300.0, control_seconds: float = 120.0,
-    way: PublishWay = "reload", adapters: AdapterConfig | None = None, nccl: NCCLConfig | None = None,
-) -> RemoteEngine:  # fmt: skip
+    servers: Sequence[Channel],
+    renderer: Renderer,
+    *,
+    model_folder: Path,
+    version: str = "",
+    weights: bool = False,
+    weights_folder: Path | None = None,
+    patience: float = 300.0,
+    control_seconds: float = 120.0,
+    way: PublishWay = "reload",
+    adapters: AdapterConfig | None = None,
+    nccl: NCCLConfig | None = None,
+) -> RemoteEngine:
     """As `connect`, of servers that are asked by whatever channel. They close with the engine, or when this fails."""
     try:
         if weights:
@@ -68,23 +97,39 @@ async def connect_channels(
             raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
         dialect, capabilities = found[0]
         if weights and way != "lora" and not all(capability.takes_weights for _, capability in found):
-            raise NotTrainable(f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
-                               "or a private network only, since those routes know no API key")  # fmt: skip
+            raise NotTrainable(
+                f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
+                "or a private network only, since those routes know no API key"
+            )
         labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
         if len(labels) > 1 and not version:
             if not weights or way == "lora":
-                raise NotTrainable(f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
-                                   "with the same ones")  # fmt: skip
+                raise NotTrainable(
+                    f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
+                    "with the same ones"
+                )
             labels = {DIFFERENT}
         label = labels.pop() or "default"
         if weights and way == "lora" and label.startswith(UNKNOWN):
             raise NotTrainable(f"the weights under the adapters would be {label!r}: start {list(servers)} anew")
-        given: dict[str, Any] = {"model_folder": model_folder, "version": version or label, "patience": patience,
-                                 "weights_folder": weights_folder,
-                                 "rests": _rests(servers, capabilities, control_seconds)}  # fmt: skip
+        given: dict[str, Any] = {
+            "model_folder": model_folder,
+            "version": version or label,
+            "patience": patience,
+            "weights_folder": weights_folder,
+            "rests": _rests(servers, capabilities, control_seconds),
+        }
         if weights and way == "lora":
-            return AdapterEngine(servers, dialect, renderer, capabilities, adapters=adapters or AdapterConfig(),
-                                 base_label=label, control_seconds=control_seconds, **given)  # fmt: skip
+            return AdapterEngine(
+                servers,
+                dialect,
+                renderer,
+                capabilities,
+                adapters=adapters or AdapterConfig(),
+                base_label=label,
+                control_seconds=control_seconds,
+                **given,
+            )
         syncs = _syncs(servers, capabilities, way, control_seconds, nccl or NCCLConfig()) if weights else []
         for sync in syncs:
             await sync.init()
@@ -105,8 +150,10 @@ def _syncs(
             raise NotTrainable(f"{capabilities.server} takes weights by engine.publish=reload only, not by {way!r}")
         return [SGLangWeights(server, seconds=seconds) for server in servers]
     if way == "nccl":
-        return [NCCLTransfer(server, address=nccl.address, port=port, seconds=seconds)
-                for server, port in zip(servers, ports(nccl.address, nccl.port, len(servers)), strict=True)]
+        return [
+            NCCLTransfer(server, address=nccl.address, port=port, seconds=seconds)
+            for server, port in zip(servers, ports(nccl.address, nccl.port, len(servers)), strict=True)
+        ]
     make = VLLMTransfer if way == "transfer" else VLLMReload
     return [make(server, seconds=seconds) for server in servers]
 

@@ -179,8 +179,9 @@ class EmbeddedEngine:
             if generation.key == cache_key:
                 generation.key = ""
 
-    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *,
-                      again: bool = False) -> None:  # fmt: skip
+    async def publish(
+        self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *, again: bool = False
+    ) -> None:
         """Make `state` the weights of the engine between two decoding steps; tokens from then on carry `version`, which
         is refused if it was published before; with `again`, whoever calls vouches that it names the same weights.
 
@@ -238,31 +239,54 @@ class EmbeddedEngine:
         sampling = request.sampling
         prompt = ints(request.prompt or ())
         if not prompt:
-            raise EngineError("a request without prompt ids: the embedded engine samples tokens after tokens, render "
-                              "the messages with its renderer first")
+            raise EngineError(
+                "a request without prompt ids: the embedded engine samples tokens after tokens, render "
+                "the messages with its renderer first"
+            )
         if set(sampling.extra) - {"stop"}:  # the door cuts at a stop
-            raise EngineError(f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
-                              "temperature, max_tokens, top_p and top_k")
+            raise EngineError(
+                f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
+                "temperature, max_tokens, top_p and top_k"
+            )
         if len(prompt) >= self.context:
-            raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the engine holds {self.context} for prompt and "
-                                "completion together; shorten the conversation or make the engine with more capacity")
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, the engine holds {self.context} for prompt and "
+                "completion together; shorten the conversation or make the engine with more capacity"
+            )
         ids = np.frombuffer(prompt, dtype=np.int32)
         if ids.min() < 0 or ids.max() >= self._decoder.vocabulary:
             at = int(((ids < 0) | (ids >= self._decoder.vocabulary)).argmax())
-            raise EngineError(f"prompt id {ids[at]} at position {at} is outside the model's vocabulary of "
-                              f"{self._decoder.vocabulary}; the tokenizer is another model's")
+            raise EngineError(
+                f"prompt id {ids[at]} at position {at} is outside the model's vocabulary of "
+                f"{self._decoder.vocabulary}; the tokenizer is another model's"
+            )
         return Generation(
-            prompt=prompt, seed=as_seed(request.seed), temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, stops=self.end_ids.union(request.stop_ids), key=request.cache_key,
-            limit=min(sampling.max_tokens, self.context - len(prompt)))
+            prompt=prompt,
+            seed=as_seed(request.seed),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stops=self.end_ids.union(request.stop_ids),
+            key=request.cache_key,
+            limit=min(sampling.max_tokens, self.context - len(prompt)),
+        )
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
         flight.close_span(self.version)
         generation = flight.generation
-        usage = Usage(prompt_tokens=len(generation.prompt), completion_tokens=len(generation.ids),
-                      cached_tokens=generation.reused or 0)
-        return Completion(text=self._renderer.decode(generation.ids), ids=generation.ids, logprobs=generation.logprobs,
-                          spans=tuple(flight.spans), finish=finish, usage=usage)
+        usage = Usage(
+            prompt_tokens=len(generation.prompt),
+            completion_tokens=len(generation.ids),
+            cached_tokens=generation.reused or 0,
+        )
+        return Completion(
+            text=self._renderer.decode(generation.ids),
+            ids=generation.ids,
+            logprobs=generation.logprobs,
+            spans=tuple(flight.spans),
+            finish=finish,
+            usage=usage,
+        )
 
     def _withdraw(self, flight: _Flight) -> None:
         """Take a cancelled request out, wherever it is."""
@@ -375,8 +399,11 @@ class EmbeddedEngine:
             return
         for generation in finished:
             if generation.finish == "broken":
-                self._fail(generation, f"the model gave no finite probabilities for token {len(generation.ids)} of a "
-                                       f"completion under version {self.version!r}; publish weights that are finite")
+                self._fail(
+                    generation,
+                    f"the model gave no finite probabilities for token {len(generation.ids)} of a "
+                    f"completion under version {self.version!r}; publish weights that are finite",
+                )
             else:
                 self._land(generation, generation.finish or "stop")
 

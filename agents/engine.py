@@ -125,8 +125,10 @@ class PromptTooLong(EngineError, ValueError):
 def one_temperature(request: Request) -> None:
     """For engines: refuse what would be sampled otherwise than asked for. EngineError."""
     if request.sampling.first_temperature is not None:
-        raise EngineError(f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
-                          "tapereel.agents.fire.complete(engine, request), as the door of an episode does")  # fmt: skip
+        raise EngineError(
+            f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
+            "tapereel.agents.fire.complete(engine, request), as the door of an episode does"
+        )
 
 
 def told(error: Exception) -> str:

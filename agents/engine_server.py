@@ -51,8 +51,14 @@ LARGEST = 64 << 20
 """Bytes of one request."""
 WRITE_SECONDS = 60.0
 """In which a client must have taken a piece of a stream."""
-OFF: dict[str, Any] = {"n": 1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-                       "repetition_penalty": 1.0, "min_tokens": 0}  # fmt: skip
+OFF: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+}
 """Sampling parameters that must be off."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", *OFF}
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -75,18 +81,27 @@ class EngineServer:
     """Serves one model. `async with EngineServer(model, "name").serving() as server: server.url`"""
 
     def __init__(
-        self, model: PreTrainedModel, name: str, *, host: str = "127.0.0.1", token: str | None = None,
-        version: str = "default", slots: int = 64, capacity: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        version: str = "default",
+        slots: int = 64,
+        capacity: int | None = None,
+    ) -> None:
         """Takes `model` over. `token` is what clients send as their API key; ValueError where others could connect
         without one. `version` is the first label of the weights."""
         self.door = Door(host, 0, token)
         if token is None and not self.door.loopback:
-            raise ValueError(f"a server at {host} can be reached by others: give it a token, which clients send as "
-                             "their API key")  # fmt: skip
+            raise ValueError(
+                f"a server at {host} can be reached by others: give it a token, which clients send as their API key"
+            )
         self.name = name
-        self.engine = EmbeddedEngine(model, _IdsOnly(), version=version, slots=slots, capacity=capacity, end_ids=(),
-                                     copy=False)  # fmt: skip
+        self.engine = EmbeddedEngine(
+            model, _IdsOnly(), version=version, slots=slots, capacity=capacity, end_ids=(), copy=False
+        )
         self._model: Any = model
         self._eos = eos_ids(model)
         self._under_way: dict[str, asyncio.Task[Completion]] = {}
@@ -120,18 +135,23 @@ class EngineServer:
         """The aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=LARGEST)
         answers: dict[str, Callable[[], Any]] = {
-            "/health": dict, "/version": lambda: {"version": f"tapereel {installed('tapereel')}"},
+            "/health": dict,
+            "/version": lambda: {"version": f"tapereel {installed('tapereel')}"},
             "/v1/models": lambda: {"data": [{"id": self.name, "max_model_len": self.engine.context}]},
             "/weight_info": lambda: {"weight_version": self.engine.version},
             "/is_paused": lambda: {"is_paused": bool(self._paused)},
-        }  # fmt: skip
+        }
         for route, answer in answers.items():
             app.router.add_get(route, _given(answer))
         does: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
-            "/inference/v1/generate": self._generate, "/inference/v1/abort_requests": self._abort,
-            "/pause": self._pause, "/collective_rpc": self._reload, "/reset_prefix_cache": self._reset,
-            "/update_weight_version": self._name_weights, "/resume": self._resume,
-        }  # fmt: skip
+            "/inference/v1/generate": self._generate,
+            "/inference/v1/abort_requests": self._abort,
+            "/pause": self._pause,
+            "/collective_rpc": self._reload,
+            "/reset_prefix_cache": self._reset,
+            "/update_weight_version": self._name_weights,
+            "/resume": self._resume,
+        }
         for route, work in does.items():
             app.router.add_post(route, _done(work))
         return app
@@ -191,15 +211,26 @@ class EngineServer:
             raise BadRequest("sampling_params must be an object")
         for name, value in given.items():
             if name not in KNOWN or (name in OFF and value != OFF[name]):
-                raise BadRequest(f"sampling_params.{name} = {value!r}: the embedded engine can't do that; it has "
-                                 "temperature, top_p, top_k, seed, max_tokens, stop_token_ids and ignore_eos")
+                raise BadRequest(
+                    f"sampling_params.{name} = {value!r}: the embedded engine can't do that; it has "
+                    "temperature, top_p, top_k, seed, max_tokens, stop_token_ids and ignore_eos"
+                )
         eos = () if given.get("ignore_eos") else self._eos
         room = self.engine.context - len(ids)
-        sampling = Sampling(temperature=given.get("temperature", 1.0), top_p=given.get("top_p", 1.0),
-                            top_k=max(given.get("top_k", 0), 0),
-                            max_tokens=given.get("max_tokens") or max(room, 1))  # fmt: skip
-        return Request(messages=(), prompt=array("i", ids), sampling=sampling, seed=given.get("seed") or 0,
-                       stop_ids=(*given.get("stop_token_ids", ()), *eos), on_partial=on_partial)  # fmt: skip
+        sampling = Sampling(
+            temperature=given.get("temperature", 1.0),
+            top_p=given.get("top_p", 1.0),
+            top_k=max(given.get("top_k", 0), 0),
+            max_tokens=given.get("max_tokens") or max(room, 1),
+        )
+        return Request(
+            messages=(),
+            prompt=array("i", ids),
+            sampling=sampling,
+            seed=given.get("seed") or 0,
+            stop_ids=(*given.get("stop_token_ids", ()), *eos),
+            on_partial=on_partial,
+        )
 
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The n likeliest (id, log-prob) in the place of each token, by the plain forward of the weights as they are
@@ -303,7 +334,7 @@ class _Stream:
     async def end(self, last: dict[str, Any]) -> web.StreamResponse:
         """Send the end: the whole answer without the ids that were sent, or an error."""
         for choice in last.get("choices", ()):
-            choice["token_ids"] = choice["token_ids"][self._sent:]
+            choice["token_ids"] = choice["token_ids"][self._sent :]
         await self._send(last)
         await self._write(b"data: [DONE]\n\n")
         return self.response
@@ -326,17 +357,30 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 
-def _answer(name: str, asked: Request, found: Completion, top: Sequence[Sequence[tuple[int, float]]], *,
-            aborted: bool) -> Any:  # fmt: skip
+def _answer(
+    name: str, asked: Request, found: Completion, top: Sequence[Sequence[tuple[int, float]]], *, aborted: bool
+) -> Any:
     ids, logprobs = (found.ids or array("i")).tolist(), found.logprobs or array("f")
     listed = [[{"token_id": k, "logprob": value, "rank": r + 1} for r, (k, value) in enumerate(at)] for at in top]
-    content = [{"token_id": id, "logprob": logprob, "rank": None, "top_logprobs": likely}
-               for id, logprob, likely in zip(ids, logprobs, listed, strict=True)]  # fmt: skip
+    content = [
+        {"token_id": id, "logprob": logprob, "rank": None, "top_logprobs": likely}
+        for id, logprob, likely in zip(ids, logprobs, listed, strict=True)
+    ]
     versions = [{"version": version, "start": start, "end": end} for version, start, end in found.spans]
     usage = {"prompt_tokens": len(asked.prompt or ()), "completion_tokens": len(ids)}
-    return {"request_id": name, "usage": usage, "choices": [{
-        "index": 0, "token_ids": ids, "logprobs": {"content": content}, "weight_versions": versions,
-        "finish_reason": "abort" if aborted else found.finish}]}  # fmt: skip
+    return {
+        "request_id": name,
+        "usage": usage,
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": ids,
+                "logprobs": {"content": content},
+                "weight_versions": versions,
+                "finish_reason": "abort" if aborted else found.finish,
+            }
+        ],
+    }
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

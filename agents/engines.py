@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 def _without_password(url: str) -> str:
     if holds_secret(url):
-        raise ValueError("an address with a user, a password or a key would be recorded with the run; name the "
-                         "environment variable that holds the key instead: key_variable")  # fmt: skip
+        raise ValueError(
+            "an address with a user, a password or a key would be recorded with the run; name the "
+            "environment variable that holds the key instead: key_variable"
+        )
     return url
 
 
@@ -55,8 +57,13 @@ class RendererConfig(Config):
         """The renderer for that tokenizer. RenderError where it has no chat template."""
         from .render import Renderer
 
-        return Renderer(tokenizer, history=self.history, special_text=self.special_text,
-                        template_kwargs=self.template_kwargs, end_tokens=self.end_tokens)  # fmt: skip
+        return Renderer(
+            tokenizer,
+            history=self.history,
+            special_text=self.special_text,
+            template_kwargs=self.template_kwargs,
+            end_tokens=self.end_tokens,
+        )
 
 
 class ScriptedConfig(Config):
@@ -136,8 +143,10 @@ class _Served(Config):
     @model_validator(mode="after")
     def _adapters_are_published(self) -> Self:
         if (self.publish == "lora") != (self.lora is not None):
-            raise ValueError("publish: lora and the adapters it publishes go together: set both, as in publish=lora "
-                             "lora.rank=16, or neither")  # fmt: skip
+            raise ValueError(
+                "publish: lora and the adapters it publishes go together: set both, as in publish=lora "
+                "lora.rank=16, or neither"
+            )
         return self
 
 
@@ -157,11 +166,15 @@ class VLLMConfig(_Served):
         if self.nccl is None:
             return self
         if self.publish != "nccl":
-            raise ValueError(f"nccl says where weights are broadcast from, but publish is {self.publish!r}: set "
-                             "publish=nccl, or leave nccl out")  # fmt: skip
+            raise ValueError(
+                f"nccl says where weights are broadcast from, but publish is {self.publish!r}: set "
+                "publish=nccl, or leave nccl out"
+            )
         if self.nccl.port is not None and self.nccl.port + len(self.urls) - 1 > 65535:
-            raise ValueError(f"nccl.port={self.nccl.port}: {len(self.urls)} servers take as many ports from there on, "
-                             "and 65535 is the last")  # fmt: skip
+            raise ValueError(
+                f"nccl.port={self.nccl.port}: {len(self.urls)} servers take as many ports from there on, "
+                "and 65535 is the last"
+            )
         return self
 
 
@@ -192,16 +205,20 @@ class VLLMInProcessConfig(_Served):
     def _no_keys(self) -> Self:
         refused = sorted(name for name, value in self.options.items() if names_secret(name) and isinstance(value, str))
         if refused:
-            raise ValueError(f"options {', '.join(refused)} would be recorded with the run; set the environment "
-                             "variable that vLLM reads instead, as HF_TOKEN")  # fmt: skip
+            raise ValueError(
+                f"options {', '.join(refused)} would be recorded with the run; set the environment "
+                "variable that vLLM reads instead, as HF_TOKEN"
+            )
         return self
 
     @model_validator(mode="after")
     def _sees_our_gpus(self) -> VLLMInProcessConfig:
         if self.publish == "nccl":
-            raise ValueError("publish: nccl is between a trainer and servers that have GPUs of their own; vLLM inside "
-                             "this process takes the GPUs that the trainer is on, and NCCL refuses two ranks on one: "
-                             "publish=transfer or reload")  # fmt: skip
+            raise ValueError(
+                "publish: nccl is between a trainer and servers that have GPUs of their own; vLLM inside "
+                "this process takes the GPUs that the trainer is on, and NCCL refuses two ranks on one: "
+                "publish=transfer or reload"
+            )
         return self
 
 
@@ -261,19 +278,29 @@ async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEn
 
     folder, renderer = config.weights_folder, config.renderer.make(load_tokenizer(config.model))
     how: dict[str, Any] = {
-        "model_folder": Path(config.model), "weights": weights, "patience": config.patience, "way": config.publish,
+        "model_folder": Path(config.model),
+        "weights": weights,
+        "patience": config.patience,
+        "way": config.publish,
         "control_seconds": config.control_seconds,
-        "weights_folder": Path(folder) if folder is not None else None, "adapters": config.lora,
-    }  # fmt: skip
+        "weights_folder": Path(folder) if folder is not None else None,
+        "adapters": config.lora,
+    }
     if not isinstance(config, VLLMInProcessConfig):
         nccl = config.nccl if isinstance(config, VLLMConfig) else None
-        return await connect(config.urls, renderer, key_variable=config.key_variable, seconds=config.seconds,
-                             nccl=nccl, **how)  # fmt: skip
+        return await connect(
+            config.urls, renderer, key_variable=config.key_variable, seconds=config.seconds, nccl=nccl, **how
+        )
     from .inprocess import InProcess
 
     rank = config.lora.rank if config.lora is not None else None
-    channel = await InProcess.start(Path(config.model), transfer=config.publish == "transfer", lora_rank=rank,
-                                    seconds=config.seconds, options=config.options)  # fmt: skip
+    channel = await InProcess.start(
+        Path(config.model),
+        transfer=config.publish == "transfer",
+        lora_rank=rank,
+        seconds=config.seconds,
+        options=config.options,
+    )
     return await connect_channels([channel], renderer, **how)
 
 
@@ -300,8 +327,10 @@ def _policy(config: ScriptedConfig) -> Policy:
     if config.policy is not None:
         found = load_named(config.policy)
         if not callable(found):
-            raise UsageError(f"{config.policy} is an object of type {type(found).__qualname__}, not a function from a "
-                             "Request to an answer")  # fmt: skip
+            raise UsageError(
+                f"{config.policy} is an object of type {type(found).__qualname__}, not a function from a "
+                "Request to an answer"
+            )
         return cast(Policy, found)
     answers = config.answers
 
@@ -329,14 +358,23 @@ def _embedded(config: EmbeddedConfig) -> Made:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
     if config.lora is not None:
-        raise UsageError("engine.lora says which adapters are trained, and nothing is trained here: leave it out; to "
-                         "sample with trained ones, give their folder as engine.model")  # fmt: skip
+        raise UsageError(
+            "engine.lora says which adapters are trained, and nothing is trained here: leave it out; to "
+            "sample with trained ones, give their folder as engine.model"
+        )
     torch.set_num_threads(config.threads)
-    found = load_pretrained(config.model, device=config.device, dtype=config.dtype,
-                            attention=samples_with(config.attention))  # fmt: skip
+    found = load_pretrained(
+        config.model, device=config.device, dtype=config.dtype, attention=samples_with(config.attention)
+    )
     digest = weights_digest(found.model.state_dict())
     # The weights name themselves: the same model has one version wherever it is run.
     version = f"{digest[:12]}:0"
-    engine = EmbeddedEngine(found.model, config.renderer.make(found.tokenizer), version=version, slots=config.slots,
-                            capacity=config.capacity, copy=False)  # fmt: skip
+    engine = EmbeddedEngine(
+        found.model,
+        config.renderer.make(found.tokenizer),
+        version=version,
+        slots=config.slots,
+        capacity=config.capacity,
+        copy=False,
+    )
     return Made(engine, Publish(version=version, digest=digest, mode="start", at=time.time()))

@@ -33,16 +33,21 @@ async def complete(engine: Engine, request: Request) -> Completion:
     if hot is None or getattr(engine, "recorded", False):
         return await engine.complete(request)
     if request.prompt is None:
-        raise EngineError(f"first_temperature={hot:g}: {engine.name} takes and gives texts, and only an engine of "
-                          "tokens can go on behind a first token; leave sampling.first_temperature out")  # fmt: skip
+        raise EngineError(
+            f"first_temperature={hot:g}: {engine.name} takes and gives texts, and only an engine of "
+            "tokens can go on behind a first token; leave sampling.first_temperature out"
+        )
     plain = request.sampling.model_copy(update={"first_temperature": None})
     first = await engine.complete(replace(_part(request, plain, temperature=hot, max_tokens=1), listener=None))
     left = request.sampling.max_tokens - len(first.ids or ())
     if first.ids is None or first.finish != "length" or left < 1:
         return first
-    rest = replace(_part(request, plain, temperature=plain.temperature, max_tokens=left),
-                   prompt=request.prompt + first.ids, seed=derive_seed(request.seed, "rest"),
-                   listener=_Rest(request.listener, first.ids) if request.listener is not None else None)  # fmt: skip
+    rest = replace(
+        _part(request, plain, temperature=plain.temperature, max_tokens=left),
+        prompt=request.prompt + first.ids,
+        seed=derive_seed(request.seed, "rest"),
+        listener=_Rest(request.listener, first.ids) if request.listener is not None else None,
+    )
     return await _with_rest(engine, request, first, rest)
 
 
@@ -90,11 +95,22 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
     logprobs = None
     if first.logprobs is not None and rest.logprobs is not None:
         logprobs = first.logprobs + rest.logprobs
-    usage = Usage(prompt_tokens=first.usage.prompt_tokens, completion_tokens=len(ids),
-                  cached_tokens=first.usage.cached_tokens, cost=_sum(first.usage.cost, rest.usage.cost))  # fmt: skip
+    usage = Usage(
+        prompt_tokens=first.usage.prompt_tokens,
+        completion_tokens=len(ids),
+        cached_tokens=first.usage.cached_tokens,
+        cost=_sum(first.usage.cost, rest.usage.cost),
+    )
     text = engine.renderer.decode(ids) if engine.renderer is not None else (first.text or "") + (rest.text or "")
-    return replace(rest, text=text, ids=ids, logprobs=logprobs, spans=_spans(first.spans, rest.spans, len(first.ids)),
-                   usage=usage, attempts=())  # fmt: skip
+    return replace(
+        rest,
+        text=text,
+        ids=ids,
+        logprobs=logprobs,
+        spans=_spans(first.spans, rest.spans, len(first.ids)),
+        usage=usage,
+        attempts=(),
+    )
 
 
 def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:

@@ -153,9 +153,19 @@ async def rollout_group(
     async def one(attempt: int, refill: int) -> Tape:
         async with gate:
             return await rollout(
-                agent, env, made.task, engine=engine, seed=derive_seed(seed, name, attempt, refill), env_seed=env_seed,
-                group=name, attempt=attempt, split=split, limits=limits, sampling=sampling, journal=journal,
-            )  # fmt: skip
+                agent,
+                env,
+                made.task,
+                engine=engine,
+                seed=derive_seed(seed, name, attempt, refill),
+                env_seed=env_seed,
+                group=name,
+                attempt=attempt,
+                split=split,
+                limits=limits,
+                sampling=sampling,
+                journal=journal,
+            )
 
     until = None if deadline is None else asyncio.get_running_loop().time() + deadline
     await fill(made, one, until=until)

@@ -39,15 +39,41 @@ _UUID = "take an id from the door: llm.uuid(tape)"
 _FILE = "a file is named by the door, llm.uuid(tape), or belongs into an environment"
 _WORLD = "what reaches outside belongs into an environment, as an action"
 
-_CLOCKS = frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time",
-                     "process_time_ns", "thread_time", "thread_time_ns", "clock_gettime"})  # fmt: skip
+_CLOCKS = frozenset(
+    {
+        "time",
+        "time_ns",
+        "monotonic",
+        "monotonic_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "process_time",
+        "process_time_ns",
+        "thread_time",
+        "thread_time_ns",
+        "clock_gettime",
+    }
+)
 _NOW_UNLESS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 """Functions of `time` that take the clock's time where they are given no more than so many arguments."""
 _DATES = frozenset({"now", "utcnow", "today"})
 _BYTES = frozenset({"urandom", "getrandom"})
 _DRAWN = frozenset({"random", "getrandbits"})
-_EVENTS = frozenset({"socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname",
-                     "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "open"})  # fmt: skip
+_EVENTS = frozenset(
+    {
+        "socket.connect",
+        "socket.bind",
+        "socket.sendto",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "subprocess.Popen",
+        "os.system",
+        "os.posix_spawn",
+        "os.exec",
+        "os.fork",
+        "open",
+    }
+)
 _DEVICES = frozenset({"/dev/random", "/dev/urandom", "/dev/hwrng"})
 
 
@@ -275,8 +301,9 @@ def _install_audit() -> None:
     sys.addaudithook(_audit)
 
 
-def _audit(event: str, args: tuple[Any, ...], events: frozenset[str] = _EVENTS,
-           acting: ContextVar[bool] = _acting) -> None:  # fmt: skip
+def _audit(
+    event: str, args: tuple[Any, ...], events: frozenset[str] = _EVENTS, acting: ContextVar[bool] = _acting
+) -> None:
     # The defaults last to the end of the process, when the module's names are gone.
     if event not in events or not acting.get():
         return

@@ -55,9 +55,15 @@ class Channel(Protocol):
         ...
 
     async def post(
-        self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
-        fresh: bool = False, plain: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        route: str,
+        body: Any = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float | None = None,
+        fresh: bool = False,
+        plain: bool = False,
+    ) -> Any:
         """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection."""
         ...
 
@@ -78,8 +84,10 @@ class Server:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         if holds_secret(url):
-            raise ValueError(f"server address {without_secrets(url)!r} holds a user, a password or a key, which would "
-                             "be recorded with it; give the key by its variable: key_variable=")  # fmt: skip
+            raise ValueError(
+                f"server address {without_secrets(url)!r} holds a user, a password or a key, which would "
+                "be recorded with it; give the key by its variable: key_variable="
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
         self._key_variable = key_variable
@@ -96,9 +104,15 @@ class Server:
         return await self._ask("GET", route, None, None, seconds)
 
     async def post(
-        self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
-        fresh: bool = False, plain: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        route: str,
+        body: Any = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float | None = None,
+        fresh: bool = False,
+        plain: bool = False,
+    ) -> Any:
         """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection: servers drop those
         after some errors, and all of them may be in use. ServerFailed."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
@@ -121,9 +135,15 @@ class Server:
             await self._sessions.popitem()[1].close()
 
     async def _ask(
-        self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float | None,
-        fresh: bool = False, plain: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        method: str,
+        route: str,
+        body: Any,
+        params: dict[str, str] | None,
+        seconds: float | None,
+        fresh: bool = False,
+        plain: bool = False,
+    ) -> Any:
         seconds = self._seconds if seconds is None else seconds
         where = f"{method} {self.url}{route}"
         async with self._answer(method, route, body, params, seconds, fresh) as (answer, _):
@@ -143,33 +163,48 @@ class Server:
             return None
         key = os.environ.get(self._key_variable)
         if not key:
-            raise ServerFailed(f"{where}: the environment variable {self._key_variable} (API key) is not set",
-                               retry=False)  # fmt: skip
+            raise ServerFailed(
+                f"{where}: the environment variable {self._key_variable} (API key) is not set", retry=False
+            )
         return key
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, route: str, body: Any, params: dict[str, str] | None, seconds: float, fresh: bool,
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:  # fmt: skip
+        self,
+        method: str,
+        route: str,
+        body: Any,
+        params: dict[str, str] | None,
+        seconds: float,
+        fresh: bool,
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
         """An answer of success, its body unread, and the bound on what is done with it."""
         where = f"{method} {self.url}{route}"
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self.in_flight += 1
         try:
-            async with asyncio.timeout(seconds) as bound, self._open(fresh).request(
-                method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
-            ) as answer:  # fmt: skip
+            async with (
+                asyncio.timeout(seconds) as bound,
+                self._open(fresh).request(
+                    method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
+                ) as answer,
+            ):
                 if answer.status >= 300:
                     content = await _read(answer.content, where)
                     raise _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
                 yield answer, bound
         except TimeoutError as error:
-            raise ServerFailed(f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
-                               "is the engine's timeout", retry=False) from error  # fmt: skip
+            raise ServerFailed(
+                f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
+                "is the engine's timeout",
+                retry=False,
+            ) from error
         except aiohttp.ClientConnectorError as error:
-            raise ServerFailed(f"{where}: nobody answers ({error}); is the server up, at that address? `tapereel "
-                               "serve` starts one", retry=True) from error  # fmt: skip
+            raise ServerFailed(
+                f"{where}: nobody answers ({error}); is the server up, at that address? `tapereel serve` starts one",
+                retry=True,
+            ) from error
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
@@ -178,9 +213,10 @@ class Server:
     def _open(self, fresh: bool) -> aiohttp.ClientSession:
         if fresh not in self._sessions:
             self._sessions[fresh] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections, force_close=fresh), trust_env=False,
+                connector=aiohttp.TCPConnector(limit=self._connections, force_close=fresh),
+                trust_env=False,
                 timeout=aiohttp.ClientTimeout(total=None),
-            )  # fmt: skip
+            )
         return self._sessions[fresh]
 
 
@@ -195,10 +231,17 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 
 def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
-    hint = {401: "; is the API key right?", 403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
-            404: "; the server has no such route or model"}.get(status, "")  # fmt: skip
-    return ServerFailed(f"{where}: {status}{hint}: {_short(content, key)}", retry=status in AGAIN, status=status,
-                        after=retry_after(after))  # fmt: skip
+    hint = {
+        401: "; is the API key right?",
+        403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
+        404: "; the server has no such route or model",
+    }.get(status, "")
+    return ServerFailed(
+        f"{where}: {status}{hint}: {_short(content, key)}",
+        retry=status in AGAIN,
+        status=status,
+        after=retry_after(after),
+    )
 
 
 def _short(content: bytes, key: str | None) -> str:

@@ -20,14 +20,19 @@ from typing import Any
 from ..tapes.errors import MissingExtra
 from .http import ServerFailed
 
-DEFAULTS: dict[str, Any] = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs",
-                            "disable_log_stats": True}  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": True,
+}
 """What makes its answers training data, as `LocalServer` asks of a server."""
 WHOLE_PROMPTS = {"enable_chunked_prefill": False}
 """What vLLM's CPU build needs: it dies of a prompt with a seed that it reads in parts, since it can't wind the
 generator back."""
-TRANSFER = {"worker_extension_cls": "tapereel.agents.vllm_worker.Extension",
-            "weight_transfer_config": {"backend": "tapereel"}}  # fmt: skip
+TRANSFER = {
+    "worker_extension_cls": "tapereel.agents.vllm_worker.Extension",
+    "weight_transfer_config": {"backend": "tapereel"},
+}
 """What brings the weight-transfer backend of `vllm_worker`."""
 
 
@@ -57,23 +62,43 @@ class InProcess:
         self._adapters: dict[str, Any] = {}
         self._adapters_made = 0
         self._get: dict[str, Callable[[], Awaitable[Any]]] = {
-            "/version": self._version, "/v1/models": self._models, "/weight_info": self._weight_info,
-            "/health": self._health, "/is_sleeping": self._is_sleeping, "/get_world_size": self._world_size,
-        }  # fmt: skip
+            "/version": self._version,
+            "/v1/models": self._models,
+            "/weight_info": self._weight_info,
+            "/health": self._health,
+            "/is_sleeping": self._is_sleeping,
+            "/get_world_size": self._world_size,
+        }
         self._post: dict[str, Callable[[Any, Mapping[str, str]], Awaitable[Any]]] = {
-            "/inference/v1/generate": self._generate, "/inference/v1/abort_requests": self._abort,
-            "/abort_requests": self._abort, "/pause": self._pause, "/resume": self._resume,
-            "/collective_rpc": self._collective, "/reset_prefix_cache": self._reset_prefix_cache,
-            "/update_weight_version": self._label, "/init_weight_transfer_engine": self._init_transfer,
-            "/start_weight_update": self._start_update, "/update_weights": self._update_weights,
-            "/finish_weight_update": self._finish_update, "/v1/load_lora_adapter": self._load_adapter,
-            "/v1/unload_lora_adapter": self._unload_adapter, "/sleep": self._sleep, "/wake_up": self._wake_up,
-        }  # fmt: skip
+            "/inference/v1/generate": self._generate,
+            "/inference/v1/abort_requests": self._abort,
+            "/abort_requests": self._abort,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/collective_rpc": self._collective,
+            "/reset_prefix_cache": self._reset_prefix_cache,
+            "/update_weight_version": self._label,
+            "/init_weight_transfer_engine": self._init_transfer,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._update_weights,
+            "/finish_weight_update": self._finish_update,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+        }
 
     @classmethod
-    async def start(cls, model: Path, *, transfer: bool = False, lora_rank: int | None = None,
-                    options: Mapping[str, Any] | None = None, seconds: float = 600.0, patience: float = 600.0,
-                    ) -> InProcess:  # fmt: skip
+    async def start(
+        cls,
+        model: Path,
+        *,
+        transfer: bool = False,
+        lora_rank: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        seconds: float = 600.0,
+        patience: float = 600.0,
+    ) -> InProcess:
         """Start an engine of the model in that folder. `options` are those of vLLM's AsyncEngineArgs; `transfer` adds
         the backend that takes weights from files, `lora_rank` room for adapters of that rank. It must be up within
         `patience` seconds. MissingExtra."""
@@ -83,8 +108,13 @@ class InProcess:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "vllm", "vllm", "vLLM inside this process") from error
-        given = {**DEFAULTS, **(WHOLE_PROMPTS if current_platform.is_cpu() else {}), **(TRANSFER if transfer else {}),
-                 **(lora_options(lora_rank) if lora_rank is not None else {}), **(options or {})}  # fmt: skip
+        given = {
+            **DEFAULTS,
+            **(WHOLE_PROMPTS if current_platform.is_cpu() else {}),
+            **(TRANSFER if transfer else {}),
+            **(lora_options(lora_rank) if lora_rank is not None else {}),
+            **(options or {}),
+        }
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **given))
         found = cls(engine, str(model), seconds=seconds)
         try:
@@ -105,9 +135,15 @@ class InProcess:
         return await self._bounded(route, self._get[route](), seconds)
 
     async def post(
-        self, route: str, body: Any = None, *, params: dict[str, str] | None = None, seconds: float | None = None,
-        fresh: bool = False, plain: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        route: str,
+        body: Any = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float | None = None,
+        fresh: bool = False,
+        plain: bool = False,
+    ) -> Any:
         """What a server answers to that POST. ServerFailed."""
         if route not in self._post:
             raise self._no_route(route)
@@ -146,8 +182,11 @@ class InProcess:
             async with asyncio.timeout(bound):
                 return await work
         except TimeoutError as error:
-            raise ServerFailed(f"{self}{route}: no answer within {bound:g} s; is it paused or stuck? The bound is the "
-                               "engine's timeout", retry=False) from error  # fmt: skip
+            raise ServerFailed(
+                f"{self}{route}: no answer within {bound:g} s; is it paused or stuck? The bound is the "
+                "engine's timeout",
+                retry=False,
+            ) from error
         except (RetryableRequestError, GracefulHTTPError) as error:
             raise self._failed(route, error, 503) from error
         except VLLMNotFoundError as error:
@@ -184,9 +223,11 @@ class InProcess:
         sampling = SamplingParams(**body["sampling_params"], output_kind=kind)
         adapter = self._adapter_of(body.get("model"))
         outputs = self._engine.generate(
-            TokensPrompt(prompt_token_ids=body["token_ids"]), sampling, f"generate-tokens-{body['request_id']}",
+            TokensPrompt(prompt_token_ids=body["token_ids"]),
+            sampling,
+            f"generate-tokens-{body['request_id']}",
             lora_request=adapter,
-        )  # fmt: skip
+        )
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -285,15 +326,30 @@ def _answer(output: Any) -> dict[str, Any]:
     """A RequestOutput in the shape of `/inference/v1/generate`."""
     (choice,) = output.outputs
     ids = list(choice.token_ids)
-    content = None if choice.logprobs is None else [
-        {"token_id": token, "logprob": listed[token].logprob if token in listed else None,
-         "top_logprobs": [{"token_id": k, "logprob": found.logprob} for k, found in listed.items()]}
-        for token, listed in zip(ids, choice.logprobs, strict=True)
-    ]  # fmt: skip
+    content = (
+        None
+        if choice.logprobs is None
+        else [
+            {
+                "token_id": token,
+                "logprob": listed[token].logprob if token in listed else None,
+                "top_logprobs": [{"token_id": k, "logprob": found.logprob} for k, found in listed.items()],
+            }
+            for token, listed in zip(ids, choice.logprobs, strict=True)
+        ]
+    )
     versions = None if choice.weight_versions is None else [asdict(span) for span in choice.weight_versions]
     return {
-        "choices": [{"token_ids": ids, "logprobs": {"content": content}, "finish_reason": choice.finish_reason,
-                     "weight_versions": versions}],
-        "usage": {"prompt_tokens": len(output.prompt_token_ids or ()),
-                  "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens}},
-    }  # fmt: skip
+        "choices": [
+            {
+                "token_ids": ids,
+                "logprobs": {"content": content},
+                "finish_reason": choice.finish_reason,
+                "weight_versions": versions,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(output.prompt_token_ids or ()),
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+    }

@@ -61,8 +61,16 @@ class Unjudged(TapereelError, ValueError):
 class Judge:
     """A model behind an engine, asked outside of any episode."""
 
-    def __init__(self, engine: Engine, *, sampling: Sampling | None = None, tries: int = 3, timeout: float = 120.0,
-                 concurrency: int = 16, seed: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        sampling: Sampling | None = None,
+        tries: int = 3,
+        timeout: float = 120.0,
+        concurrency: int = 16,
+        seed: int = 0,
+    ) -> None:
         """
         sampling: None: greedy at first, at temperature 1 when an answer couldn't be read.
         tries: answers that are asked for in all, where one can't be read or the engine fails for the moment.
@@ -98,8 +106,10 @@ class Judge:
                 return read(text), self._evidence(messages, asked)
             except ValueError as error:
                 problem = str(error)
-        raise Unjudged(f"judge {self.engine.name} gave no answer that can be read in {self.tries} tries: {problem}",
-                       self._evidence(messages, asked))  # fmt: skip
+        raise Unjudged(
+            f"judge {self.engine.name} gave no answer that can be read in {self.tries} tries: {problem}",
+            self._evidence(messages, asked),
+        )
 
     def _evidence(self, messages: Sequence[Message], asked: list[JsonValue]) -> JsonValue:
         return {"judge": self.engine.name, "messages": [dict(m) for m in messages], "answers": asked}
@@ -127,9 +137,16 @@ def _cost(found: Completion) -> dict[str, JsonValue]:
 
 
 def judge_reward(
-    judge: Judge | Engine, rubric: str, *, low: float = 0.0, high: float = 10.0, name: str = "judge",
-    weight: float = 1.0, show: Callable[[Tape], str] | None = None, timeout: float | None = 600.0,
-) -> RewardSource[Tape]:  # fmt: skip
+    judge: Judge | Engine,
+    rubric: str,
+    *,
+    low: float = 0.0,
+    high: float = 10.0,
+    name: str = "judge",
+    weight: float = 1.0,
+    show: Callable[[Tape], str] | None = None,
+    timeout: float | None = 600.0,
+) -> RewardSource[Tape]:
     """A source that gives the judge's grade, from 0 for `low` to 1 for `high`.
 
     show: what the judge sees of a tape; None: the conversation and, where the task has one, the right answer."""
@@ -155,9 +172,16 @@ def judge_reward(
 
 
 def pairwise_reward(
-    judge: Judge | Engine, rubric: str, *, against: Callable[[Tape], str] | None = None, rivals: int | None = None,
-    name: str = "wins", weight: float = 1.0, show: Callable[[Tape], str] | None = None, timeout: float | None = 3600.0,
-) -> RewardSource[Any]:  # fmt: skip
+    judge: Judge | Engine,
+    rubric: str,
+    *,
+    against: Callable[[Tape], str] | None = None,
+    rivals: int | None = None,
+    name: str = "wins",
+    weight: float = 1.0,
+    show: Callable[[Tape], str] | None = None,
+    timeout: float | None = 3600.0,
+) -> RewardSource[Any]:
     """A source that gives the share of pairs that an attempt wins, a tie being half, and as a metric the share in which
     the judge went by the order (`order`).
 
@@ -175,7 +199,7 @@ def pairwise_reward(
         (a, told), (b, again) = await asyncio.gather(
             asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better),
             asked.ask(system, f"{_marked('first', other)}\n\n{_marked('second', one)}", _better),
-        )  # fmt: skip
+        )
         return (a + 1 - b) / 2 if a == 1 - b else 0.5, a == b != 0.5, [told, again]
 
     async def alone(tape: Tape) -> Scored:
@@ -237,8 +261,11 @@ def _pairs(n: int, rivals: int | None) -> list[tuple[int, int]]:
 
 
 def _wins(wins: Sequence[float], by_order: Sequence[bool], evidence: JsonValue | list[Any]) -> Scored:
-    return Scored({"share": sum(wins) / len(wins), "order": sum(by_order) / len(by_order)}, evidence=evidence,
-                  weights={"order": 0.0})  # fmt: skip
+    return Scored(
+        {"share": sum(wins) / len(wins), "order": sum(by_order) / len(by_order)},
+        evidence=evidence,
+        weights={"order": 0.0},
+    )
 
 
 async def _all(questions: Any) -> list[Any]:

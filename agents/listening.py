@@ -41,8 +41,14 @@ class Hearing:
 class Spoken:
     """The text of one answer, as its ids come. Made by `Renderer.spoken`. Single use."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], *, ends: Collection[int], byte_ids: Collection[int],
-                 ending: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        ends: Collection[int],
+        byte_ids: Collection[int],
+        ending: str = "",
+    ) -> None:
         """`decode`: ids -> text. `ends` end an answer and are no text, and where one does, `ending` before it isn't
         either. `byte_ids` are tokens of one byte, of which a run reads otherwise when it goes on."""
         self._decode, self._ending = decode, ending
@@ -64,8 +70,8 @@ class Spoken:
         before, text = self._decode(self._ids[: self._read]), self._decode(self._ids[:n])
         if text.endswith(CUT) or len(text) <= len(before):
             return ""
-        self._ids, self._read = self._ids[self._read:], n - self._read
-        text = self._held + text[len(before):]
+        self._ids, self._read = self._ids[self._read :], n - self._read
+        text = self._held + text[len(before) :]
         certain = len(text) - overlap(text, self._ending, whole=True)
         self._held = text[certain:]
         return text[:certain]

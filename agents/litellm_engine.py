@@ -36,8 +36,25 @@ SLOWEST = 30.0
 """Seconds of the longest wait between two tries that no provider asked for."""
 SETTLING = 5.0
 """Seconds that litellm may take to end what it began."""
-OURS = frozenset({"model", "messages", "tools", "api_base", "base_url", "timeout", "stream", "n", "mock_response",
-                  "max_retries", "num_retries", "drop_params", "client", "extra_headers", "headers"})  # fmt: skip
+OURS = frozenset(
+    {
+        "model",
+        "messages",
+        "tools",
+        "api_base",
+        "base_url",
+        "timeout",
+        "stream",
+        "n",
+        "mock_response",
+        "max_retries",
+        "num_retries",
+        "drop_params",
+        "client",
+        "extra_headers",
+        "headers",
+    }
+)
 """Arguments of litellm that the engine itself sets, or that would change what is recorded."""
 _LASTS = re.compile(r"quota|missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
 """In the words of errors that litellm gives the status of a passing one: no waiting mends them."""
@@ -95,12 +112,16 @@ class LiteLLMEngine:
         `budget` is in US dollars; `prices` are dollars for a million prompt and completion tokens, for a model whose
         prices litellm doesn't know. `options` go to litellm with each request."""
         if base_url is not None and holds_secret(base_url):
-            raise ValueError(f"base_url {without_secrets(base_url)!r} holds a user, a password or a key, which would "
-                             "be recorded with it; give the key by its variable: key_variable=")  # fmt: skip
+            raise ValueError(
+                f"base_url {without_secrets(base_url)!r} holds a user, a password or a key, which would "
+                "be recorded with it; give the key by its variable: key_variable="
+            )
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
-            raise ValueError(f"options {', '.join(refused)}: the engine sets these itself; a key is given by the name "
-                             "of its environment variable, key_variable=")  # fmt: skip
+            raise ValueError(
+                f"options {', '.join(refused)}: the engine sets these itself; a key is given by the name "
+                "of its environment variable, key_variable="
+            )
         self.name = f"litellm:{model}"
         self.stats = HostedStats()
         self._litellm = _import()
@@ -110,8 +131,10 @@ class LiteLLMEngine:
         self._seconds, self._retries, self._patience, self._backoff = seconds, retries, patience, backoff
         self._budget, self._prices, self._options = budget, prices, dict(options or {})
         if budget is not None and prices is None and not self._priced():
-            raise ValueError(f"a budget of {budget} dollars can't be kept: litellm knows no prices of {model!r}; give "
-                             "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)")
+            raise ValueError(
+                f"a budget of {budget} dollars can't be kept: litellm knows no prices of {model!r}; give "
+                "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
+            )
         self._held = 0.0
         """Nothing is sent before that time (monotonic)."""
         self._under_way = 0
@@ -170,8 +193,15 @@ class LiteLLMEngine:
             body["api_key"] = key
         if self._base_url is not None:
             body["api_base"] = self._base_url
-        return {**self._options, **body, "model": self._model, "timeout": self._seconds, "max_retries": 0,
-                "num_retries": 0, "drop_params": False}  # fmt: skip
+        return {
+            **self._options,
+            **body,
+            "model": self._model,
+            "timeout": self._seconds,
+            "max_retries": 0,
+            "num_retries": 0,
+            "drop_params": False,
+        }
 
     async def _try(self, body: dict[str, Any], deadline: float) -> Completion | EngineError:
         """One request, or why there is no answer: not raised, so that no traceback leads back to a key."""
@@ -179,8 +209,10 @@ class LiteLLMEngine:
             return BudgetSpent(f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget}")
         while (left := self._held - time.monotonic()) > 0:
             if self._held > deadline:
-                return HostedFailed(f"{self.name}: its rate limit holds for {left:.1f} s more, which is beyond the "
-                                    f"engine's patience of {self._patience:g} s")  # fmt: skip
+                return HostedFailed(
+                    f"{self.name}: its rate limit holds for {left:.1f} s more, which is beyond the "
+                    f"engine's patience of {self._patience:g} s"
+                )
             await asyncio.sleep(left)
         self._begin()
         try:
@@ -222,8 +254,9 @@ class LiteLLMEngine:
         self.stats.answers += 1
         self.stats.tokens += usage.completion_tokens or 0
         self.stats.spent += usage.cost or 0.0
-        return Completion(text=text or "", finish=_FINISH.get(choice.finish_reason, "abort"), tool_calls=calls or None,
-                          usage=usage)  # fmt: skip
+        return Completion(
+            text=text or "", finish=_FINISH.get(choice.finish_reason, "abort"), tool_calls=calls or None, usage=usage
+        )
 
     def _priced(self) -> bool:
         try:
@@ -278,8 +311,12 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
     refused = sorted(name for name in sampling.extra if name in OURS or names_secret(name))
     if refused:
         raise EngineError(f"sampling options {', '.join(refused)} are the engine's own to set")
-    body: dict[str, Any] = {"messages": _messages(request.messages), "temperature": sampling.temperature,
-                            "max_tokens": sampling.max_tokens, **sampling.extra}  # fmt: skip
+    body: dict[str, Any] = {
+        "messages": _messages(request.messages),
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        **sampling.extra,
+    }
     if sampling.top_p != 1.0:
         body["top_p"] = sampling.top_p
     if sampling.top_k:
@@ -293,8 +330,12 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
 
 def _messages(messages: Sequence[Message]) -> list[Message]:
     """As providers take them: arguments of function calls are JSON text."""
-    return [{**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
-            if message.get("tool_calls") else dict(message) for message in messages]  # fmt: skip
+    return [
+        {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,9 +346,14 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:
-    return tuple({"id": call.id, "type": "function",
-                  "function": {"name": call.function.name, "arguments": call.function.arguments}}
-                 for call in message.tool_calls or ())  # fmt: skip
+    return tuple(
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
+        for call in message.tool_calls or ()
+    )
 
 
 def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
@@ -320,12 +366,20 @@ def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
         cost = (usage.prompt_tokens * prices[0] + usage.completion_tokens * prices[1]) / 1e6
     else:
         cost = getattr(answer, "_hidden_params", {}).get("response_cost") or None
-    return Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens,
-                 cached_tokens=getattr(details, "cached_tokens", None), cost=cost)  # fmt: skip
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=getattr(details, "cached_tokens", None),
+        cost=cost,
+    )
 
 
-_FINISH: dict[Any, Finish] = {"stop": "stop", "length": "length", "tool_calls": "tool_calls",
-                              "function_call": "tool_calls"}  # fmt: skip
+_FINISH: dict[Any, Finish] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+}
 
 
 def _asked_for(error: Exception) -> float | None:

@@ -265,10 +265,15 @@ class LLM(Given):
             if renderer is None:
                 tracks.append(TextTrack(call.call, messages, call.reply))
             elif call.prompt is not None and call.completion is not None:
-                tracks.append(renderer.retrack(
-                    call=call.call, messages=[*messages, call.reply], tools=prefix.call_tools(call),
-                    ids=prefix.call_prompt(call) + call.completion, completion=call.completion,
-                ))  # fmt: skip
+                tracks.append(
+                    renderer.retrack(
+                        call=call.call,
+                        messages=[*messages, call.reply],
+                        tools=prefix.call_tools(call),
+                        ids=prefix.call_prompt(call) + call.completion,
+                        completion=call.completion,
+                    )
+                )
 
     def number(self, who: str, n: int) -> None:
         """The newest question of that `asker` was its n-th, counted from 0: for a replay that begins in the midst."""
@@ -372,8 +377,16 @@ class LLM(Given):
         renderer = self._engine.renderer if self._engine is not None else None
         return cut(completion, stops, renderer.decode if renderer is not None else None)
 
-    def _write_text(self, call: str, path: str, conversation: str, messages: Sequence[Message], completion: Completion,
-                    engine: str, **more: Any) -> None:  # fmt: skip
+    def _write_text(
+        self,
+        call: str,
+        path: str,
+        conversation: str,
+        messages: Sequence[Message],
+        completion: Completion,
+        engine: str,
+        **more: Any,
+    ) -> None:
         tracks = self._tracks.setdefault((path, conversation), [])
         base, keep = None, 0
         for track in reversed(tracks):
@@ -383,11 +396,20 @@ class LLM(Given):
                 if keep == len(track.messages) + 1:
                     break
         record = Call(
-            tape=self._recorder.tape, call=call, by=path, conversation=conversation,
-            base=base.call if base is not None else None, keep_messages=keep, messages=tuple(messages[keep:]),
-            text=completion.text, tool_calls=completion.tool_calls, usage=completion.usage, engine=engine,
-            at=time.time(), **more,
-        )  # fmt: skip
+            tape=self._recorder.tape,
+            call=call,
+            by=path,
+            conversation=conversation,
+            base=base.call if base is not None else None,
+            keep_messages=keep,
+            messages=tuple(messages[keep:]),
+            text=completion.text,
+            tool_calls=completion.tool_calls,
+            usage=completion.usage,
+            engine=engine,
+            at=time.time(),
+            **more,
+        )
         self._recorder.write(record)
         track = TextTrack(call, messages, record.reply)
         if base is not None and keep == len(base.messages) + 1:
@@ -419,9 +441,12 @@ class _CallWriter:
         llm, request, rendered = self.llm, self.request, self.rendered
         engine = engine or completion.engine or (llm._engine.name if llm._engine is not None else "")
         common: dict[str, Any] = {
-            "sampling": request.sampling, "seed": request.seed, "tools": self.tools, "attempts": attempts,
+            "sampling": request.sampling,
+            "seed": request.seed,
+            "tools": self.tools,
+            "attempts": attempts,
             "finish": finish,
-        }  # fmt: skip
+        }
         if engine != "authored":
             llm.sampled += (
                 len(completion.ids) if completion.ids is not None else completion.usage.completion_tokens or 0
@@ -433,15 +458,28 @@ class _CallWriter:
         else:
             ids, base = self._ids(completion), rendered.base
             record = Call(
-                tape=llm._recorder.tape, call=self.call, by=self.path, conversation=self.conversation,
-                base=base.call if base is not None else None, keep=rendered.keep, keep_messages=rendered.keep_messages,
-                messages=tuple(request.messages[rendered.keep_messages :]), prompt=rendered.new, completion=ids,
-                logprobs=completion.logprobs, text=completion.text, tool_calls=completion.tool_calls,
-                spans=completion.spans, split=rendered.split, engine=engine, at=time.time(),
-                usage=completion.usage if completion.usage != Usage() else Usage(
-                    prompt_tokens=len(rendered.ids), completion_tokens=len(ids)),
+                tape=llm._recorder.tape,
+                call=self.call,
+                by=self.path,
+                conversation=self.conversation,
+                base=base.call if base is not None else None,
+                keep=rendered.keep,
+                keep_messages=rendered.keep_messages,
+                messages=tuple(request.messages[rendered.keep_messages :]),
+                prompt=rendered.new,
+                completion=ids,
+                logprobs=completion.logprobs,
+                text=completion.text,
+                tool_calls=completion.tool_calls,
+                spans=completion.spans,
+                split=rendered.split,
+                engine=engine,
+                at=time.time(),
+                usage=completion.usage
+                if completion.usage != Usage()
+                else Usage(prompt_tokens=len(rendered.ids), completion_tokens=len(ids)),
                 **common,
-            )  # fmt: skip
+            )
             llm._recorder.write(record)
             if finish != "error" and not (finish == "cancelled" and not ids):
                 self._track(ids, record)

@@ -36,8 +36,9 @@ class TeamEngine:
 
     name = "team"
 
-    def __init__(self, engines: Mapping[str, Engine], *, lead: str | None = None,
-                 lent: Collection[Engine] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, engines: Mapping[str, Engine], *, lead: str | None = None, lent: Collection[Engine] = ()
+    ) -> None:
         if not engines:
             raise BadTeam("a team without engines: give at least one, by the path of the agent that it speaks for")
         lead = next(iter(engines)) if lead is None else lead
@@ -107,8 +108,10 @@ def check_writing(renderers: Mapping[str, Any | None]) -> None:
     """BadTeam where engines, by what to call them, would not write alike; those without a renderer write as others."""
     seen = {name: _writing(renderer) for name, renderer in renderers.items() if renderer is not None}
     if len(set(seen.values())) > 1:
-        raise BadTeam(f"the engines of {_names(seen)} have different tokenizers or chat templates, and a tape has one: "
-                      "give models of one family the same renderer")
+        raise BadTeam(
+            f"the engines of {_names(seen)} have different tokenizers or chat templates, and a tape has one: "
+            "give models of one family the same renderer"
+        )
 
 
 def _writing(renderer: Any) -> tuple[str, str]:

@@ -55,9 +55,14 @@ def renderer_of(config: AnyEngineConfig) -> Any | None:
 
 def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> None:
     """BadTeam where they can't write on one tape, found without making them."""
-    check_writing({"engine": renderer_of(engine),
-                   **{f"players.{name}": renderer_of(player.engine) for name, player in players.items()}}
-                  if players else {})  # fmt: skip
+    check_writing(
+        {
+            "engine": renderer_of(engine),
+            **{f"players.{name}": renderer_of(player.engine) for name, player in players.items()},
+        }
+        if players
+        else {}
+    )
 
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
@@ -74,8 +79,9 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
     return seats.get(above, REST)
 
 
-def team_of(engine: Engine, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *,
-            lent: Collection[str] = ()) -> Engine:  # fmt: skip
+def team_of(
+    engine: Engine, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
+) -> Engine:
     """`engine` for all, or a team of it and the players' `engines`, by name. The team closes those of the players in
     `lent` not."""
     if not players:
@@ -97,8 +103,7 @@ async def make_partners(players: Mapping[str, PartnerConfig]) -> dict[str, Made]
     return made
 
 
-async def make_team(config: AnyEngineConfig,
-                    players: Mapping[str, PartnerConfig]) -> tuple[Engine, dict[str, Publish]]:  # fmt: skip
+async def make_team(config: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> tuple[Engine, dict[str, Publish]]:
     """(the engine of `config` with those of the players, the weights of each that has any by the player's name, REST
     for `config`). BadTeam where they can't write on one tape."""
     check_together(config, players)

@@ -95,8 +95,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"there is no pass@{k} of {c} successes in {n} attempts: 0 <= successes <= attempts and "
-                         "1 <= k <= attempts")  # fmt: skip
+        raise ValueError(
+            f"there is no pass@{k} of {c} successes in {n} attempts: 0 <= successes <= attempts and 1 <= k <= attempts"
+        )
     return 1.0 if n - c < k else 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
@@ -151,8 +152,14 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
-def evaluate_rewards(rewards: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0,
-                     labels: Mapping[str, str] | None = None) -> Scores:  # fmt: skip
+def evaluate_rewards(
+    rewards: Rewards,
+    *,
+    k: Iterable[int] = (),
+    success: float = 1.0,
+    seed: int = 0,
+    labels: Mapping[str, str] | None = None,
+) -> Scores:
     """What these rewards come to. success: the least reward of a success. labels: task -> label, for a part each."""
     known = _known(rewards)
     wanted = sorted(set(k))
@@ -161,12 +168,17 @@ def evaluate_rewards(rewards: Rewards, *, k: Iterable[int] = (), success: float 
     for task, label in (labels or {}).items():
         parts.setdefault(label, {})[task] = rewards[task]
     return Scores(
-        reward=bootstrap([fmean(own) for own in known.values()], seed=seed), pass_at=pass_at,
-        short={n: sum(len(own) < n for own in known.values()) for n in wanted}, success=success, tasks=len(rewards),
-        attempts=sum(map(len, rewards.values())), unscored=sum(r is None for own in rewards.values() for r in own),
-        by_label={label: evaluate_rewards(part, k=wanted, success=success, seed=seed) for label, part in
-                  sorted(parts.items())},
-    )  # fmt: skip
+        reward=bootstrap([fmean(own) for own in known.values()], seed=seed),
+        pass_at=pass_at,
+        short={n: sum(len(own) < n for own in known.values()) for n in wanted},
+        success=success,
+        tasks=len(rewards),
+        attempts=sum(map(len, rewards.values())),
+        unscored=sum(r is None for own in rewards.values() for r in own),
+        by_label={
+            label: evaluate_rewards(part, k=wanted, success=success, seed=seed) for label, part in sorted(parts.items())
+        },
+    )
 
 
 def standard_error(rewards: Rewards) -> float | None:
@@ -175,13 +187,16 @@ def standard_error(rewards: Rewards) -> float | None:
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 
 
-def compare(first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0,
-            seed: int = 0) -> Comparison:  # fmt: skip
+def compare(
+    first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
+) -> Comparison:
     """First less second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
-        raise NothingInCommon(f"the evaluations scored {len(one)} and {len(two)} tasks, none of them the same: compare "
-                              "evaluations on the same tasks")
+        raise NothingInCommon(
+            f"the evaluations scored {len(one)} and {len(two)} tasks, none of them the same: compare "
+            "evaluations on the same tasks"
+        )
 
     def difference(of: Callable[[Mapping[str, Sequence[float]]], Mapping[str, float]]) -> Interval | None:
         a, b = of(one), of(two)
@@ -190,9 +205,11 @@ def compare(first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: 
     reward = difference(lambda known: {task: fmean(own) for task, own in known.items()})
     assert reward is not None
     return Comparison(
-        reward=reward, pass_at={n: difference(lambda known, n=n: _passes(known, n, success)) for n in sorted(set(k))},
-        only_first=len(one.keys() - two.keys()), only_second=len(two.keys() - one.keys()),
-    )  # fmt: skip
+        reward=reward,
+        pass_at={n: difference(lambda known, n=n: _passes(known, n, success)) for n in sorted(set(k))},
+        only_first=len(one.keys() - two.keys()),
+        only_second=len(two.keys() - one.keys()),
+    )
 
 
 def _known(rewards: Rewards) -> dict[str, list[float]]:
@@ -203,5 +220,6 @@ def _known(rewards: Rewards) -> dict[str, list[float]]:
 
 def _passes(known: Mapping[str, Sequence[float]], k: int, success: float) -> dict[str, float]:
     """pass@k of each task that has k attempts."""
-    return {task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items()
-            if len(own) >= k}  # fmt: skip
+    return {
+        task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items() if len(own) >= k
+    }

@@ -45,8 +45,9 @@ class Pretrained:
     tokenizer: Any
 
 
-def load_pretrained(folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32",
-                    attention: Attention | None = None) -> Pretrained:  # fmt: skip
+def load_pretrained(
+    folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
+) -> Pretrained:
     """The model and tokenizer in `folder`, on `device` (as for `device_of`), its weights in `dtype`; adapters stay in
     float32. `attention` None: as transformers chooses. UsageError where there is no such folder or device, BadModel
     where it holds none."""
@@ -66,15 +67,21 @@ def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> An
     with quiet_transformers():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), local_files_only=True, dtype=getattr(torch, dtype), attn_implementation=attention,
-                output_loading_info=True)
+                str(folder),
+                local_files_only=True,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
         except Exception as error:  # whatever transformers makes of a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
-        raise BadModel(f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
-                       "be random; save it with model.save_pretrained")  # fmt: skip
+        raise BadModel(
+            f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
+            "be random; save it with model.save_pretrained"
+        )
     return model
 
 
@@ -86,11 +93,14 @@ def _base_of(folder: Path) -> str | None:
     try:
         base = json.loads(about.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadModel(f"{about} doesn't say which model its adapters are for: {type(error).__name__}: "
-                       f"{error}") from error  # fmt: skip
+        raise BadModel(
+            f"{about} doesn't say which model its adapters are for: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(base, str) or not Path(base).is_dir():
-        raise BadModel(f"the adapters in {folder} are for the model in {base!r}, which is no folder here: bring it "
-                       f"there, or name its place as base_model_name_or_path in {about}")  # fmt: skip
+        raise BadModel(
+            f"the adapters in {folder} are for the model in {base!r}, which is no folder here: bring it "
+            f"there, or name its place as base_model_name_or_path in {about}"
+        )
     return base
 
 
@@ -116,8 +126,10 @@ def device_of(name: str) -> torch.device:
     try:
         found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"device {name!r} can't be computed on here (torch {torch.__version__}: {_line(error)}); take "
-                         "another one, or `auto`") from error  # fmt: skip
+        raise UsageError(
+            f"device {name!r} can't be computed on here (torch {torch.__version__}: {_line(error)}); take "
+            "another one, or `auto`"
+        ) from error
     if found.type == "meta":
         raise UsageError("device 'meta' computes nothing; take `cpu`, `cuda` or `auto`")
     return found
@@ -134,8 +146,10 @@ def placed(model: Any, device: torch.device) -> Any:
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in `folder`."""
     if not Path(folder).is_dir():
-        raise UsageError(f"there is no model folder {str(folder)!r}; save one with model.save_pretrained and "
-                         "tokenizer.save_pretrained")  # fmt: skip
+        raise UsageError(
+            f"there is no model folder {str(folder)!r}; save one with model.save_pretrained and "
+            "tokenizer.save_pretrained"
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

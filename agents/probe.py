@@ -56,10 +56,14 @@ async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilit
         except EngineError as error:
             raise NotTrainable(f"{server} answers without what RL needs: {error}") from error
         capabilities = Capabilities(
-            server=kind, model=model, context=context, route=dialect.route,
-            logprobs=await _logprobs_mode(server, dialect, renderer, model), versions=said.spans is not None,
+            server=kind,
+            model=model,
+            context=context,
+            route=dialect.route,
+            logprobs=await _logprobs_mode(server, dialect, renderer, model),
+            versions=said.spans is not None,
             takes_weights=await _takes_weights(server),
-        )  # fmt: skip
+        )
         return dialect, capabilities
     raise NotTrainable(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
 
@@ -76,16 +80,22 @@ async def _kind(server: Channel, renderer: Renderer) -> tuple[str, list[Dialect]
         about = await server.get("/server_info", seconds=30.0)
     except ServerFailed as error:
         if error.status in (404, 405):
-            raise NotTrainable(f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
-                               "which can be imitated and not reinforced, take engine.kind=litellm") from error
+            raise NotTrainable(
+                f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
+                "which can be imitated and not reinforced, take engine.kind=litellm"
+            ) from error
         raise
     return f"SGLang {field(about, 'version')}", [SGLangGenerate()]
 
 
 def _question(renderer: Renderer, temperature: float) -> Request:
     messages: list[Any] = [{"role": "user", "content": "1"}]
-    return Request(messages=messages, prompt=renderer.prompt(messages).ids, seed=1,
-                   sampling=Sampling(temperature=temperature, max_tokens=1))  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=renderer.prompt(messages).ids,
+        seed=1,
+        sampling=Sampling(temperature=temperature, max_tokens=1),
+    )
 
 
 async def _logprobs_mode(
@@ -95,8 +105,10 @@ async def _logprobs_mode(
     for mode, expected in (("processed", gap / SHARP), ("raw", gap)):
         if abs(sharp - expected) <= 0.02 * abs(expected) + 1e-4:
             return "processed" if mode == "processed" else "raw"
-    raise NotTrainable(f"the two likeliest tokens of {server} are {gap:.6f} nats apart at temperature 1, {sharp:.6f} "
-                       f"at {SHARP}: its log-probs are neither from before nor from after temperature")  # fmt: skip
+    raise NotTrainable(
+        f"the two likeliest tokens of {server} are {gap:.6f} nats apart at temperature 1, {sharp:.6f} "
+        f"at {SHARP}: its log-probs are neither from before nor from after temperature"
+    )
 
 
 async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) -> float:

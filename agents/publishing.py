@@ -86,8 +86,10 @@ class VLLMReload:
         """Reloading from a folder has no start."""
 
     async def update(self, folder: Path) -> None:
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)},
-                                             "timeout": self._seconds})  # fmt: skip
+        await self._post(
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self._seconds},
+        )
 
     async def finish(self, version: str, mode: PublishMode) -> None:
         if mode != "stale_kv":
@@ -146,10 +148,12 @@ async def publish(
     """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server; what was
     under way is ended then, on all of them. The seconds of each step are added to `timers`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
-        ("pause", lambda sync: sync.pause(mode)), ("start", lambda sync: sync.start()),
-        ("update", lambda sync: sync.update(folder)), ("finish", lambda sync: sync.finish(version, mode)),
+        ("pause", lambda sync: sync.pause(mode)),
+        ("start", lambda sync: sync.start()),
+        ("update", lambda sync: sync.update(folder)),
+        ("finish", lambda sync: sync.finish(version, mode)),
         ("resume", lambda sync: sync.resume()),
-    ]  # fmt: skip
+    ]
     for name, step in steps:
         began = time.perf_counter()
         failed = await _on_all(syncs, step)
@@ -159,10 +163,12 @@ async def publish(
             sync, error = failed
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             told = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
-            raise PublishFailed(f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
-                                f"{error}{told}. Nothing is sampled any more, since nobody could name the weights; see "
-                                "that the server is well, start it anew if it isn't, and connect to all of them again "
-                                "(a training run: --resume)") from error  # fmt: skip
+            raise PublishFailed(
+                f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
+                f"{error}{told}. Nothing is sampled any more, since nobody could name the weights; see "
+                "that the server is well, start it anew if it isn't, and connect to all of them again "
+                "(a training run: --resume)"
+            ) from error
 
 
 async def _on_all(

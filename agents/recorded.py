@@ -36,8 +36,11 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
     from .engines import RendererConfig
     from .pretrained import load_tokenizer
 
-    told = {keys[2]: value for keys, value in recorded_settings(run).items()
-            if len(keys) == 3 and keys[:2] == ("engine", "renderer")}  # fmt: skip
+    told = {
+        keys[2]: value
+        for keys, value in recorded_settings(run).items()
+        if len(keys) == 3 and keys[:2] == ("engine", "renderer")
+    }
     return RendererConfig.model_validate(told).make(load_tokenizer(folder))
 
 
@@ -70,7 +73,8 @@ def _own(identity: Identity) -> Agent | None:
     if identity.cls != qualified(ChatAgent) or identity.config.get("parse") != qualified(read_action):
         return None
     known: dict[str, Any] = {
-        key: identity.config[key] for key in ("system", "misreads", "temperature", "max_tokens")
+        key: identity.config[key]
+        for key in ("system", "misreads", "temperature", "max_tokens")
         if key in identity.config
-    }  # fmt: skip
+    }
     return ChatAgent(**known, parse=read_action, name=identity.name)

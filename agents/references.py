@@ -55,8 +55,11 @@ class Scene(Config):
     def load(self) -> Loaded:
         """The things themselves."""
         env, rewards = load_env(self.env), load_rewards(self.rewards)
-        return Loaded(load_agent(self.agent), env if rewards is None else rewarded(env, rewards),
-                      load_tasks(self.tasks, self.task_row, self.count))  # fmt: skip
+        return Loaded(
+            load_agent(self.agent),
+            env if rewards is None else rewarded(env, rewards),
+            load_tasks(self.tasks, self.task_row, self.count),
+        )
 
 
 def load_agent(name: str) -> Agent:
@@ -66,8 +69,10 @@ def load_agent(name: str) -> Agent:
     if isinstance(makes, Agent):
         return makes
     hint = "; put @agent above it, and it is one" if _is_act(found) else ""
-    raise UsageError(f"{name} is {_described(found)}{_gave(found, makes)}, not an agent: name an Agent, its class, or "
-                     f"a function without arguments that makes one{hint}")  # fmt: skip
+    raise UsageError(
+        f"{name} is {_described(found)}{_gave(found, makes)}, not an agent: name an Agent, its class, or "
+        f"a function without arguments that makes one{hint}"
+    )
 
 
 def load_env(name: str) -> Callable[[], Environment[Any]]:
@@ -75,8 +80,9 @@ def load_env(name: str) -> Callable[[], Environment[Any]]:
     found = load_named(name)
     wanted = "name an Environment class, or a function without arguments that makes an instance"
     if isinstance(found, Environment):
-        raise UsageError(f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one "
-                         f"episode: {wanted}")  # fmt: skip
+        raise UsageError(
+            f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one episode: {wanted}"
+        )
     made = _call(found, name) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_gave(found, made)}, not an environment: {wanted}")
@@ -132,8 +138,10 @@ def _function(name: str) -> Callable[[Any], Any]:
 def _call(thing: Any, name: str) -> Any:
     needed = _required(thing)
     if needed:
-        raise UsageError(f"{name} is {_described(thing)} that needs {', '.join(needed)}: name a function without "
-                         "arguments that makes it")  # fmt: skip
+        raise UsageError(
+            f"{name} is {_described(thing)} that needs {', '.join(needed)}: name a function without "
+            "arguments that makes it"
+        )
     if inspect.iscoroutinefunction(thing):
         raise UsageError(f"{name} is async; name a plain function")
     return thing()

@@ -255,19 +255,27 @@ class RemoteEngine:
         if self._broken is not None:
             raise EngineError(f"the servers' weights are unknown since a publish failed: {self._broken}")
         if self.sleeper.state != "awake":
-            raise EngineError(f"the servers of {self.name} are {self.sleeper.state}: nothing can be sampled until they "
-                              "are woken (`await engine.wake()`)")  # fmt: skip
+            raise EngineError(
+                f"the servers of {self.name} are {self.sleeper.state}: nothing can be sampled until they "
+                "are woken (`await engine.wake()`)"
+            )
         one_temperature(request)
         if not request.prompt:
-            raise EngineError(f"a request without prompt ids: {self.name} samples tokens after tokens, render the "
-                              "messages with its renderer first")  # fmt: skip
+            raise EngineError(
+                f"a request without prompt ids: {self.name} samples tokens after tokens, render the "
+                "messages with its renderer first"
+            )
         if self.context is not None and len(request.prompt) >= self.context:
-            raise PromptTooLong(f"the prompt has {len(request.prompt)} tokens, the server holds {self.context} for "
-                                "prompt and completion together")  # fmt: skip
+            raise PromptTooLong(
+                f"the prompt has {len(request.prompt)} tokens, the server holds {self.context} for "
+                "prompt and completion together"
+            )
         if self.capabilities.logprobs == "raw" and request.sampling.temperature != 1.0:
-            raise EngineError(f"{self.name} gives log-probs from before temperature, so temperature "
-                              f"{request.sampling.temperature} would be trained with the wrong ones; start the server "
-                              "with --logprobs-mode processed_logprobs, or sample at temperature 1")  # fmt: skip
+            raise EngineError(
+                f"{self.name} gives log-probs from before temperature, so temperature "
+                f"{request.sampling.temperature} would be trained with the wrong ones; start the server "
+                "with --logprobs-mode processed_logprobs, or sample at temperature 1"
+            )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
         deadline = time.monotonic() + self._patience
@@ -319,14 +327,20 @@ class RemoteEngine:
             oldest = self._versions[flight.version]
             foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}
             if foreign:
-                raise ForeignWeights(f"{flight.server} sampled with weights {sorted(foreign)}, which were not "
-                                     f"published here since {flight.version!r}; was it started anew, or does someone "
-                                     "else publish to it?", retry=True)  # fmt: skip
+                raise ForeignWeights(
+                    f"{flight.server} sampled with weights {sorted(foreign)}, which were not "
+                    f"published here since {flight.version!r}; was it started anew, or does someone "
+                    "else publish to it?",
+                    retry=True,
+                )
             return found
         if flight.moment % 2 or self._mixed > flight.moment:
-            raise EngineError("the weights changed under way and the server doesn't say which token came from which: "
-                              "let it serve /inference/v1/generate (vLLM 0.32 and later, --enable-scale-out), or "
-                              "publish with mode drain", retry=True)  # fmt: skip
+            raise EngineError(
+                "the weights changed under way and the server doesn't say which token came from which: "
+                "let it serve /inference/v1/generate (vLLM 0.32 and later, --enable-scale-out), or "
+                "publish with mode drain",
+                retry=True,
+            )
         return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
     async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
@@ -347,9 +361,13 @@ class RemoteEngine:
     def _completion(self, found: Sampled, *, cancelled: bool = False) -> Completion:
         self.stats.tokens += len(found.ids)
         return Completion(
-            text=self._renderer.decode(found.ids), ids=found.ids, logprobs=found.logprobs, spans=found.spans or (),
-            finish="cancelled" if cancelled else found.finish, usage=found.usage,
-        )  # fmt: skip
+            text=self._renderer.decode(found.ids),
+            ids=found.ids,
+            logprobs=found.logprobs,
+            spans=found.spans or (),
+            finish="cancelled" if cancelled else found.finish,
+            usage=found.usage,
+        )
 
     def _home(self, key: str) -> Channel:
         home = self._homes.get(key)
@@ -380,8 +398,9 @@ class RemoteEngine:
                 stats.busy_seconds += now - self._since
 
 
-async def answered(server: Channel, dialect: Dialect, body: Any, stream: ChunkStream | None = None,
-                   listener: Listener | None = None) -> Any:  # fmt: skip
+async def answered(
+    server: Channel, dialect: Dialect, body: Any, stream: ChunkStream | None = None, listener: Listener | None = None
+) -> Any:
     """The answer to `body`, whole, whether it comes at once or as a stream, which `listener` has asked for; `stream`
     holds what came of it by now."""
     if listener is not None:
@@ -398,8 +417,9 @@ async def answered(server: Channel, dialect: Dialect, body: Any, stream: ChunkSt
     except StreamFailed as error:
         if error.status is None:
             raise
-        raise ServerFailed(f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN,
-                           status=error.status) from error  # fmt: skip
+        raise ServerFailed(
+            f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN, status=error.status
+        ) from error
     return stream.answer()
 
 

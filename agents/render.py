@@ -81,7 +81,7 @@ class Rendered:
     @property
     def new_messages(self) -> tuple[Message, ...]:
         """The messages after the kept ones."""
-        return self.messages[self.keep_messages:]
+        return self.messages[self.keep_messages :]
 
 
 class Renderer:
@@ -101,8 +101,10 @@ class Renderer:
     ) -> None:
         """`template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
         template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
-        for name, value, known in (("history", history, ("sampled", "template")),
-                                   ("special_text", special_text, ("split", "refuse"))):
+        for name, value, known in (
+            ("history", history, ("sampled", "template")),
+            ("special_text", special_text, ("split", "refuse")),
+        ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
         self.history = history
@@ -142,26 +144,56 @@ class Renderer:
             new = ids[keep:]
             if base is not None and keep == len(base.ids):
                 split = None
-        return Rendered(base=base, keep=keep, keep_messages=shared, ids=ids, new=new, split=split, messages=messages,
-                        tools=tools, text=text, marked=marked, marked_tools=marked_tools)
+        return Rendered(
+            base=base,
+            keep=keep,
+            keep_messages=shared,
+            ids=ids,
+            new=new,
+            split=split,
+            messages=messages,
+            tools=tools,
+            text=text,
+            marked=marked,
+            marked_tools=marked_tools,
+        )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
         """The conversation after `completion` was sampled for `rendered`; later prompts quote it as `reply`."""
         completion = ints(completion)
-        return Track(call=call, messages=(*rendered.messages, reply), ids=rendered.ids + completion,
-                     completion=completion, tools=rendered.tools, text=rendered.text,
-                     marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
-                     marked_tools=rendered.marked_tools)
+        return Track(
+            call=call,
+            messages=(*rendered.messages, reply),
+            ids=rendered.ids + completion,
+            completion=completion,
+            tools=rendered.tools,
+            text=rendered.text,
+            marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
+            marked_tools=rendered.marked_tools,
+        )
 
     def retrack(
-        self, *, call: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, ids: array[int],
+        self,
+        *,
+        call: str,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        ids: array[int],
         completion: array[int],
     ) -> Track:
         """The track of a recorded call: `messages` with its reply, `ids` with its completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         marked, marked_tools = self._mark(messages, tools, None, 0)
-        return Track(call=call, messages=messages, ids=ids, completion=completion, tools=tools, marked=marked,
-                     marked_tools=marked_tools, text=self._template.render(marked[:-1], marked_tools))
+        return Track(
+            call=call,
+            messages=messages,
+            ids=ids,
+            completion=completion,
+            tools=tools,
+            marked=marked,
+            marked_tools=marked_tools,
+            text=self._template.render(marked[:-1], marked_tools),
+        )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
         """The ids an engine would have sampled to say `reply`, the turn-ending one included: for text that nobody
@@ -170,7 +202,7 @@ class Renderer:
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
         ending = self._template.ending
         if full.startswith(rendered.text):
-            body = full[len(rendered.text):]
+            body = full[len(rendered.text) :]
             content = said.get("content")
             if not ending and isinstance(content, str) and body.startswith(content):
                 body = content
@@ -178,9 +210,11 @@ class Renderer:
         elif not reply.get("tool_calls") and isinstance(said.get("content"), str):
             body = said["content"]
         else:
-            raise RenderError("the chat template shows the last answer's tool calls in another place than where it "
-                              f"asks for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the "
-                              "answer as plain content, in the form in which the model writes tool calls")
+            raise RenderError(
+                "the chat template shows the last answer's tool calls in another place than where it "
+                f"asks for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the "
+                "answer as plain content, in the form in which the model writes tool calls"
+            )
         if any(body.endswith(self._codec.token(end)) for end in self.end_ids):
             ending = ""  # a call of a tool may end otherwise
         ids = self._codec.encode(body + ending, after=rendered.ids[-1] if rendered.ids else None)
@@ -209,8 +243,9 @@ class Renderer:
         """What this template would change of history or can't take, a sentence each; for a report at start."""
         return self._template.findings()
 
-    def _mark(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, base: Track | None,
-              shared: int) -> tuple[tuple[Message, ...], Any]:
+    def _mark(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, base: Track | None, shared: int
+    ) -> tuple[tuple[Message, ...], Any]:
         known = base.marked[:shared] if base is not None else ()
         marked = (*known, *(self._mark_one(messages[i], i) for i in range(len(known), len(messages))))
         if base is not None and tools == base.tools:
@@ -225,8 +260,10 @@ class Renderer:
         if isinstance(content, list):
             for part in content:
                 if not isinstance(part, str) and part.get("type") != "text":
-                    raise RenderError(f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
-                                      "renderer takes text only")
+                    raise RenderError(
+                        f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
+                        "renderer takes text only"
+                    )
         if len(message) == 2 and isinstance(content, str):
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
@@ -238,8 +275,14 @@ class Renderer:
         return last if last in self.end_ids else None
 
     def _continue(
-        self, base: Track, shared: int, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None,
-        marked: tuple[Message, ...], marked_tools: Any, text: str,
+        self,
+        base: Track,
+        shared: int,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...] | None,
+        marked: tuple[Message, ...],
+        marked_tools: Any,
+        text: str,
     ) -> tuple[str | None, str | None]:
         """(the text behind the base's ids, None), or (None, why a new row starts)."""
         if shared < len(base.messages):
@@ -255,13 +298,14 @@ class Renderer:
         # SentencePiece drops the space before the first word of an answer when it is decoded on its own.
         for shown in (base.text + said + stop, f"{base.text} {said}{stop}"):
             if text.startswith(shown) and (stop or text.startswith(self._template.closing, len(shown))):
-                return text[len(shown):], None
+                return text[len(shown) :], None
         if self.history == "sampled":
             return self._behind_rewritten(base, marked, marked_tools, text)
         return None, _difference(base.text + said + (stop or self._template.closing), text, len(base.text))
 
-    def _behind_rewritten(self, base: Track, marked: tuple[Message, ...], marked_tools: Any,
-                          text: str) -> tuple[str | None, str | None]:
+    def _behind_rewritten(
+        self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
+    ) -> tuple[str | None, str | None]:
         """What follows the base's answer when the template rewrote earlier answers.
 
         The base's answers are blanked, so that what differs between its prompt and this one is not their text.
@@ -270,8 +314,9 @@ class Renderer:
         if blank is None:
             return None, "the template rewrote history, and content uses every character that could stand for an answer"
         last = len(base.messages) - 1
-        skeleton = [{**m, "content": blank} if m.get("role") == "assistant" and i <= last else m
-                    for i, m in enumerate(marked)]
+        skeleton = [
+            {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
+        ]
         full = self._template.render(skeleton, marked_tools)
         # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
         head = self._template.render(skeleton[:last], marked_tools)
@@ -280,7 +325,7 @@ class Renderer:
         if not full.startswith(head):
             return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
         # Some templates show no text beside a tool call; then the answer starts where the head ends.
-        rest = full[max(full.find(blank, len(head)) + 1, len(head)):]
+        rest = full[max(full.find(blank, len(head)) + 1, len(head)) :]
         ended = self._ended(base)
         closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
         if stop and not closing.endswith(stop) and stop in rest:
@@ -288,11 +333,12 @@ class Renderer:
         found = rest.find(closing)
         if found < 0:
             return None, "the end of the last answer can't be found in the template's text"
-        return rest[found if ended is None else found + len(closing):], None
+        return rest[found if ended is None else found + len(closing) :], None
 
 
-def _longest(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None,
-             tracks: Sequence[Track]) -> tuple[Track | None, int]:
+def _longest(
+    messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, tracks: Sequence[Track]
+) -> tuple[Track | None, int]:
     """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
     The same tools, then the later track, break a tie."""
     best: tuple[bool, int, bool, int] | None = None
@@ -316,5 +362,5 @@ def _shared(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
 def _difference(before: str, now: str, prompt_end: int) -> str:
     at = next((i for i, (x, y) in enumerate(zip(before, now, strict=False)) if x != y), min(len(before), len(now)))
     what = "the earlier prompt" if at < prompt_end else "the last answer"
-    was, became = plain(before[at:at + 24]), plain(now[at:at + 24])
+    was, became = plain(before[at : at + 24]), plain(now[at : at + 24])
     return f"the template rewrote {what}: {was!r} became {became!r}"

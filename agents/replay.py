@@ -105,8 +105,11 @@ class ReplayEngine:
                 await self._until(lambda: budget.spent or self._turn_of_answers >= len(self._queue))
             return None
         tape, call = found[-1]
-        others = sum(max(_sampled(one), one.sampling.max_tokens) for one in tape.calls
-                     if one.engine != "authored" and one.call != call.call)  # fmt: skip
+        others = sum(
+            max(_sampled(one), one.sampling.max_tokens)
+            for one in tape.calls
+            if one.engine != "authored" and one.call != call.call
+        )
         cut = call.sampling.max_tokens >= (budget.limit or 0) - others
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
@@ -199,9 +202,14 @@ def recorded_answer(call: Call) -> Completion:
     """What the engine gave. Ids of a text that nobody sampled (a script's) were made by the door, not by the engine."""
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(
-        text=call.text, ids=None if scripted else call.completion, logprobs=call.logprobs, spans=call.spans,
-        finish=call.finish, tool_calls=call.tool_calls, usage=Usage() if scripted else call.usage,
-    )  # fmt: skip
+        text=call.text,
+        ids=None if scripted else call.completion,
+        logprobs=call.logprobs,
+        spans=call.spans,
+        finish=call.finish,
+        tool_calls=call.tool_calls,
+        usage=Usage() if scripted else call.usage,
+    )
 
 
 def recorded_error(call: Call) -> EngineError:
@@ -222,10 +230,17 @@ def request_divergence(tape: Tape, call: Call, request: Request) -> Divergence |
     then, now = clipped(difference.recorded, difference.observed)
     at = record_of_call(tape, call)
     return Divergence(
-        tape=tape.id, turn=turn_of(tape, at), record=at, call=call.call, by=call.by,
-        field=difference.field, recorded=then, observed=now, cause=cause,
+        tape=tape.id,
+        turn=turn_of(tape, at),
+        record=at,
+        call=call.call,
+        by=call.by,
+        field=difference.field,
+        recorded=then,
+        observed=now,
+        cause=cause,
         sentence=f"call {call.call} by {call.by!r}: {sentence}",
-    )  # fmt: skip
+    )
 
 
 def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[tuple[Difference, Likely, str]]:
@@ -244,22 +259,33 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
         for difference in differences(call.sampling.model_dump(), request.sampling.model_dump(), "sampling"):
             yield difference, Likely.CODE, "the agent asks to sample otherwise"
     if call.seed != request.seed:
-        yield (Difference("seed", call.seed, request.seed), Likely.ORDER,
-               f"`seed` was {call.seed}, it is now {request.seed}: it is another question of that agent, or the tape "
-               "says another sampling seed")  # fmt: skip
+        yield (
+            Difference("seed", call.seed, request.seed),
+            Likely.ORDER,
+            f"`seed` was {call.seed}, it is now {request.seed}: it is another question of that agent, or the tape "
+            "says another sampling seed",
+        )
     if request.prompt is not None and call.prompt is not None:
         ids = tape.call_prompt(call)
         if ids != request.prompt:
-            at = next((k for k, (a, b) in enumerate(zip(ids, request.prompt, strict=False)) if a != b),
-                      min(len(ids), len(request.prompt)))  # fmt: skip
-            sentence = (f"the same messages are other token ids from position {at} on: the tokenizer, the template or "
-                        "the renderer's settings aren't those of the recording")  # fmt: skip
-            yield Difference(f"prompt[{at}]", list(ids[at : at + 8]), list(request.prompt[at : at + 8])), \
-                Likely.RENDERING, sentence  # fmt: skip
+            at = next(
+                (k for k, (a, b) in enumerate(zip(ids, request.prompt, strict=False)) if a != b),
+                min(len(ids), len(request.prompt)),
+            )
+            sentence = (
+                f"the same messages are other token ids from position {at} on: the tokenizer, the template or "
+                "the renderer's settings aren't those of the recording"
+            )
+            yield (
+                Difference(f"prompt[{at}]", list(ids[at : at + 8]), list(request.prompt[at : at + 8])),
+                Likely.RENDERING,
+                sentence,
+            )
 
 
-def _blame_messages(tape: Tape, call: Call, then: list[Any], now: list[Any],
-                    difference: Difference) -> tuple[Likely, str]:  # fmt: skip
+def _blame_messages(
+    tape: Tape, call: Call, then: list[Any], now: list[Any], difference: Difference
+) -> tuple[Likely, str]:
     if sorted(map(repr, then)) == sorted(map(repr, now)):
         return Likely.ORDER, f"the messages come in another order, from `{difference.field}` on"
     others = [one for one in tape.calls if one.by == call.by and one.call != call.call]
@@ -274,14 +300,20 @@ def _blame_messages(tape: Tape, call: Call, then: list[Any], now: list[Any],
 
 def _unrecorded(tape: Tape | None, request: Request) -> Divergence:
     if tape is None:
-        sentence = (f"no tape has a question by {request.path!r} with the seed {request.seed} left: give the tapes "
-                    "that were recorded with these seeds")  # fmt: skip
+        sentence = (
+            f"no tape has a question by {request.path!r} with the seed {request.seed} left: give the tapes "
+            "that were recorded with these seeds"
+        )
     elif any(call.by == request.path for call in tape.calls):
         sentence = f"{request.path!r} asks the model once more than was recorded"
     else:
         known = ", ".join(sorted({call.by for call in tape.calls})) or "nobody"
         sentence = f"{request.path!r} asks the model, who never did on this tape ({known} did)"
-    return Divergence(tape=tape.id if tape is not None else "", by=request.path, field="call",
-                      observed=clipped("", str(dict(request.messages[-1])) if request.messages else "")[1],
-                      cause=Likely.EXHAUSTED, sentence=sentence)  # fmt: skip
-
+    return Divergence(
+        tape=tape.id if tape is not None else "",
+        by=request.path,
+        field="call",
+        observed=clipped("", str(dict(request.messages[-1])) if request.messages else "")[1],
+        cause=Likely.EXHAUSTED,
+        sentence=sentence,
+    )

@@ -26,10 +26,17 @@ tapereel replay runs/digits --agent examples/digits.py:player --jobs 4 --json
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     add_tape_arguments(parser, turn=True)
-    parser.add_argument("--agent", metavar="NAME", help="module:name or file.py:name (default: as the run's "
-                        "configuration says)")  # fmt: skip
-    parser.add_argument("--import", dest="names", action="append", default=[], metavar="NAME",
-                        help="module:name of an environment, or of anything else that defines steps")  # fmt: skip
+    parser.add_argument(
+        "--agent", metavar="NAME", help="module:name or file.py:name (default: as the run's configuration says)"
+    )
+    parser.add_argument(
+        "--import",
+        dest="names",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="module:name of an environment, or of anything else that defines steps",
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument("--no-guard", action="store_true", help="let the agent use clocks, randomness and sockets")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for one tape (default 60)")
@@ -39,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Replay, and print the verdicts."""
     if args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds}; it must be above 0")
-    plan = ReplayPlan(str(args.run), args.agent, tuple(args.names), args.tokenizer, args.turn, not args.no_guard,
-                      args.seconds)  # fmt: skip
+    plan = ReplayPlan(
+        str(args.run), args.agent, tuple(args.names), args.tokenizer, args.turn, not args.no_guard, args.seconds
+    )
     return tell(args, check_run(args, "replay", plan))
 
 
@@ -69,9 +77,13 @@ class ReplayPlan:
 
         def check(tape: Tape) -> Verdict:
             if tape.begin.agent.name != agent.path:
-                return unverifiable("replay", tape.id, f"it was recorded of the agent {tape.begin.agent.name!r}, not "
-                                    f"of {agent.path!r}: give --agent")  # fmt: skip
-            return asyncio.run(replay(tape, agent, renderer=renderer, turn=self.turn, guard=self.guard,
-                                      seconds=self.seconds))  # fmt: skip
+                return unverifiable(
+                    "replay",
+                    tape.id,
+                    f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
+                )
+            return asyncio.run(
+                replay(tape, agent, renderer=renderer, turn=self.turn, guard=self.guard, seconds=self.seconds)
+            )
 
         return check

@@ -31,8 +31,15 @@ SECONDS = 60.0
 """Wall clock that one tape's replay may take."""
 
 
-async def replay(tape: Tape, agent: Agent, *, renderer: Any | None = None, turn: int | None = None,
-                 guard: bool = True, seconds: float = SECONDS) -> Verdict:  # fmt: skip
+async def replay(
+    tape: Tape,
+    agent: Agent,
+    *,
+    renderer: Any | None = None,
+    turn: int | None = None,
+    guard: bool = True,
+    seconds: float = SECONDS,
+) -> Verdict:
     """Run `agent` again on `tape`, or on that turn of it alone, and compare.
 
     With the renderer of the recorded model, token ids are compared too. With `guard`, a clock, randomness, a socket or
@@ -50,13 +57,18 @@ async def replay(tape: Tape, agent: Agent, *, renderer: Any | None = None, turn:
         else:
             await _play(script, agent, renderer, seconds)
     except TimeoutError:
-        return unverifiable("replay", tape.id, f"the agent had not come to the end after {seconds:g} s: it waits for "
-                            "what no tape can give, or for an answer that was given up",
-                            checked=script.checked)  # fmt: skip
+        return unverifiable(
+            "replay",
+            tape.id,
+            f"the agent had not come to the end after {seconds:g} s: it waits for "
+            "what no tape can give, or for an answer that was given up",
+            checked=script.checked,
+        )
     if watch.first is not None:
         hit = watch.first
-        script.found = script.divergence(hit.what, None, hit.what, Likely.NONDETERMINISM, hit.sentence, by=agent.path,
-                                         where=hit.where)  # fmt: skip
+        script.found = script.divergence(
+            hit.what, None, hit.what, Likely.NONDETERMINISM, hit.sentence, by=agent.path, where=hit.where
+        )
     more: dict[str, Any] = {"checked": script.checked, "not_checked": tuple(script.notes)}
     return verified("replay", tape.id, **more) if script.found is None else diverged("replay", script.found, **more)
 
@@ -65,8 +77,10 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
     """Why the tape, or that turn of it, can't be played again; None where it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
-        return (f"nothing that is imported defines the step kind {unknown.original!r}, so the agent can't be shown "
-                "what it saw: name the module that does")  # fmt: skip
+        return (
+            f"nothing that is imported defines the step kind {unknown.original!r}, so the agent can't be shown "
+            "what it saw: name the module that does"
+        )
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     turns = len(tape._log.cuts)
     if turn is not None and not begun <= turn < turns:
@@ -99,14 +113,27 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
     engine = _Engine(script, renderer)
     engine.patience = agent.patience
     episode = _Episode(
-        agent, _World(script), begin.task, engine=engine, seed=begin.seed, env_seed=begin.env_seed,
-        group=begin.group, attempt=begin.attempt, split=begin.split, limits=Limits.model_validate(limits),
-        sampling=begin.sampling or Sampling(), journal=None, fork=script.prefix, tape_id=tape.id, retries=0,
+        agent,
+        _World(script),
+        begin.task,
+        engine=engine,
+        seed=begin.seed,
+        env_seed=begin.env_seed,
+        group=begin.group,
+        attempt=begin.attempt,
+        split=begin.split,
+        limits=Limits.model_validate(limits),
+        sampling=begin.sampling or Sampling(),
+        journal=None,
+        fork=script.prefix,
+        tape_id=tape.id,
+        retries=0,
         recorder=lambda made, journal, parent: _Checker(made, script, parent),
-    )  # fmt: skip
+    )
     given = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
     episode.llm.sampled = sum(
-        len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in given)
+        len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in given
+    )
     episode.llm.asked = len(given)
     if script.prefix is not None:
         for who, n in script.numbers():
@@ -216,13 +243,29 @@ class _Checker(Recorder):
         if record.engine != "authored":
             then = self._sampled[by, record.seed]
             if then.conversation != record.conversation:
-                raise script.end(script.divergence(
-                    "conversation", then.conversation, record.conversation, Likely.CODE,
-                    f"call {then.call} by {by!r} belongs to another conversation", by=by, call=then))  # fmt: skip
+                raise script.end(
+                    script.divergence(
+                        "conversation",
+                        then.conversation,
+                        record.conversation,
+                        Likely.CODE,
+                        f"call {then.call} by {by!r} belongs to another conversation",
+                        by=by,
+                        call=then,
+                    )
+                )
             if record.completion is not None and record.completion != then.completion:
-                raise script.end(script.divergence(
-                    "completion", list(then.completion or ()), list(record.completion), Likely.RENDERING,
-                    f"call {then.call} by {by!r}: the same answer is other token ids", by=by, call=then))  # fmt: skip
+                raise script.end(
+                    script.divergence(
+                        "completion",
+                        list(then.completion or ()),
+                        list(record.completion),
+                        Likely.RENDERING,
+                        f"call {then.call} by {by!r}: the same answer is other token ids",
+                        by=by,
+                        call=then,
+                    )
+                )
             return then
         if not self._authored[by]:
             raise script.beyond(by, "says something of its own", record.text)
@@ -230,7 +273,8 @@ class _Checker(Recorder):
         was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}
         now = {"messages": Tape(self.log).call_messages(record), "text": record.text, "tool_calls": record.tool_calls}
         for found in differences(was, now):
-            raise script.end(script.divergence(*found, Likely.CODE, f"{by!r} says something else of its own", by=by,
-                                               call=then))  # fmt: skip
+            raise script.end(
+                script.divergence(*found, Likely.CODE, f"{by!r} says something else of its own", by=by, call=then)
+            )
         script.asked(then, tokens=False)
         return then

@@ -83,12 +83,23 @@ async def rollout(
     CancelledError; nothing else comes out of an episode.
     """
     episode = Episode(
-        agent, env if isinstance(env, Environment) else env(), Task.of(task),
-        engine=engine, seed=seed, env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
-        group=group, attempt=attempt, split=split, limits=limits or Limits(), sampling=sampling or Sampling(),
-        journal=journal, fork=fork, unverified=unverified, tape_id=tape_id or new_tape_id(),
+        agent,
+        env if isinstance(env, Environment) else env(),
+        Task.of(task),
+        engine=engine,
+        seed=seed,
+        env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
+        group=group,
+        attempt=attempt,
+        split=split,
+        limits=limits or Limits(),
+        sampling=sampling or Sampling(),
+        journal=journal,
+        fork=fork,
+        unverified=unverified,
+        tape_id=tape_id or new_tape_id(),
         retries=retries,
-    )  # fmt: skip
+    )
     with Guard() if guard else contextlib.nullcontext():
         return await episode.run()
 
@@ -97,11 +108,26 @@ class Episode:
     """One episode of a rollout. `await episode.run()` once."""
 
     def __init__(
-        self, agent: Agent, env: Environment[Any], task: Task, *, engine: Engine | None, seed: int, env_seed: int,
-        group: str | None, attempt: int, split: str, limits: Limits, sampling: Sampling, journal: Journal | None,
-        fork: Tape | None, tape_id: str, retries: int, recorder: Callable[..., Recorder] = Recorder,
+        self,
+        agent: Agent,
+        env: Environment[Any],
+        task: Task,
+        *,
+        engine: Engine | None,
+        seed: int,
+        env_seed: int,
+        group: str | None,
+        attempt: int,
+        split: str,
+        limits: Limits,
+        sampling: Sampling,
+        journal: Journal | None,
+        fork: Tape | None,
+        tape_id: str,
+        retries: int,
+        recorder: Callable[..., Recorder] = Recorder,
         unverified: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.agent = agent
         self.env = env
         self.task = task
@@ -111,13 +137,26 @@ class Episode:
         self.started = time.perf_counter()
         parent = None
         if fork is not None:
-            parent = Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns,
-                            unverified=unverified)  # fmt: skip
+            parent = Parent(
+                tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified
+            )
         begin = Begin(
-            tape=tape_id, task=task, task_hash=task.hash, agent=agent.identity(), env=_environment_identity(env),
-            env_seed=env_seed, seed=seed, group=group, attempt=attempt, split=split, parent=parent,
-            versions=_versions(engine), sampling=sampling, limits=_told(limits, engine), at=time.time(),
-        )  # fmt: skip
+            tape=tape_id,
+            task=task,
+            task_hash=task.hash,
+            agent=agent.identity(),
+            env=_environment_identity(env),
+            env_seed=env_seed,
+            seed=seed,
+            group=group,
+            attempt=attempt,
+            split=split,
+            parent=parent,
+            versions=_versions(engine),
+            sampling=sampling,
+            limits=_told(limits, engine),
+            at=time.time(),
+        )
         self.recorder = recorder(begin, journal, fork)
         self.llm = LLM(self.recorder, engine, seed=seed, limits=limits, sampling=sampling, retries=retries)
         if fork is not None:
@@ -161,8 +200,13 @@ class Episode:
         """A warning for each distinct fault, not for each episode; an agent's own, scored, is training data."""
         taught = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
         if not taught and _first_time(cause.type.value, cause.error, cause.frame):
-            log.warning("an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
-                        cause.type.value, cause.error, cause.message, cause.frame or "no frame")  # fmt: skip
+            log.warning(
+                "an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
+                cause.type.value,
+                cause.error,
+                cause.message,
+                cause.frame or "no frame",
+            )
 
     async def _bounded(self) -> tuple[Status, Cause | None]:
         timer = asyncio.timeout(self.limits.seconds)
@@ -286,8 +330,13 @@ class Episode:
         return None
 
     def _end(self, status: Status, cause: Cause | None) -> End:
-        return End(tape=self.recorder.tape, status=status, cause=cause, seconds=time.perf_counter() - self.started,
-                   at=time.time())  # fmt: skip
+        return End(
+            tape=self.recorder.tape,
+            status=status,
+            cause=cause,
+            seconds=time.perf_counter() - self.started,
+            at=time.time(),
+        )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
         """The last word on scoring: the environment's own, then that of the sources that look at the whole tape."""

@@ -121,8 +121,9 @@ def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: P
     return asyncio.run(_run(config, scene, Path(out), resume, progress, started))
 
 
-async def _run(config: RunConfig, scene: Loaded, out: Path, resume: bool, progress: Progress,
-               started: float) -> RunSummary:  # fmt: skip
+async def _run(
+    config: RunConfig, scene: Loaded, out: Path, resume: bool, progress: Progress, started: float
+) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
@@ -174,11 +175,19 @@ class Places:
         tapes: list[Tape] = []
         while not self.full(group, attempt):
             tape = await rollout(
-                self.scene.agent, self.scene.env, task, engine=engine, group=group, attempt=attempt, split=config.split,
+                self.scene.agent,
+                self.scene.env,
+                task,
+                engine=engine,
+                group=group,
+                attempt=attempt,
+                split=config.split,
                 seed=derive_seed(config.seed, group, attempt, len(there)),
-                env_seed=derive_seed(config.seed, group, "env"), limits=config.limits, sampling=config.sampling,
+                env_seed=derive_seed(config.seed, group, "env"),
+                limits=config.limits,
+                sampling=config.sampling,
                 journal=self.journal,
-            )  # fmt: skip
+            )
             there.append(tape.trains)
             tapes.append(tape)
             self._count(tape)
@@ -234,27 +243,36 @@ def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: fl
     ends = Counter((s.status or "running", s.cause) for s in found)
     books = store.books()
     return RunSummary(
-        run=str(out), tasks=len(places.scene.tasks), attempts=config.attempts, episodes=len(found), recorded=recorded,
+        run=str(out),
+        tasks=len(places.scene.tasks),
+        attempts=config.attempts,
+        episodes=len(found),
+        recorded=recorded,
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
         faults=places.faults.most(),
         reward=None if scores.reward is None else scores.reward.value,
-        error=standard_error(rewards_of(store, config.split)), scores=scores,
+        error=standard_error(rewards_of(store, config.split)),
+        scores=scores,
         scored=scores.attempts - scores.unscored,
         usable=sum(map(counts, found)),
         turns=sum(s.actions for s in found) / len(found) if found else None,
-        tokens={"sampled": books.sampled, "authored": books.authored}, seconds=round(seconds, 3),
-    )  # fmt: skip
+        tokens={"sampled": books.sampled, "authored": books.authored},
+        seconds=round(seconds, 3),
+    )
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
     """task hash -> the reward of each attempt at it: that of its last episode that ended by the agent's own doing, None
     where that is unscored or there is none."""
-    return {task: [s.reward if counts(s) else None for s in attempts]
-            for task, attempts in attempts_of(store, split).items()}  # fmt: skip
+    return {
+        task: [s.reward if counts(s) else None for s in attempts]
+        for task, attempts in attempts_of(store, split).items()
+    }
 
 
-def scores_of(store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0,
-              by: str | None = None) -> Scores:  # fmt: skip
+def scores_of(
+    store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
+) -> Scores:
     """What the recorded episodes of `split` (None: all) come to. by: as in RunConfig."""
     labels: dict[str, str] | None = None
     if by is not None:

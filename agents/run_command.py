@@ -30,8 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     add_scene_arguments(parser)
     parser.add_argument("--attempts", metavar="N", help="episodes of each task (1)")
-    parser.add_argument("--k", metavar="K,K", help="report pass@k for these; unless --attempts or a file says "
-                        "otherwise, there are as many attempts as it takes")  # fmt: skip
+    parser.add_argument(
+        "--k",
+        metavar="K,K",
+        help="report pass@k for these; unless --attempts or a file says "
+        "otherwise, there are as many attempts as it takes",
+    )
     add_config_arguments(parser)
 
 
@@ -131,7 +135,7 @@ def _lines(summary: RunSummary) -> list[str]:
         *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
         pin_line(summary.run),
         safe(f"Next: tapereel show {summary.run}"),
-    ]  # fmt: skip
+    ]
     if not summary.usable and summary.episodes:
         lines.insert(0, "No episode ended by the agent's own doing: `tapereel show RUN TAPE` has the cause of each.")
     return [*_faults(summary), *lines]

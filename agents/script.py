@@ -22,9 +22,13 @@ from .given import asker, derive_seed
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _FROM_OUTSIDE = {
-    (Status.ERROR, CauseType.ENVIRONMENT), (Status.ERROR, CauseType.OURS), (Status.LIMIT, CauseType.SECONDS),
-    (Status.CANCELLED, None), (Status.CRASHED, None), (None, None),
-}  # fmt: skip
+    (Status.ERROR, CauseType.ENVIRONMENT),
+    (Status.ERROR, CauseType.OURS),
+    (Status.LIMIT, CauseType.SECONDS),
+    (Status.CANCELLED, None),
+    (Status.CRASHED, None),
+    (None, None),
+}
 """(status, cause) of ends that came from outside the agent, in whatever it was doing."""
 
 
@@ -110,22 +114,49 @@ class Script:
             return self.end()
         tape = self.tape
         how = tape.cause.message if tape.cause is not None else tape.status or "nothing: it is open"
-        return self.end(self.divergence(
-            "call" if "asks" in does else "step", None, observed, Likely.EXHAUSTED, f"{by!r} {does}, where nothing of "
-            f"it is recorded any more (the tape ends with: {how})", by=by))  # fmt: skip
+        return self.end(
+            self.divergence(
+                "call" if "asks" in does else "step",
+                None,
+                observed,
+                Likely.EXHAUSTED,
+                f"{by!r} {does}, where nothing of it is recorded any more (the tape ends with: {how})",
+                by=by,
+            )
+        )
 
-    def divergence(self, field: str, recorded: Any, observed: Any, cause: Likely, sentence: str, *,
-                   by: str | None = None, step: int | None = None, call: Call | None = None,
-                   where: str | None = None) -> Divergence:  # fmt: skip
+    def divergence(
+        self,
+        field: str,
+        recorded: Any,
+        observed: Any,
+        cause: Likely,
+        sentence: str,
+        *,
+        by: str | None = None,
+        step: int | None = None,
+        call: Call | None = None,
+        where: str | None = None,
+    ) -> Divergence:
         """A difference at the turn that is being played, or at a step or call."""
         then, now = clipped(recorded, observed)
         turn, at = self.turn, record_of_step(self.tape, step)
         if call is not None:
             turn, at = self.turns[call.call], record_of_call(self.tape, call)
         return Divergence(
-            tape=self.tape.id, turn=turn, record=at, step=step, call=call.call if call is not None else None, by=by,
-            field=field, recorded=then, observed=now, cause=cause, sentence=sentence, where=where,
-        )  # fmt: skip
+            tape=self.tape.id,
+            turn=turn,
+            record=at,
+            step=step,
+            call=call.call if call is not None else None,
+            by=by,
+            field=field,
+            recorded=then,
+            observed=now,
+            cause=cause,
+            sentence=sentence,
+            where=where,
+        )
 
     # What happens
 
@@ -147,8 +178,17 @@ class Script:
             cause, told = self._blame(record, entry, same_calls=calls == then)
             raise self.end(self.divergence(*found, cause, f"step {index} by {by!r}: {told}", by=by, step=index))
         if calls != then:
-            raise self.end(self.divergence("calls", then, calls, Likely.ORDER, f"step {index} by {by!r} is read from "
-                                           "another call than the recorded one", by=by, step=index))  # fmt: skip
+            raise self.end(
+                self.divergence(
+                    "calls",
+                    then,
+                    calls,
+                    Likely.ORDER,
+                    f"step {index} by {by!r} is read from another call than the recorded one",
+                    by=by,
+                    step=index,
+                )
+            )
         self.steps[by].popleft()
         self.checked["steps"] += 1
         if isinstance(record.content, Action):
@@ -169,8 +209,14 @@ class Script:
         blame = Likely.PARSER if heard and cause is not None and cause.type is CauseType.AGENT else Likely.CODE
         if cause is not None and cause.error == "RenderFailed":
             blame = Likely.RENDERING
-        return self.end(self.divergence(*found, blame, f"the episode ends here ({told}); recorded: {_told(then)}",
-                                        where=cause.frame if cause is not None else None))  # fmt: skip
+        return self.end(
+            self.divergence(
+                *found,
+                blame,
+                f"the episode ends here ({told}); recorded: {_told(then)}",
+                where=cause.frame if cause is not None else None,
+            )
+        )
 
     def _turn_over(self) -> None:
         """The turn's Action was yielded: all that was recorded in the turn must have come."""
@@ -186,8 +232,15 @@ class Script:
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
-            return self.divergence("call", asked, None, Likely.CODE, f"call {call.call} by {call.by!r} was recorded "
-                                   "and isn't made now", by=call.by, call=call)  # fmt: skip
+            return self.divergence(
+                "call",
+                asked,
+                None,
+                Likely.CODE,
+                f"call {call.call} by {call.by!r} was recorded and isn't made now",
+                by=call.by,
+                call=call,
+            )
         for by, steps in self.steps.items():
             if by != ENV and steps and steps[0][1].turn <= turn:
                 index, entry = steps[0]
@@ -199,8 +252,16 @@ class Script:
         known = sorted({entry.by for entry in self.tape.entries} - {ENV})
         if record.by in known or not known:
             return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
-        return self.end(self.divergence("by", known, record.by, Likely.CODE, f"{record.by!r} speaks, who never did on "
-                                        f"this tape ({', '.join(known)} did)", by=record.by))  # fmt: skip
+        return self.end(
+            self.divergence(
+                "by",
+                known,
+                record.by,
+                Likely.CODE,
+                f"{record.by!r} speaks, who never did on this tape ({', '.join(known)} did)",
+                by=record.by,
+            )
+        )
 
     def _blame(self, record: StepRecord, entry: Entry, *, same_calls: bool) -> tuple[Likely, str]:
         others = list(self.steps[record.by])[1:]
@@ -214,7 +275,6 @@ class Script:
         if heard:
             return Likely.PARSER, f"the model's answer is the recorded one and is read otherwise, {what}"
         return Likely.CODE, f"the agent does something else, {what}"
-
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
         """Whether a text of the step may have been read from the answers behind the recorded one: it is in one of them,

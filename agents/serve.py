@@ -62,18 +62,26 @@ class LocalServer:
         interpreter needs this package too, `lora_rank` room for adapters of that rank. `port` 0 takes a free one. What
         the server prints goes to `log` (default: a temporary file). It must be up within `patience` seconds."""
         if host not in LOOPBACK and key_variable is None:
-            raise ValueError(f"a server at {host} can be reached by others: name the environment variable with its API "
-                             "key (key_variable=, --key)")  # fmt: skip
+            raise ValueError(
+                f"a server at {host} can be reached by others: name the environment variable with its API "
+                "key (key_variable=, --key)"
+            )
         if host not in LOOPBACK and control:
-            raise ValueError(f"a server at {host} would take weights from whoever reaches it; serve those routes on "
-                             "loopback, or turn them off (control=False, --no-weights)")  # fmt: skip
+            raise ValueError(
+                f"a server at {host} would take weights from whoever reaches it; serve those routes on "
+                "loopback, or turn them off (control=False, --no-weights)"
+            )
         if not control and (transfer or lora_rank is not None):
-            raise ValueError("transfer and adapters are ways to take weights, which control=False (--no-weights) turns "
-                             "off: leave one of the two out")  # fmt: skip
+            raise ValueError(
+                "transfer and adapters are ways to take weights, which control=False (--no-weights) turns "
+                "off: leave one of the two out"
+            )
         ours = sorted({word.partition("=")[0] for word in options if _is_ours(word)})
         if ours:
-            raise ValueError(f"options {', '.join(ours)}: the model, the address and the variable that holds the key "
-                             "are arguments, since they decide who can reach the server")  # fmt: skip
+            raise ValueError(
+                f"options {', '.join(ours)}: the model, the address and the variable that holds the key "
+                "are arguments, since they decide who can reach the server"
+            )
         if lora_rank is not None:
             lora_options(lora_rank)
         if key_variable is not None and not os.environ.get(key_variable):
@@ -94,9 +102,25 @@ class LocalServer:
     @property
     def command(self) -> list[str]:
         """What is started."""
-        return [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
-                self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm",
-                "--logprobs-mode", "processed_logprobs", *self._whole_prompts, *self._ways, *self._options]  # fmt: skip
+        return [
+            self._python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.model),
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+            "--enable-scale-out",
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+            *self._whole_prompts,
+            *self._ways,
+            *self._options,
+        ]
 
     @cached_property
     def _whole_prompts(self) -> list[str]:
@@ -112,12 +136,21 @@ class LocalServer:
         """Flags of the ways to take weights, beside reloading, which needs none."""
         flags = []
         if self._transfer:
-            flags = ["--worker-extension-cls", TRANSFER["worker_extension_cls"],
-                     "--weight-transfer-config", json.dumps(TRANSFER["weight_transfer_config"])]  # fmt: skip
+            flags = [
+                "--worker-extension-cls",
+                TRANSFER["worker_extension_cls"],
+                "--weight-transfer-config",
+                json.dumps(TRANSFER["weight_transfer_config"]),
+            ]
         if self._lora_rank is not None:
             room = lora_options(self._lora_rank)
-            flags += ["--enable-lora", "--max-lora-rank", str(room["max_lora_rank"]),
-                      "--max-loras", str(room["max_loras"])]  # fmt: skip
+            flags += [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(room["max_lora_rank"]),
+                "--max-loras",
+                str(room["max_loras"]),
+            ]
         return flags
 
     async def start(self) -> str:
@@ -138,19 +171,32 @@ class LocalServer:
             try:
                 probe.bind((self.host, self.port))
             except OSError as error:
-                raise ServerStart(f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
-                                  "Choose another port (port=, --port; 0 takes a free one)") from error  # fmt: skip
+                raise ServerStart(
+                    f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
+                    "Choose another port (port=, --port; 0 takes a free one)"
+                ) from error
 
     def _spawn(self) -> None:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-                       "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
-                       **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora_rank is not None else {}),
-                       **self._environment}  # fmt: skip
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora_rank is not None else {}),
+            **self._environment,
+        }
         if self._key_variable is not None:
             environment["VLLM_API_KEY"] = os.environ[self._key_variable]
         self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                                         env=environment, start_new_session=True)  # fmt: skip
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
 
     async def _up(self) -> None:
         assert self._process is not None
@@ -159,16 +205,20 @@ class LocalServer:
             while True:
                 if self._process.poll() is not None:
                     if _NO_VLLM in self.printed():
-                        raise ServerStart(f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
-                                          "interpreter that has it (--python)")  # fmt: skip
-                    raise ServerStart(f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n"
-                                      f"{self.printed()}")  # fmt: skip
+                        raise ServerStart(
+                            f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
+                            "interpreter that has it (--python)"
+                        )
+                    raise ServerStart(
+                        f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n{self.printed()}"
+                    )
                 with contextlib.suppress(ServerFailed):
                     await server.get("/health", seconds=5.0)
                     return
                 if time.monotonic() > deadline:
-                    raise ServerStart(f"{' '.join(self.command)}\nwas not up after {self._patience:g} s:\n"
-                                      f"{self.printed()}")  # fmt: skip
+                    raise ServerStart(
+                        f"{' '.join(self.command)}\nwas not up after {self._patience:g} s:\n{self.printed()}"
+                    )
                 await asyncio.sleep(0.25)
         finally:
             await server.close()

@@ -31,13 +31,28 @@ class SGLangGenerate:
         assert request.prompt is not None
         sampling = request.sampling
         parameters = {
-            "n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or ALL,
-            "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
-            "max_new_tokens": sampling.max_tokens, "min_new_tokens": 0, "stop_token_ids": list(stops),
-            "sampling_seed": request.seed & (2**31 - 1), **sampling.extra,
-        }  # fmt: skip
-        return {"rid": request_id, "input_ids": request.prompt.tolist(), "sampling_params": parameters,
-                "return_logprob": True, "logprob_start_len": -1, "stream": False}  # fmt: skip
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or ALL,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "max_new_tokens": sampling.max_tokens,
+            "min_new_tokens": 0,
+            "stop_token_ids": list(stops),
+            "sampling_seed": request.seed & (2**31 - 1),
+            **sampling.extra,
+        }
+        return {
+            "rid": request_id,
+            "input_ids": request.prompt.tolist(),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+        }
 
     @reader
     def parse(self, answer: Any) -> Sampled:
@@ -49,8 +64,14 @@ class SGLangGenerate:
             if ids is not None and named != ids:
                 raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
             found = [field(found, k, 0) for k in range(len(found))]
-        return sampled(ids, found, finish=field(meta, "finish_reason", "type"), versions=meta.get("weight_versions"),
-                       prompt_tokens=meta.get("prompt_tokens"), cached=meta.get("cached_tokens"))  # fmt: skip
+        return sampled(
+            ids,
+            found,
+            finish=field(meta, "finish_reason", "type"),
+            versions=meta.get("weight_versions"),
+            prompt_tokens=meta.get("prompt_tokens"),
+            cached=meta.get("cached_tokens"),
+        )
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
@@ -98,9 +119,16 @@ class SGLangWeights:
         self._folder = folder
 
     async def finish(self, version: str, mode: PublishMode) -> None:
-        await self._post("/update_weights_from_disk", {
-            "model_path": str(self._folder), "weight_version": version, "flush_cache": mode != "stale_kv",
-            "abort_all_requests": False, "keep_pause": True})  # fmt: skip
+        await self._post(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(self._folder),
+                "weight_version": version,
+                "flush_cache": mode != "stale_kv",
+                "abort_all_requests": False,
+                "keep_pause": True,
+            },
+        )
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})

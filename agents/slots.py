@@ -39,8 +39,10 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name = type(model).__name__
 
     def refuse(reason: str) -> None:
-        raise UnsupportedModel(f"{name}: {reason}. The embedded engine runs full-attention decoders of text "
-                               "(Llama, Qwen2, Qwen3 and their like); serve this model with vLLM instead")
+        raise UnsupportedModel(
+            f"{name}: {reason}. The embedded engine runs full-attention decoders of text "
+            "(Llama, Qwen2, Qwen3 and their like); serve this model with vLLM instead"
+        )
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
@@ -70,8 +72,9 @@ class _Geometry(Cache):
         super().__init__(layers=[])
         self.seen: list[tuple[int, int, int, int]] = []
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-               ) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.seen.append((layer_idx, key_states.shape[1], key_states.shape[-1], value_states.shape[-1]))
         return key_states, value_states
 
@@ -90,13 +93,14 @@ class _SlotCache(Cache):
         self._write = write
         self._attended = attended
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-               ) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store this layer's new keys and values, and give all that its queries may look at."""
         keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
         keys[self._rows, :, self._write] = key_states.transpose(1, 2)
         values[self._rows, :, self._write] = value_states.transpose(1, 2)
-        return keys[self._view, :, :self._attended], values[self._view, :, :self._attended]
+        return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
 
 
 class SlotDecoder:
@@ -107,8 +111,10 @@ class SlotDecoder:
         refuse_unfit(model)
         longest = getattr(model.config, "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
-            raise ValueError(f"slots={slots}, capacity={capacity}: there must be at least one slot of two tokens, and "
-                             f"the model has positions for {longest}")
+            raise ValueError(
+                f"slots={slots}, capacity={capacity}: there must be at least one slot of two tokens, and "
+                f"the model has positions for {longest}"
+            )
         self.model: Any = model.eval().requires_grad_(False)
         self.slots = slots
         self.capacity = capacity
@@ -124,12 +130,12 @@ class SlotDecoder:
         except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UnsupportedModel):
                 raise
-            raise UnsupportedModel(f"{type(model).__name__}: a forward with a 4-D mask and a slot cache raises "
-                                   f"{type(error).__name__}: {error}; serve this model with vLLM instead") from error
+            raise UnsupportedModel(
+                f"{type(model).__name__}: a forward with a 4-D mask and a slot cache raises "
+                f"{type(error).__name__}: {error}; serve this model with vLLM instead"
+            ) from error
 
-    def extend(
-        self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]
-    ) -> Tensor:
+    def extend(self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]) -> Tensor:
         """Feed slots `first, first + 1, ...` and give float32 logits (rows, vocabulary) after each row's last token.
 
         `ids` (rows, columns) holds each row's `new` tokens aligned to the right; `have` is how many tokens of KV the
@@ -150,8 +156,14 @@ class SlotDecoder:
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, torch.from_numpy(write).to(self.device), attended)
-        out = self.model(input_ids=torch.from_numpy(ids).to(self.device), attention_mask=mask[:, None], position_ids=at,
-                         past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=torch.from_numpy(ids).to(self.device),
+            attention_mask=mask[:, None],
+            position_ids=at,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return out.logits[:, -1].float()
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -183,8 +195,9 @@ class SlotDecoder:
         given: dict[int, str] = {}
         for name, value in state.items():
             if value.shape != own[name].shape:
-                raise WrongWeights(f"{name}: published shape {tuple(value.shape)}, the model has "
-                                   f"{tuple(own[name].shape)}")
+                raise WrongWeights(
+                    f"{name}: published shape {tuple(value.shape)}, the model has {tuple(own[name].shape)}"
+                )
             twin = given.setdefault(own[name].data_ptr(), name)
             if twin != name and not torch.equal(state[twin], value):
                 raise WrongWeights(f"{twin} and {name} are tied in this model, but were published with two values")
@@ -209,12 +222,16 @@ class SlotDecoder:
         self.model(input_ids=at, attention_mask=mask, position_ids=at, past_key_values=probe, use_cache=True)
         shapes = {seen[1:] for seen in probe.seen}
         if [seen[0] for seen in probe.seen] != list(range(len(probe.seen))) or len(shapes) != 1:
-            raise UnsupportedModel(f"{type(self.model).__name__}: its layers cache keys and values of different shapes "
-                                   f"or not once each ({probe.seen}); serve this model with vLLM instead")
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: its layers cache keys and values of different shapes "
+                f"or not once each ({probe.seen}); serve this model with vLLM instead"
+            )
         heads, keys, values = shapes.pop()
         if keys != values:
-            raise UnsupportedModel(f"{type(self.model).__name__}: keys of size {keys} and values of size {values}; "
-                                   "serve this model with vLLM instead")
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: keys of size {keys} and values of size {values}; "
+                "serve this model with vLLM instead"
+            )
         return len(probe.seen), heads, keys
 
     def _prove(self) -> None:
@@ -227,7 +244,7 @@ class SlotDecoder:
         have = np.array([n - 1, (n + 1) // 2])[:rows]
         prompt = np.zeros((rows, int(have.max())), dtype=np.int64)
         for row, length in enumerate(have):
-            prompt[row, prompt.shape[1] - length:] = ids[row, :length]
+            prompt[row, prompt.shape[1] - length :] = ids[row, :length]
         one = np.ones(rows, dtype=np.int64)
         first = self.extend(0, prompt, np.zeros_like(have), have)
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
@@ -236,8 +253,10 @@ class SlotDecoder:
         # of the logits' range: an untrained model's are so small that a wrong mask would hide in an absolute bound
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
         if not off <= tolerance:
-            raise UnsupportedModel(f"{type(self.model).__name__}: logits through the slot cache differ from the plain "
-                                   f"forward by {off:.3g} (tolerance {tolerance:.3g}); serve this model with vLLM")
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: logits through the slot cache differ from the plain "
+                f"forward by {off:.3g} (tolerance {tolerance:.3g}); serve this model with vLLM"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -55,7 +55,7 @@ class Events:
         at = min(ends)
         if self._rest[at:] == b"\r":  # LF may follow
             return None
-        line, self._rest = self._rest[:at], self._rest[at + (2 if self._rest[at:at + 2] == b"\r\n" else 1):]
+        line, self._rest = self._rest[:at], self._rest[at + (2 if self._rest[at : at + 2] == b"\r\n" else 1) :]
         try:
             return line.decode()
         except UnicodeDecodeError as error:
@@ -117,7 +117,15 @@ class ChunkStream:
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}
-        return {"prompt_token_ids": self._prompt, "usage": self._usage, "choices": [
-            {**self._choice, **ended, "token_ids": self._lists.get("ids"),
-             "logprobs": {"content": self._lists.get("content")}}]}  # fmt: skip
-
+        return {
+            "prompt_token_ids": self._prompt,
+            "usage": self._usage,
+            "choices": [
+                {
+                    **self._choice,
+                    **ended,
+                    "token_ids": self._lists.get("ids"),
+                    "logprobs": {"content": self._lists.get("content")},
+                }
+            ],
+        }

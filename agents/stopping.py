@@ -23,10 +23,13 @@ def cut(completion: Completion, stops: Sequence[str], decode: Callable[[Any], st
         return replace(completion, text=text, finish="stop")
     n = _length(completion.ids, stops, decode)
     return replace(
-        completion, text=text, finish="stop", ids=completion.ids[:n],
+        completion,
+        text=text,
+        finish="stop",
+        ids=completion.ids[:n],
         logprobs=completion.logprobs[:n] if completion.logprobs is not None else None,
         spans=tuple((version, start, min(end, n)) for version, start, end in completion.spans if start < n),
-    )  # fmt: skip
+    )
 
 
 def _first(text: str, stops: Sequence[str]) -> int | None:

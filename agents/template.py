@@ -17,11 +17,17 @@ from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, digest
 _THINKING = "<think>\nWhy.\n</think>\n\nSo."
 _TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "lookup", "description": "Look it up.",
-                 "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}},
+    "function": {
+        "name": "lookup",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
 }
-_CALL: dict[str, Any] = {"id": "abcdefghi", "type": "function",
-                         "function": {"name": "lookup", "arguments": {"key": "pear"}}}
+_CALL: dict[str, Any] = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": {"key": "pear"}},
+}
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
@@ -29,12 +35,16 @@ def template_text(tokenizer: ChatTokenizer) -> str:
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise NoChatTemplate(f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
-                             "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
-                             "template (tapereel.agents.tiny has a short one)")
+        raise NoChatTemplate(
+            f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
+            "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
+            "template (tapereel.agents.tiny has a short one)"
+        )
     if isinstance(template, Mapping) and "default" not in template:
-        raise NoChatTemplate(f"the tokenizer has the chat templates {', '.join(map(repr, sorted(template)))} and none "
-                             "named 'default'; set tokenizer.chat_template to the one to use")
+        raise NoChatTemplate(
+            f"the tokenizer has the chat templates {', '.join(map(repr, sorted(template)))} and none "
+            "named 'default'; set tokenizer.chat_template to the one to use"
+        )
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True, ensure_ascii=False)
 
 
@@ -67,7 +77,7 @@ class Template:
         """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
         # What some templates write only behind a finished conversation (Phi-3: the end of sequence).
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
-        self._at_end = ended[len(_common(whole, ended)):]
+        self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
         """Control tokens that frame turns. Inside an answer they can only be text."""
 
@@ -78,12 +88,19 @@ class Template:
         template = self._by_name.get("tool_use") if tools else None
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt,
-                chat_template=template or self._by_name["default"], **self._kwargs)
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=template or self._by_name["default"],
+                **self._kwargs,
+            )
         except self._refusals as error:
             roles = "/".join(str(message.get("role")) for message in messages[-6:])
-            raise RenderError(f"the chat template refused {len(messages)} messages (roles end in {roles}): {error}; "
-                              "Renderer.probe() lists what this template can't take") from error
+            raise RenderError(
+                f"the chat template refused {len(messages)} messages (roles end in {roles}): {error}; "
+                "Renderer.probe() lists what this template can't take"
+            ) from error
 
     def findings(self) -> list[str]:
         """What this template would change of history or can't take, a sentence each."""
@@ -94,8 +111,9 @@ class Template:
             found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")
         return found
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *,
-             prompt: bool = True) -> str | None:
+    def _try(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True
+    ) -> str | None:
         try:
             return self.render(messages, tools, prompt=prompt)
         except RenderError:
@@ -120,13 +138,17 @@ class Template:
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
-                raise RenderError(f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
-                                  f"{', '.join(sorted(self._codec.control)[:40])}")
+                raise RenderError(
+                    f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
+                    f"{', '.join(sorted(self._codec.control)[:40])}"
+                )
         names = [self.end_text, str(eos) if eos is not None else "", self._end_of_call(), *more]
         ids = tuple(dict.fromkeys(self._codec.control[name] for name in names if name in self._codec.control))
         if not ids:
-            raise RenderError("nothing ends an answer: the chat template writes no control token after one and the "
-                              "tokenizer has no eos_token; set tokenizer.eos_token")
+            raise RenderError(
+                "nothing ends an answer: the chat template writes no control token after one and the "
+                "tokenizer has no eos_token; set tokenizer.eos_token"
+            )
         return ids
 
     def _end_of_call(self) -> str:
@@ -164,8 +186,10 @@ class Template:
     def _answer_findings(self) -> list[str]:
         q, r = _say("user", "Qx"), _say("user", "Rx")
         found: list[str] = []
-        for answer, what in ((_THINKING, "drops or rewrites the thinking of earlier answers"),
-                             (" Ax \n", "drops white space around earlier answers")):
+        for answer, what in (
+            (_THINKING, "drops or rewrites the thinking of earlier answers"),
+            (" Ax \n", "drops white space around earlier answers"),
+        ):
             text = self._try([q, _say("assistant", answer), r])
             if text is not None and answer not in text:
                 found.append(what)
@@ -188,8 +212,11 @@ class Template:
             now, later = self._try(asked, prompt=False), self._try([*asked, a, _say("user", "Rx")])
             if now is None or later is None or not later.startswith(now.removesuffix(self._at_end)):
                 found.append("moves the system message as the conversation grows, which starts a new row each time")
-        for messages, what in (([q, a, a, q], "two answers in a row"), ([q, q], "two user messages in a row"),
-                               ([q, a, _say("tool", "Tx")], "tool results after an answer without tool calls")):
+        for messages, what in (
+            ([q, a, a, q], "two answers in a row"),
+            ([q, q], "two user messages in a row"),
+            ([q, a, _say("tool", "Tx")], "tool results after an answer without tool calls"),
+        ):
             if self._try(messages) is None:
                 found.append(f"refuses {what}")
         return found
@@ -204,8 +231,15 @@ class Template:
         later = self._try([q, calling, result, _say("assistant", "Bx"), _say("user", "Rx")], [_TOOL])
         if later is None:
             return ["refuses a tool call and its result"]
-        found = [what for text, what in (("pear", "drops earlier tool calls"), ("Tx", "drops earlier tool results"),
-                                         ("Ax", "drops the text beside a tool call")) if text not in later]
+        found = [
+            what
+            for text, what in (
+                ("pear", "drops earlier tool calls"),
+                ("Tx", "drops earlier tool results"),
+                ("Ax", "drops the text beside a tool call"),
+            )
+            if text not in later
+        ]
         first = (self._try([q], [_TOOL], prompt=False) or "").removesuffix(self._at_end)
         if not later.startswith(first):
             found.append("moves the tools as the conversation grows, which starts a new row each time")

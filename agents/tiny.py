@@ -54,12 +54,18 @@ def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>",
-        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        eos_token="<|end|>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed: int = 0,
-               context: int = 512) -> LlamaForCausalLM:
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed: int = 0, context: int = 512
+) -> LlamaForCausalLM:
     """An untrained Llama of under a million parameters in float32, embeddings tied; equal for equal arguments.
 
     With `char_tokenizer`: micro 24 k, tiny 0.10 M, small 0.34 M, base 0.77 M parameters.
@@ -74,11 +80,21 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed
     width, layers, heads, feed_forward = _SHAPES[size]
     end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, intermediate_size=feed_forward, max_position_embeddings=context,
-        tie_word_embeddings=True, attention_dropout=0.0, bos_token_id=None, eos_token_id=end, pad_token_id=pad,
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=feed_forward,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
         # At this width the usual 0.02 wastes the first hundred updates on growing the weights.
-        initializer_range=0.1)
+        initializer_range=0.1,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

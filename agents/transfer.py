@@ -66,8 +66,13 @@ def worker_info(*, address: str, port: int, workers: int, packed: bool = True) -
     trainer is rank 0, its only sender; the workers follow."""
     if workers < 1:
         raise ValueError(f"{workers} workers: a server has at least one")
-    return {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + workers,
-            "packed": packed}  # fmt: skip
+    return {
+        "master_address": address,
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 1 + workers,
+        "packed": packed,
+    }
 
 
 class Named(Protocol):
@@ -82,9 +87,11 @@ class Named(Protocol):
 
 def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
     """What is announced ahead of a broadcast, in its order: `NCCLWeightTransferUpdateInfo`."""
-    return {"names": [name for name, _ in state],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
-            "shapes": [list(tensor.shape) for _, tensor in state]}  # fmt: skip
+    return {
+        "names": [name for name, _ in state],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
+        "shapes": [list(tensor.shape) for _, tensor in state],
+    }
 
 
 class NCCLTransfer(VLLMTransfer):
@@ -106,17 +113,22 @@ class NCCLTransfer(VLLMTransfer):
         info = worker_info(address=self._address, port=self._port, workers=size)
         try:
             self._group, _ = await self._together(
-                self._thread.run(_join(info, device)), self._post("/init_weight_transfer_engine", {"init_info": info}))
+                self._thread.run(_join(info, device)), self._post("/init_weight_transfer_engine", {"init_info": info})
+            )
         except ServerFailed as error:
-            raise CannotSend(f"{self.server} doesn't take weights by NCCL ({error}): start it with tapereel serve "
-                             "--nccl, or vLLM's --weight-transfer-config '{\"backend\": \"nccl\"}'") from error
+            raise CannotSend(
+                f"{self.server} doesn't take weights by NCCL ({error}): start it with tapereel serve "
+                '--nccl, or vLLM\'s --weight-transfer-config \'{"backend": "nccl"}\''
+            ) from error
 
     async def update(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
         pairs = list(load_file(folder / "model.safetensors").items())
-        await self._together(self._thread.run(_broadcast(pairs, self._group)),
-                             self._post("/update_weights", {"update_info": update_info(pairs)}))  # fmt: skip
+        await self._together(
+            self._thread.run(_broadcast(pairs, self._group)),
+            self._post("/update_weights", {"update_info": update_info(pairs)}),
+        )
 
     async def _together(self, ours: Awaitable[Any], theirs: Awaitable[Any]) -> tuple[Any, Any]:
         """Both sides of a collective call, each of which waits for the other."""
@@ -124,10 +136,12 @@ class NCCLTransfer(VLLMTransfer):
             async with asyncio.timeout(self._seconds):
                 return await asyncio.gather(ours, theirs)
         except TimeoutError as error:
-            raise CannotSend(f"{self.server} and this process did not get done over NCCL at {self._address}:"
-                             f"{self._port} within {self._seconds:g} s (engine.control_seconds): do its workers live, "
-                             "do they reach that address (engine.nccl.address), and has each a GPU of its own, other "
-                             "than ours?") from error  # fmt: skip
+            raise CannotSend(
+                f"{self.server} and this process did not get done over NCCL at {self._address}:"
+                f"{self._port} within {self._seconds:g} s (engine.control_seconds): do its workers live, "
+                "do they reach that address (engine.nccl.address), and has each a GPU of its own, other "
+                "than ours?"
+            ) from error
 
 
 def sending_device() -> int:
@@ -139,9 +153,11 @@ def sending_device() -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "vllm", "vllm", "publishing weights over NCCL") from error
     if not torch.cuda.is_available():
-        raise CannotSend("engine.publish=nccl broadcasts weights from a GPU of this process, and torch finds no CUDA "
-                         f"device here (torch {torch.__version__}): train where there is one that no server uses, or "
-                         "publish by engine.publish=reload, or =transfer on one machine")  # fmt: skip
+        raise CannotSend(
+            "engine.publish=nccl broadcasts weights from a GPU of this process, and torch finds no CUDA "
+            f"device here (torch {torch.__version__}): train where there is one that no server uses, or "
+            "publish by engine.publish=reload, or =transfer on one machine"
+        )
     return torch.cuda.current_device()
 
 
@@ -160,8 +176,12 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
         packed_nccl_broadcast_producer,
     )
 
-    packed_nccl_broadcast_producer(iterator=((name, tensor.cuda()) for name, tensor in pairs), group=group, src=0,
-                                   post_iter_func=lambda pair: pair[1])  # fmt: skip
+    packed_nccl_broadcast_producer(
+        iterator=((name, tensor.cuda()) for name, tensor in pairs),
+        group=group,
+        src=0,
+        post_iter_func=lambda pair: pair[1],
+    )
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
@@ -175,5 +195,7 @@ def free_port(address: str) -> int:
         with socket.create_server((address, 0)) as probe:
             return probe.getsockname()[1]
     except OSError as error:
-        raise CannotSend(f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "
-                         f"({error}): give an address of this machine that they reach") from error  # fmt: skip
+        raise CannotSend(
+            f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "
+            f"({error}): give an address of this machine that they reach"
+        ) from error

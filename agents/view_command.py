@@ -24,12 +24,19 @@ tapereel view runs/demo --out runs/demo-view --last 500
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory; a run at work is shown as it grows")
     parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help="where to listen (default: this machine only; anything else asks for a token)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default: this machine only; anything else asks for a token)",
+    )
     parser.add_argument("--token", help="the token to ask for, at least 16 letters and digits (default: a new one)")
     parser.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
-    parser.add_argument("--weights", metavar="DIR",
-                        help="a checkpoint or model folder: its probability of each token over that at sampling")
+    parser.add_argument(
+        "--weights",
+        metavar="DIR",
+        help="a checkpoint or model folder: its probability of each token over that at sampling",
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument("--out", metavar="DIR", help="write the view as files to DIR instead, to open or to host")
     parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
@@ -48,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
             from ..tapes.view.bundle import write_bundle
 
             written = write_bundle(view, Path(args.out), tapes=args.tape, last=args.last)
-            answer(args, written, f"{written['tapes']} tapes in {written['files']} files, {written['bytes']:,} bytes: "
-                                  f"open {written['index']}")  # fmt: skip
+            answer(
+                args,
+                written,
+                f"{written['tapes']} tapes in {written['files']} files, {written['bytes']:,} bytes: "
+                f"open {written['index']}",
+            )
             return Exit.HOLDS
         if args.tape or args.last is not None:
             raise UsageError("--tape and --last say what --out writes; give --out DIR, or filter in the browser")
@@ -66,8 +77,10 @@ async def _serve(args: argparse.Namespace, server: Any) -> None:
         try:
             await stack.enter_async_context(server.serving(args.port))
         except OSError as error:
-            raise UsageError(f"can't listen on {args.host}, port {args.port or 'any'} ({error.strerror or error}): "
-                             "give an address of this machine and a free port by --host and --port") from error
+            raise UsageError(
+                f"can't listen on {args.host}, port {args.port or 'any'} ({error.strerror or error}): "
+                "give an address of this machine and a free port by --host and --port"
+            ) from error
         answer(args, {"url": server.url, "run": str(args.run)}, server.url)
         say("press Ctrl-C to stop")
         if not args.no_browser:

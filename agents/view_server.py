@@ -34,10 +34,13 @@ from pydantic_core import to_json
 
 COOKIE = "tapereel-token"
 _HEADERS = {
-    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
-}  # fmt: skip
+}
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
 """From what a path and a query name to the answer."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -136,16 +139,19 @@ class Server:
             "/api/tape/{tape}/items/{page:[0-9]{1,9}}": lambda at, q: self.view.items(at["tape"], int(at["page"])),
             "/api/tape/{tape}/turns/{page:[0-9]{1,9}}": lambda at, q: self.view.turns(at["tape"], int(at["page"])),
             "/api/tape/{tape}/texts/{page:[0-9]{1,9}}": lambda at, q: self.view.texts(at["tape"], int(at["page"])),
-            "/api/tape/{tape}/find": lambda at, q: self.view.find(at["tape"], step=_number(q, "step"),
-                                                                  call=q.get("call")),
+            "/api/tape/{tape}/find": lambda at, q: self.view.find(
+                at["tape"], step=_number(q, "step"), call=q.get("call")
+            ),
             "/api/tape/{tape}/call": lambda at, q: self.view.call(at["tape"], q.get("call", ""), _number(q, "from")),
             "/api/tape/{tape}/text/{record:[0-9]{1,9}}": lambda at, q: self.view.text(
-                at["tape"], int(at["record"]), _number(q, "piece") or 0),
-        }  # fmt: skip
+                at["tape"], int(at["record"]), _number(q, "piece") or 0
+            ),
+        }
         for path, ask in asked.items():
             app.router.add_get(path, self._answering(ask, self._thread))
-        app.router.add_get("/api/tape/{tape}/explain",
-                           self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow))
+        app.router.add_get(
+            "/api/tape/{tape}/explain", self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
+        )
         app.router.add_get("/api/verify", self._verify)
         app.router.add_get("/media/{name}", self._media)
         return app
@@ -200,8 +206,11 @@ class Server:
         kind = IMAGES.get(name[64:])
         if kind is not None:
             return web.Response(body=body, content_type=kind)
-        return web.Response(body=body, content_type="application/octet-stream",
-                            headers={"Content-Disposition": f'attachment; filename="{name[:77]}"'})  # fmt: skip
+        return web.Response(
+            body=body,
+            content_type="application/octet-stream",
+            headers={"Content-Disposition": f'attachment; filename="{name[:77]}"'},
+        )
 
 
 async def _told(work: Awaitable[bytes]) -> web.StreamResponse:

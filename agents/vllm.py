@@ -17,10 +17,20 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any
     """The request's sampling in vLLM's words; `extra` is passed on as it is."""
     sampling = request.sampling
     return {
-        "n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": 0.0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "seed": request.seed,
-        "max_tokens": sampling.max_tokens, "min_tokens": 0, "stop_token_ids": list(stops), **sampling.extra,
-    }  # fmt: skip
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": request.seed,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "stop_token_ids": list(stops),
+        **sampling.extra,
+    }
 
 
 class Generate:
@@ -34,8 +44,13 @@ class Generate:
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
         parameters = sampling_parameters(request, stops) | {"logprobs": 0}
-        return {"model": model, "token_ids": request.prompt.tolist(), "request_id": request_id,
-                "sampling_params": parameters, "stream": False}  # fmt: skip
+        return {
+            "model": model,
+            "token_ids": request.prompt.tolist(),
+            "request_id": request_id,
+            "sampling_params": parameters,
+            "stream": False,
+        }
 
     @reader
     def parse(self, answer: Any) -> Sampled:
@@ -48,8 +63,14 @@ class Generate:
             if ids is not None and named != ids:
                 # Off by one here, and every token would be trained with its neighbour's probability.
                 raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
-        return sampled(ids, logprobs, finish=choice.get("finish_reason"), versions=choice.get("weight_versions"),
-                       prompt_tokens=_prompt_tokens(answer), cached=None)  # fmt: skip
+        return sampled(
+            ids,
+            logprobs,
+            finish=choice.get("finish_reason"),
+            versions=choice.get("weight_versions"),
+            prompt_tokens=_prompt_tokens(answer),
+            cached=None,
+        )
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}
@@ -59,8 +80,9 @@ class Generate:
 
     @reader
     def listed(self, answer: Any) -> list[float]:
-        return [field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0,
-                                                           "top_logprobs")]  # fmt: skip
+        return [
+            field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
+        ]
 
 
 class Completions:
@@ -73,9 +95,17 @@ class Completions:
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
         assert request.prompt is not None
-        return {"model": model, "prompt": request.prompt.tolist(), "request_id": request_id, "logprobs": 0,
-                "return_token_ids": True, "return_weight_versions": True, "stream": False, "echo": False,
-                **sampling_parameters(request, stops)}  # fmt: skip
+        return {
+            "model": model,
+            "prompt": request.prompt.tolist(),
+            "request_id": request_id,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_weight_versions": True,
+            "stream": False,
+            "echo": False,
+            **sampling_parameters(request, stops),
+        }
 
     @reader
     def parse(self, answer: Any) -> Sampled:
@@ -83,9 +113,15 @@ class Completions:
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         usage = answer.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        return sampled(choice.get("token_ids"), logprobs, finish=choice.get("finish_reason"),
-                       versions=choice.get("weight_versions"), prompt_tokens=_prompt_tokens(answer),
-                       cached=cached, prompt=choice.get("prompt_token_ids"))  # fmt: skip
+        return sampled(
+            choice.get("token_ids"),
+            logprobs,
+            finish=choice.get("finish_reason"),
+            versions=choice.get("weight_versions"),
+            prompt_tokens=_prompt_tokens(answer),
+            cached=cached,
+            prompt=choice.get("prompt_token_ids"),
+        )
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [f"cmpl-{request_id}-0"]}

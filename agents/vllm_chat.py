@@ -29,10 +29,19 @@ class Chat:
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
-        body = {"model": model, "messages": [_message(message) for message in request.messages],
-                "request_id": request_id, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
-                "return_weight_versions": True, "stream": True, "stream_options": {"include_usage": True},
-                "add_generation_prompt": True, **sampling_parameters(request, stops)}  # fmt: skip
+        body = {
+            "model": model,
+            "messages": [_message(message) for message in request.messages],
+            "request_id": request_id,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            "return_weight_versions": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "add_generation_prompt": True,
+            **sampling_parameters(request, stops),
+        }
         if request.tools:
             # Offered, so that the template shows them; what is sampled is ours to read.
             body |= {"tools": list(request.tools), "tool_choice": "none"}
@@ -48,10 +57,15 @@ class Chat:
         usage = answer.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return sampled(
-            choice.get("token_ids"), logprobs, finish=choice.get("finish_reason"),
-            versions=choice.get("weight_versions"), prompt_tokens=usage.get("prompt_tokens"), cached=cached,
-            prompt=answer.get("prompt_token_ids"), prompt_needed=True,
-        )  # fmt: skip
+            choice.get("token_ids"),
+            logprobs,
+            finish=choice.get("finish_reason"),
+            versions=choice.get("weight_versions"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached=cached,
+            prompt=answer.get("prompt_token_ids"),
+            prompt_needed=True,
+        )
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [f"chatcmpl-{request_id}"]}
@@ -61,8 +75,9 @@ class Chat:
 
     @reader
     def listed(self, answer: Any) -> list[float]:
-        return [field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0,
-                                                           "top_logprobs")]  # fmt: skip
+        return [
+            field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
+        ]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

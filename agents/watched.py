@@ -60,8 +60,9 @@ def without_arguments(frame: FrameType, least: int) -> bool:
 def without_seed(generator: random.Random, frame: FrameType) -> str | None:
     """The name by which the code in `frame` knows a generator that its own file makes as `name = random.Random()`; None
     where it can't be told that it was made so."""
-    reached = chain(frame.f_locals.items(), frame.f_globals.items(),
-                    getattr(frame.f_locals.get("self"), "__dict__", {}).items())  # fmt: skip
+    reached = chain(
+        frame.f_locals.items(), frame.f_globals.items(), getattr(frame.f_locals.get("self"), "__dict__", {}).items()
+    )
     names = {name for name, value in list(reached) if value is generator}
     return min(names & _unseeded(frame.f_code.co_filename), default=None)
 

@@ -47,8 +47,14 @@ def add_adapters(model: Any, config: AdapterConfig, *, seed: int = 0) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "peft", "lora", "training LoRA adapters") from error
     targets = list(config.targets) or "all-linear"
-    wanted = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, bias="none",
-                        target_modules=targets, task_type="CAUSAL_LM")  # fmt: skip
+    wanted = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, wanted)

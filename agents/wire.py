@@ -99,26 +99,39 @@ class Dialect(Protocol):
 
 
 def sampled(
-    ids: Any, logprobs: Any, *, finish: Any, versions: Any, prompt_tokens: int | None, cached: int | None,
-    prompt: Any = None, prompt_needed: bool = False,
-) -> Sampled:  # fmt: skip
+    ids: Any,
+    logprobs: Any,
+    *,
+    finish: Any,
+    versions: Any,
+    prompt_tokens: int | None,
+    cached: int | None,
+    prompt: Any = None,
+    prompt_needed: bool = False,
+) -> Sampled:
     """The checked completion. `versions` is a list of {"version", "start", "end"}, `prompt` the ids that were read;
     None: the server doesn't say. `prompt_needed` refuses that."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
-        raise BadAnswer(f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
-                        "return what was asked for, and text alone is no RL data; `tapereel serve` starts vLLM with "
-                        "the flags that it needs")  # fmt: skip
+        raise BadAnswer(
+            f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
+            "return what was asked for, and text alone is no RL data; `tapereel serve` starts vLLM with "
+            "the flags that it needs"
+        )
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
     if prompt_needed and not isinstance(prompt, list):
-        raise BadAnswer(f"the answer has prompt ids {_kind(prompt)}: nobody can say what the server read, and text "
-                        "alone is no RL data")  # fmt: skip
+        raise BadAnswer(
+            f"the answer has prompt ids {_kind(prompt)}: nobody can say what the server read, and text "
+            "alone is no RL data"
+        )
     return Sampled(
-        ids=checked_ids(ids, "answer"), logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
-        spans=_spans(versions, len(ids)), finish=_finish(finish),
+        ids=checked_ids(ids, "answer"),
+        logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
+        spans=_spans(versions, len(ids)),
+        finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
         prompt=None if prompt is None else checked_ids(prompt, "prompt in the answer"),
-    )  # fmt: skip
+    )
 
 
 def same_prompt(asked: array[int], read: array[int] | None) -> None:
@@ -126,10 +139,12 @@ def same_prompt(asked: array[int], read: array[int] | None) -> None:
     if read is None or read == asked:
         return
     at = next((k for k, (a, b) in enumerate(zip(asked, read, strict=False)) if a != b), min(len(asked), len(read)))
-    raise EngineError(f"the server read another prompt than it was given: {len(read)} ids for {len(asked)}, and id "
-                      f"{at} is {read[at:at + 1].tolist()} for {asked[at:at + 1].tolist()}. It renders messages by "
-                      "itself; serve the model with the same chat template, or with routes that take token ids (vLLM: "
-                      "--enable-scale-out)")  # fmt: skip
+    raise EngineError(
+        f"the server read another prompt than it was given: {len(read)} ids for {len(asked)}, and id "
+        f"{at} is {read[at : at + 1].tolist()} for {asked[at : at + 1].tolist()}. It renders messages by "
+        "itself; serve the model with the same chat template, or with routes that take token ids (vLLM: "
+        "--enable-scale-out)"
+    )
 
 
 def checked_ids(values: Sequence[Any], where: str) -> array[int]:
@@ -165,8 +180,13 @@ def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
     return spans
 
 
-_FINISH: dict[Any, Finish] = {"stop": "stop", "length": "length", "abort": "abort", "tool_calls": "tool_calls",
-                              "repetition": "stop"}  # fmt: skip
+_FINISH: dict[Any, Finish] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "tool_calls": "tool_calls",
+    "repetition": "stop",
+}
 
 
 def _finish(value: Any) -> Finish:

@@ -36,10 +36,24 @@ def rows_and_episodes(rows: int) -> tuple[list[Row], list[Episode]]:
     """The same rows as the trainer gets them."""
     rewards = np.asarray(columns(rows)["reward"])
     n = TOKENS
-    made = [Row(tape=f"t{i}", group=f"g{i // GROUP}", input_ids=np.zeros(n, np.int32), own=np.arange(n, dtype=np.int32),
-                old=np.full(n, -1, np.float32), temperature=np.ones(n, np.float32), version=np.zeros(n, np.int32),
-                call=np.zeros(n, np.int32), turn=np.zeros(n, np.int32), offset=np.arange(n, dtype=np.int32),
-                calls=("c",), agents=("a",), versions=("r:0",)) for i in range(rows)]
+    made = [
+        Row(
+            tape=f"t{i}",
+            group=f"g{i // GROUP}",
+            input_ids=np.zeros(n, np.int32),
+            own=np.arange(n, dtype=np.int32),
+            old=np.full(n, -1, np.float32),
+            temperature=np.ones(n, np.float32),
+            version=np.zeros(n, np.int32),
+            call=np.zeros(n, np.int32),
+            turn=np.zeros(n, np.int32),
+            offset=np.arange(n, dtype=np.int32),
+            calls=("c",),
+            agents=("a",),
+            versions=("r:0",),
+        )
+        for i in range(rows)
+    ]
     return made, [Episode(tape=f"t{i}", group=f"g{i // GROUP}", reward=float(rewards[i])) for i in range(rows)]
 
 

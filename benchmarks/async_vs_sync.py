@@ -56,8 +56,15 @@ def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
     config = DemoConfig(seed=seed, model_size=args.model_size)
     if args.tiny:
         loop = config.loop.model_copy(update={"groups": 2, "group_size": 2})
-        config = DemoConfig(seed=seed, model_size="micro", tasks=200, held_out=16, demonstrations=64,
-                            warm=WarmStartConfig(updates=2, batch=8), loop=loop)  # fmt: skip
+        config = DemoConfig(
+            seed=seed,
+            model_size="micro",
+            tasks=200,
+            held_out=16,
+            demonstrations=64,
+            warm=WarmStartConfig(updates=2, batch=8),
+            loop=loop,
+        )
     if args.updates is not None:
         config = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": args.updates})})
     return config
@@ -98,10 +105,19 @@ def measured(demo: Demo, mode: str, path: Path) -> dict[str, Any]:
         after = asyncio.run(training.evaluate(training.engine(history), mode))
         books = store.books()
     last = [reward for reward in rewards[-5:] if reward is not None]
-    found = {"reward": statistics.fmean(last), "held_out": after["sampled"]["mean"], "seconds": seconds, "cpu": cpu,
-            "idle": loop.idle_share, "lag": statistics.fmean(lags), "engine": loop.engine_seconds,
-            "trainer": loop.train_seconds, "tokens": books.sampled, "books_close": books.closes,
-            "load": os.getloadavg()[0]}  # fmt: skip
+    found = {
+        "reward": statistics.fmean(last),
+        "held_out": after["sampled"]["mean"],
+        "seconds": seconds,
+        "cpu": cpu,
+        "idle": loop.idle_share,
+        "lag": statistics.fmean(lags),
+        "engine": loop.engine_seconds,
+        "trainer": loop.train_seconds,
+        "tokens": books.sampled,
+        "books_close": books.closes,
+        "load": os.getloadavg()[0],
+    }
     print(demo.config.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
     return found
 
@@ -115,8 +131,10 @@ def table(seeds: list[int], pairs: list[dict[str, dict[str, Any]]]) -> str:
     for seed, modes in zip(seeds, pairs, strict=True):
         for mode in MODES:
             r = modes[mode]
-            lines.append(f"| {seed} | {mode} | {r['reward']:.3f} | {r['held_out']:.3f} | {r['seconds']:.0f} | "
-                         f"{r['cpu']:.0f} | {r['idle']:.0%} | {r['lag']:.2f} | {r['load']:.1f} |")
+            lines.append(
+                f"| {seed} | {mode} | {r['reward']:.3f} | {r['held_out']:.3f} | {r['seconds']:.0f} | "
+                f"{r['cpu']:.0f} | {r['idle']:.0%} | {r['lag']:.2f} | {r['load']:.1f} |"
+            )
     lines.append("")
     for name, what in (("reward", "reward of the last 5 updates"), ("held_out", "held-out reward")):
         differences = [modes["async"][name] - modes["sync"][name] for modes in pairs]

@@ -58,13 +58,38 @@ def record(run: Path, tapes: int) -> None:
         put = store.writer.append
         for k in range(tapes):
             tape, version = f"tape-{k:07d}", f"main:{k // 256}"
-            put(Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"),
-                      env_seed=0, seed=k, group=f"g{k // GROUP}", attempt=k % GROUP, at=0.0).body())  # fmt: skip
+            put(
+                Begin(
+                    tape=tape,
+                    task=task,
+                    task_hash=task.hash,
+                    agent=Identity(name="a"),
+                    env=Identity(name="e"),
+                    env_seed=0,
+                    seed=k,
+                    group=f"g{k // GROUP}",
+                    attempt=k % GROUP,
+                    at=0.0,
+                ).body()
+            )
             for turn in range(TURNS):
                 put(step_record(tape, Text(text=f"{turn}"), by="env").body())
-                put(Call(tape=tape, call=f"{tape}.{turn}", by="a", engine="embedded", prompt=ints(range(40)),
-                         completion=ids, logprobs=known, spans=((version, 0, TOKENS),), at=1.0, text="x" * 200,
-                         attempts=(Attempt(seconds=0.5),), usage=Usage(cost=1e-4)).body())  # fmt: skip
+                put(
+                    Call(
+                        tape=tape,
+                        call=f"{tape}.{turn}",
+                        by="a",
+                        engine="embedded",
+                        prompt=ints(range(40)),
+                        completion=ids,
+                        logprobs=known,
+                        spans=((version, 0, TOKENS),),
+                        at=1.0,
+                        text="x" * 200,
+                        attempts=(Attempt(seconds=0.5),),
+                        usage=Usage(cost=1e-4),
+                    ).body()
+                )
                 put(step_record(tape, Answer(text=f"{turn}"), by="a", calls=((f"{tape}.{turn}", 0, TOKENS),)).body())
                 put(Reward(tape=tape, step=2 * turn + 1, value=float(k % 3 == turn)).body())
             put(End(tape=tape, status=Status.FINISHED, seconds=2.0, at=2.0).body())
@@ -74,8 +99,9 @@ def record(run: Path, tapes: int) -> None:
 
 def measured(code: str, run: Path, tapes: int) -> tuple[float, float, float]:
     """Seconds by the wall, CPU seconds, and peak memory in MB, of a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code + _PRINT, str(run), str(tapes)], capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code + _PRINT, str(run), str(tapes)], capture_output=True, text=True, check=True
+    )
     wall, cpu, peak = done.stdout.split()
     return float(wall), float(cpu), int(peak) / 1024
 
@@ -92,8 +118,10 @@ def main() -> None:
             size = sum(file.stat().st_size for file in (run / "tapes").glob("*.jsonl"))
             for what, code in (("audit, index made first", _AUDIT), ("audit", _AUDIT), ("without the books", _FOLD)):
                 wall, cpu, peak = measured(code, run, tapes)
-                print(f"{tapes} tapes ({records} records, {size / 1e6:.0f} MB), {what}: {wall:.1f} s by the wall, "
-                      f"{cpu:.1f} s of CPU, {tapes / cpu:,.0f} tapes a CPU second, peak {peak:.0f} MB")  # fmt: skip
+                print(
+                    f"{tapes} tapes ({records} records, {size / 1e6:.0f} MB), {what}: {wall:.1f} s by the wall, "
+                    f"{cpu:.1f} s of CPU, {tapes / cpu:,.0f} tapes a CPU second, peak {peak:.0f} MB"
+                )
     print(f"load averages {', '.join(f'{load:.1f}' for load in os.getloadavg())} on {os.cpu_count()} cores")
 
 

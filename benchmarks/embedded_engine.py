@@ -48,13 +48,21 @@ class NoText:
 def models() -> dict[str, PreTrainedModel]:
     """A Llama of 0.34M and a Qwen3 of 1.0M parameters, character-level vocabularies."""
     torch.manual_seed(0)
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 4,
-                              "max_position_embeddings": 512, "tie_word_embeddings": True,
-                              "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     made = [
         LlamaForCausalLM(LlamaConfig(**common, hidden_size=96, num_hidden_layers=3, intermediate_size=256)),
-        Qwen3ForCausalLM(Qwen3Config(**common, hidden_size=144, num_hidden_layers=4, intermediate_size=384,
-                                     head_dim=36)),
+        Qwen3ForCausalLM(
+            Qwen3Config(**common, hidden_size=144, num_hidden_layers=4, intermediate_size=384, head_dim=36)
+        ),
     ]
     return {f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M": model.eval() for model in made}
 
@@ -78,8 +86,10 @@ def cpu_seconds(work: Callable[[], Any], repeat: int) -> float:
 
 def by_engine(engine: EmbeddedEngine, lengths: Sequence[int]) -> Callable[[], None]:
     """One coroutine per completion length."""
-    asked = [Request(messages=(), prompt=ints(prompt), sampling=Sampling(max_tokens=length), seed=i)
-             for i, (prompt, length) in enumerate(zip(prompts(len(lengths)), lengths, strict=True))]
+    asked = [
+        Request(messages=(), prompt=ints(prompt), sampling=Sampling(max_tokens=length), seed=i)
+        for i, (prompt, length) in enumerate(zip(prompts(len(lengths)), lengths, strict=True))
+    ]
 
     async def all_of_them() -> None:
         await asyncio.gather(*(engine.complete(request) for request in asked))
@@ -105,7 +115,7 @@ def in_batches(work: Callable[[torch.Tensor, int], Any], lengths: Sequence[int],
 
     def run() -> None:
         for start in range(0, len(lengths), size):
-            work(rows[start:start + size], max(lengths[start:start + size]))
+            work(rows[start : start + size], max(lengths[start : start + size]))
 
     return run
 
@@ -114,8 +124,14 @@ def throughput(model: PreTrainedModel, new: int, repeat: int) -> dict[str, dict[
     """Tokens per second by concurrency and way."""
 
     def generate(rows: torch.Tensor, n: int) -> None:
-        model.generate(rows, attention_mask=torch.ones_like(rows), do_sample=True, min_new_tokens=n,  # type: ignore
-                       max_new_tokens=n, top_k=0)
+        model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            do_sample=True,
+            min_new_tokens=n,  # type: ignore
+            max_new_tokens=n,
+            top_k=0,
+        )
 
     def raw(rows: torch.Tensor, n: int) -> None:
         raw_loop(model, rows, n)
@@ -129,8 +145,12 @@ def throughput(model: PreTrainedModel, new: int, repeat: int) -> dict[str, dict[
     for name, (lengths, width) in cases.items():
         engine = EmbeddedEngine(model, NoText(), version="v0", slots=width, capacity=PROMPT + 2 * new)
         with_eager = EmbeddedEngine(eager, NoText(), version="v0", slots=width, capacity=PROMPT + 2 * new)
-        ways = {"engine": by_engine(engine, lengths), "eager": by_engine(with_eager, lengths),
-                "raw": in_batches(raw, lengths, width), "generate": in_batches(generate, lengths, width)}
+        ways = {
+            "engine": by_engine(engine, lengths),
+            "eager": by_engine(with_eager, lengths),
+            "raw": in_batches(raw, lengths, width),
+            "generate": in_batches(generate, lengths, width),
+        }
         out[name] = {way: sum(lengths) / cpu_seconds(work, repeat) for way, work in ways.items()}
     return out
 
@@ -141,9 +161,15 @@ def turns(model: PreTrainedModel, park_tokens: int, repeat: int) -> float:
     async def episode(engine: EmbeddedEngine, number: int, prompt: list[int]) -> None:
         ids = ints(prompt)
         for turn in range(3):
-            completion = await engine.complete(Request(
-                messages=(), prompt=ids, sampling=Sampling(max_tokens=12), seed=3 * number + turn,
-                cache_key=f"e{number}"))
+            completion = await engine.complete(
+                Request(
+                    messages=(),
+                    prompt=ids,
+                    sampling=Sampling(max_tokens=12),
+                    seed=3 * number + turn,
+                    cache_key=f"e{number}",
+                )
+            )
             ids = ids + (completion.ids or ints()) + ints([5, 6, 7, 8])
         engine.forget(f"e{number}")
 
@@ -187,19 +213,25 @@ def main() -> None:
     for name, model in models().items():
         results[name] = {
             "tokens_per_second": throughput(model, options.new, options.repeat),
-            "three_turns": {"parked": turns(model, 64 * 256, options.repeat),
-                            "not parked": turns(model, 0, options.repeat)},
+            "three_turns": {
+                "parked": turns(model, 64 * 256, options.repeat),
+                "not parked": turns(model, 0, options.repeat),
+            },
             "swap_ms_64_rows": swap_milliseconds(model),
         }
     if options.json:
         print(json.dumps(results))
         return
     for name, result in results.items():
-        print(f"{name} parameters\n{'concurrent':24}{'engine tok/s':>14}{'eager':>9}{'raw':>9}{'generate':>10}"
-              f"{'/raw':>7}{'/gen':>7}")
+        print(
+            f"{name} parameters\n{'concurrent':24}{'engine tok/s':>14}{'eager':>9}{'raw':>9}{'generate':>10}"
+            f"{'/raw':>7}{'/gen':>7}"
+        )
         for case, row in result["tokens_per_second"].items():
-            print(f"{case:24}{row['engine']:14,.0f}{row['eager']:9,.0f}{row['raw']:9,.0f}{row['generate']:10,.0f}"
-                  f"{row['engine'] / row['raw']:7.2f}{row['engine'] / row['generate']:7.2f}")
+            print(
+                f"{case:24}{row['engine']:14,.0f}{row['eager']:9,.0f}{row['raw']:9,.0f}{row['generate']:10,.0f}"
+                f"{row['engine'] / row['raw']:7.2f}{row['engine'] / row['generate']:7.2f}"
+            )
         kept, lost = result["three_turns"]["parked"], result["three_turns"]["not parked"]
         print(f"three turns, 64 episodes: {kept:,.0f} tok/s parked, {lost:,.0f} not ({kept / lost:.2f}x)")
         print(f"a swap under 64 running rows of about 96 tokens: {result['swap_ms_64_rows']:.0f} ms\n")

@@ -71,16 +71,26 @@ def recorded(episodes: int, turns: int, vocabulary: int) -> list[Row]:
 
     async def record() -> list[Any]:
         engine = ScriptedEngine(lambda request: "c" * TEXT, renderer=renderer)
-        return await asyncio.gather(*(rollout(agent, lambda: Talk(turns), k, engine=engine, group="g", attempt=k,
-                                              limits=Limits(turns=None)) for k in range(episodes)))
+        return await asyncio.gather(
+            *(
+                rollout(agent, lambda: Talk(turns), k, engine=engine, group="g", attempt=k, limits=Limits(turns=None))
+                for k in range(episodes)
+            )
+        )
 
     rng = np.random.default_rng(0)
     found = [row for tape in asyncio.run(record()) for row in rows(tape)]
     if len(found) != episodes:
         raise SystemExit(f"{episodes} episodes became {len(found)} rows: the template doesn't extend")
     old = np.float32(-np.log(vocabulary))
-    return [replace(row, input_ids=rng.integers(0, vocabulary, len(row.input_ids)).astype(np.int32),
-                    old=np.full(len(row.own), old)) for row in found]
+    return [
+        replace(
+            row,
+            input_ids=rng.integers(0, vocabulary, len(row.input_ids)).astype(np.int32),
+            old=np.full(len(row.own), old),
+        )
+        for row in found
+    ]
 
 
 def per_call(row: Row) -> list[Row]:
@@ -89,9 +99,11 @@ def per_call(row: Row) -> list[Row]:
     for call in range(len(row.calls)):
         which = row.call == call
         last = int(row.own[which][-1])
-        cut = {name: getattr(row, name)[which] for name in ("own", "old", "temperature", "version", "call", "turn",
-                                                            "offset")}
-        found.append(replace(row, input_ids=row.input_ids[:last + 1], **cut))
+        cut = {
+            name: getattr(row, name)[which]
+            for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
+        }
+        found.append(replace(row, input_ids=row.input_ids[: last + 1], **cut))
     return found
 
 
@@ -110,8 +122,11 @@ def samples(made: list[Row]) -> list[dict[str, Any]]:
     """What TapeAgents trains on: per call ids, where the completion starts, and the advantage."""
     rewards = np.arange(len(made)) % 2.0
     scores = (rewards - rewards.mean()) / rewards.std(ddof=1)
-    return [{"ids": sample.input_ids.tolist(), "start": int(sample.own[0]), "advantage": float(score)}
-            for row, score in zip(made, scores, strict=True) for sample in per_call(row)]
+    return [
+        {"ids": sample.input_ids.tolist(), "start": int(sample.own[0]), "advantage": float(score)}
+        for row, score in zip(made, scores, strict=True)
+        for sample in per_call(row)
+    ]
 
 
 def main() -> None:
@@ -137,21 +152,33 @@ def main() -> None:
     commands = {kind: [sys.executable, __file__, "--only", kind, *flags] for kind in ("row", "calls")}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         if args.tapeagents:
-            json.dump({"vocabulary": args.vocabulary, "length": case.length, "reps": args.reps, "rows": args.episodes,
-                       "samples": samples(made)}, file)
+            json.dump(
+                {
+                    "vocabulary": args.vocabulary,
+                    "length": case.length,
+                    "reps": args.reps,
+                    "rows": args.episodes,
+                    "samples": samples(made),
+                },
+                file,
+            )
             file.flush()
             commands["tapeagents"] = [args.tapeagents, str(HERE / "peers" / "tapeagents_episode.py"), file.name]
         found = in_turn(commands, args.rounds)
     same_loss(found, 1e-4)
     own = sum(len(row.own) for row in made)
-    print(f"{args.episodes} episodes of {args.turns} turns, {own:,} own tokens, {args.rounds} rounds, load "
-          f"{os.getloadavg()[0]:.1f}\n\n| | tokens forwarded | CPU s | wall s | MiB | tokens / row | CPU / row |"
-          "\n|---|---|---|---|---|---|---|")
+    print(
+        f"{args.episodes} episodes of {args.turns} turns, {own:,} own tokens, {args.rounds} rounds, load "
+        f"{os.getloadavg()[0]:.1f}\n\n| | tokens forwarded | CPU s | wall s | MiB | tokens / row | CPU / row |"
+        "\n|---|---|---|---|---|---|---|"
+    )
     for name, several in found.items():
         cpu, wall, mib = (statistics.median(one[key] for one in several) for key in ("cpu", "wall", "mib"))
         tokens = lengths["row" if name == "row" else "calls"]
-        print(f"| {name} | {tokens:,} | {cpu:.2f} | {wall:.2f} | {mib:,.0f} | {tokens / lengths['row']:.2f} | "
-              f"{ratio(several, found['row'], 'cpu'):.2f} |")
+        print(
+            f"| {name} | {tokens:,} | {cpu:.2f} | {wall:.2f} | {mib:,.0f} | {tokens / lengths['row']:.2f} | "
+            f"{ratio(several, found['row'], 'cpu'):.2f} |"
+        )
 
 
 if __name__ == "__main__":

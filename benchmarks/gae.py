@@ -58,8 +58,10 @@ def main() -> None:
     lengths = rng.integers(args.longest // 8, args.longest + 1, args.episodes)
     earned = rng.random(args.episodes)
     values = [torch.from_numpy(rng.normal(size=n)).float() for n in lengths]
-    rewards = [torch.nn.functional.pad(torch.tensor([r]).float(), (int(n) - 1, 0))
-               for n, r in zip(lengths, earned, strict=True)]
+    rewards = [
+        torch.nn.functional.pad(torch.tensor([r]).float(), (int(n) - 1, 0))
+        for n, r in zip(lengths, earned, strict=True)
+    ]
     pad = torch.nn.utils.rnn.pad_sequence
     mask = torch.arange(int(lengths.max()))[None] < torch.from_numpy(lengths)[:, None]
     padded = [pad(column, batch_first=True) for column in (values, rewards)]
@@ -72,12 +74,16 @@ def main() -> None:
         "loop, packed": timed(lambda: looped_packed(values, rewards), max(2, args.reps // 2)),
     }
     ours = found["ours"][2][0].float()
-    for name, theirs in (("padded", found["loop, padded"][2][0][mask]),
-                         ("packed", torch.cat([a[0] for a, _ in found["loop, packed"][2]]))):
+    for name, theirs in (
+        ("padded", found["loop, padded"][2][0][mask]),
+        ("packed", torch.cat([a[0] for a, _ in found["loop, packed"][2]])),
+    ):
         if not torch.allclose(ours, theirs, atol=1e-4):
             raise SystemExit(f"the {name} loop and ours disagree by {float((ours - theirs).abs().max()):.3g}")
-    print(f"{args.episodes} episodes of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all, "
-          f"load {os.getloadavg()[0]:.1f}\n\n| | CPU s | wall s | M tokens per CPU s | CPU / ours |")
+    print(
+        f"{args.episodes} episodes of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all, "
+        f"load {os.getloadavg()[0]:.1f}\n\n| | CPU s | wall s | M tokens per CPU s | CPU / ours |"
+    )
     print("|---|---|---|---|---|")
     for name, (cpu, wall, _) in found.items():
         print(f"| {name} | {cpu:.4f} | {wall:.4f} | {lengths.sum() / cpu / 1e6:.2f} | {cpu / found['ours'][0]:.1f} |")
@@ -87,10 +93,23 @@ def _stream(lengths: np.ndarray, earned: np.ndarray) -> Stream:
     rows, episodes = [], []
     for i, (n, r) in enumerate(zip(lengths, earned, strict=True)):
         zeros = np.zeros(n, np.int32)
-        rows.append(Row(tape=f"t{i}", group=f"t{i}", input_ids=np.zeros(n + 1, np.int32),
-                        own=np.arange(1, n + 1, dtype=np.int32), old=np.full(n, -1, np.float32),
-                        temperature=np.ones(n, np.float32), version=zeros, call=zeros, turn=zeros,
-                        offset=np.arange(n, dtype=np.int32), calls=("c",), agents=("a",), versions=("r:0",)))
+        rows.append(
+            Row(
+                tape=f"t{i}",
+                group=f"t{i}",
+                input_ids=np.zeros(n + 1, np.int32),
+                own=np.arange(1, n + 1, dtype=np.int32),
+                old=np.full(n, -1, np.float32),
+                temperature=np.ones(n, np.float32),
+                version=zeros,
+                call=zeros,
+                turn=zeros,
+                offset=np.arange(n, dtype=np.int32),
+                calls=("c",),
+                agents=("a",),
+                versions=("r:0",),
+            )
+        )
         episodes.append(Episode(tape=f"t{i}", group=f"t{i}", reward=float(r)))
     return Stream.of(rows, episodes)
 

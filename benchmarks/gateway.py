@@ -78,8 +78,16 @@ async def serve(kind: str, out: str) -> None:
             answer = await upstream.complete(asked)
             message = {"role": "assistant", "content": answer.text}
             choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-            return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": asked["model"],
-                                      "choices": [choice], "usage": {}})  # fmt: skip
+            return web.json_response(
+                {
+                    "id": "x",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": asked["model"],
+                    "choices": [choice],
+                    "usage": {},
+                }
+            )
 
         app = web.Application()
         app.router.add_post("/v1/chat/completions", chat)
@@ -121,7 +129,6 @@ class Connection:
         if not told.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"{path}: {told!r} {answer}")
         return answer
-
 
     async def stream(self, path: str, body: Any, key: str) -> float:
         """Reads a stream to its end; the moment at which its first byte came."""
@@ -175,8 +182,15 @@ class Server:
 
     async def start(self, kind: str, out: str) -> int:
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--serve", kind, "--out", out, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE)  # fmt: skip
+            sys.executable,
+            __file__,
+            "--serve",
+            kind,
+            "--out",
+            out,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
         assert self.process.stdout is not None
         return int(await self.process.stdout.readline())
 
@@ -224,8 +238,13 @@ async def measure(kind: str, requests: int, clients: int, out: str) -> dict[str,
     cpu, started = server.cpu, time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     seconds = time.perf_counter() - started
-    told.update(per_second=len(took) / seconds, cpu_ms=(server.cpu - cpu) / len(took) * 1e3, rss_100=server.rss,
-                median_ms=statistics.median(alone) * 1e3, requests=len(took))  # fmt: skip
+    told.update(
+        per_second=len(took) / seconds,
+        cpu_ms=(server.cpu - cpu) / len(took) * 1e3,
+        rss_100=server.rss,
+        median_ms=statistics.median(alone) * 1e3,
+        requests=len(took),
+    )
     await server.stop()
     return told
 
@@ -233,8 +252,10 @@ async def measure(kind: str, requests: int, clients: int, out: str) -> dict[str,
 async def compare(requests: int, clients: int) -> None:
     """Print what both cost."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {"raw": await measure("raw", min(requests, 5000), clients, f"{folder}/raw"),
-                 "gateway": await measure("gateway", requests, clients, f"{folder}/gateway")}  # fmt: skip
+        found = {
+            "raw": await measure("raw", min(requests, 5000), clients, f"{folder}/raw"),
+            "gateway": await measure("gateway", requests, clients, f"{folder}/gateway"),
+        }
         from tapereel.tapes.store import Store
 
         with Store.open(f"{folder}/gateway") as store:
@@ -242,15 +263,23 @@ async def compare(requests: int, clients: int) -> None:
         size = sum(path.stat().st_size for path in store.folder.glob("*.jsonl"))
     print(f"{requests:,} requests, {TURNS} a tape, {clients} clients, 20 tokens an answer")
     for kind, told in found.items():
-        print(f"{kind:8} {told['per_second']:8,.0f} requests/s  {told['cpu_ms']:6.3f} ms of CPU each "
-              f"({1e3 / told['cpu_ms']:,.0f} a core)  median alone {told['median_ms']:.2f} ms")  # fmt: skip
+        print(
+            f"{kind:8} {told['per_second']:8,.0f} requests/s  {told['cpu_ms']:6.3f} ms of CPU each "
+            f"({1e3 / told['cpu_ms']:,.0f} a core)  median alone {told['median_ms']:.2f} ms"
+        )
     raw, gateway = found["raw"], found["gateway"]
-    print(f"added at the median: {gateway['median_ms'] - raw['median_ms']:.2f} ms; "
-          f"CPU added: {gateway['cpu_ms'] - raw['cpu_ms']:.3f} ms")  # fmt: skip
-    print("memory of the gateway, MiB, after 0, 20, 40, 60, 80, 100 % of the requests: "
-          + ", ".join(f"{gateway[f'rss_{k}']:.0f}" for k in range(0, 101, 20)))  # fmt: skip
-    print(f"{books.begun:,} tapes, {books.sampled:,} tokens sampled, {size / 1e6:.0f} MB; the books "
-          + ("close" if books.closes else f"DON'T CLOSE: {books.findings[:3]}"))  # fmt: skip
+    print(
+        f"added at the median: {gateway['median_ms'] - raw['median_ms']:.2f} ms; "
+        f"CPU added: {gateway['cpu_ms'] - raw['cpu_ms']:.3f} ms"
+    )
+    print(
+        "memory of the gateway, MiB, after 0, 20, 40, 60, 80, 100 % of the requests: "
+        + ", ".join(f"{gateway[f'rss_{k}']:.0f}" for k in range(0, 101, 20))
+    )
+    print(
+        f"{books.begun:,} tapes, {books.sampled:,} tokens sampled, {size / 1e6:.0f} MB; the books "
+        + ("close" if books.closes else f"DON'T CLOSE: {books.findings[:3]}")
+    )
 
 
 async def compare_streams(requests: int, clients: int) -> None:
@@ -279,10 +308,14 @@ async def compare_streams(requests: int, clients: int) -> None:
         rss = server.rss
         await server.stop()
     print(f"{requests:,} answers of {tokens} tokens, {clients} clients, whole and streamed")
-    print(f"one client alone: {statistics.median(alone[True]) * 1e3:.2f} ms to the first byte of a stream, "
-          f"{statistics.median(alone[False]) * 1e3:.2f} ms to a whole answer")  # fmt: skip
-    print(f"CPU of the server: {cpu[False]:.2f} ms for a whole answer, {cpu[True]:.2f} ms for a streamed one, "
-          f"{(cpu[True] - cpu[False]) / tokens * 1e3:.0f} microseconds for each token; {rss:.0f} MiB")  # fmt: skip
+    print(
+        f"one client alone: {statistics.median(alone[True]) * 1e3:.2f} ms to the first byte of a stream, "
+        f"{statistics.median(alone[False]) * 1e3:.2f} ms to a whole answer"
+    )
+    print(
+        f"CPU of the server: {cpu[False]:.2f} ms for a whole answer, {cpu[True]:.2f} ms for a streamed one, "
+        f"{(cpu[True] - cpu[False]) / tokens * 1e3:.0f} microseconds for each token; {rss:.0f} MiB"
+    )
 
 
 def main() -> None:

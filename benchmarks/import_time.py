@@ -12,9 +12,16 @@ import subprocess
 import sys
 
 STATEMENTS = (
-    "pass", "import pydantic", "import tapereel", "import tapereel.tapes", "import tapereel.envs",
-    "import tapereel.agents", "import tapereel.cli", "import tapereel.finetune", "import torch",
-)  # fmt: skip
+    "pass",
+    "import pydantic",
+    "import tapereel",
+    "import tapereel.tapes",
+    "import tapereel.envs",
+    "import tapereel.agents",
+    "import tapereel.cli",
+    "import tapereel.finetune",
+    "import torch",
+)
 REPEATS = 9
 
 

@@ -51,8 +51,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, required=True, help="one JSON per run, and the run directories")
     parser.add_argument("--docs", type=Path, default=None, help="bring learning.md and learning.png there up to date")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets",
-                        help="a setting of the task for this call, as warm=200 or lr=1e-3: for tuning")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="a setting of the task for this call, as warm=200 or lr=1e-3: for tuning",
+    )
     args = parser.parse_args()
     for seed in args.seed:
         for name in args.task:
@@ -82,24 +88,42 @@ def measure(name: str, learnt: Learnt, algo: str, seed: int, out: Path) -> dict[
     start = warm_start(name, learnt, seed, out)
     directory = out / "runs" / f"{name}-{algo}-{seed}"
     config = TrainConfig(
-        **scene(learnt, out / "warm" / f"{name}-{seed}"), seed=seed,
+        **scene(learnt, out / "warm" / f"{name}-{seed}"),
+        seed=seed,
         engine=EmbeddedConfig(model=start["model"], slots=256, capacity=learnt.context),
-        loop=LoopConfig(updates=learnt.updates, groups=learnt.groups, group_size=GROUP, recipe=algo,
-                        optimiser=OptimiserConfig(lr=learnt.lr), sampling=Sampling(max_tokens=learnt.max_tokens),
-                        limits=limits(learnt), checkpoint_every=1000, **SETTINGS.get(algo, {})),
+        loop=LoopConfig(
+            updates=learnt.updates,
+            groups=learnt.groups,
+            group_size=GROUP,
+            recipe=algo,
+            optimiser=OptimiserConfig(lr=learnt.lr),
+            sampling=Sampling(max_tokens=learnt.max_tokens),
+            limits=limits(learnt),
+            checkpoint_every=1000,
+            **SETTINGS.get(algo, {}),
+        ),
         evaluation=EvaluationConfig(fraction=0),
-    )  # fmt: skip
+    )
     began = time.process_time()
     summary = train(config, directory / "training", resume=(directory / "training").exists())
     cpu = time.process_time() - began
     after = held_out(learnt, summary.model, out / "warm" / f"{name}-{seed}", directory)
     lines = [line for line in read_metrics(directory / "training" / METRICS) if line["phase"] == "rl"]
     return {
-        "task": name, "algo": algo, "seed": seed, "before": start["held_out"], "after": after,
-        "updates": summary.updates, "episodes": sum(line["episodes"] for line in lines), "tokens": summary.tokens,
-        "cpu_seconds": round(cpu, 1), "warm_cpu_seconds": start["cpu_seconds"], "books_close": summary.books_close,
-        "curve": lines, "optimum": learnt.optimum,
-    }  # fmt: skip
+        "task": name,
+        "algo": algo,
+        "seed": seed,
+        "before": start["held_out"],
+        "after": after,
+        "updates": summary.updates,
+        "episodes": sum(line["episodes"] for line in lines),
+        "tokens": summary.tokens,
+        "cpu_seconds": round(cpu, 1),
+        "warm_cpu_seconds": start["cpu_seconds"],
+        "books_close": summary.books_close,
+        "curve": lines,
+        "optimum": learnt.optimum,
+    }
 
 
 def warm_start(name: str, learnt: Learnt, seed: int, out: Path) -> dict[str, Any]:
@@ -120,10 +144,12 @@ def held_out(learnt: Learnt, model: str, home: Path, out: Path) -> dict[str, Any
     found = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         config = RunConfig(
-            **{**scene(learnt, home), "tasks": str(home / "held_out.jsonl")}, limits=limits(learnt), concurrency=256,
+            **{**scene(learnt, home), "tasks": str(home / "held_out.jsonl")},
+            limits=limits(learnt),
+            concurrency=256,
             engine=EmbeddedConfig(model=model, slots=256, capacity=learnt.context),
             sampling=Sampling(max_tokens=learnt.max_tokens, temperature=temperature),
-        )  # fmt: skip
+        )
         summary = run(config, out / name, resume=(out / name).exists())
         found[name] = {"mean": summary.reward, "error": summary.error, "n": summary.scored}
     return found
@@ -141,16 +167,30 @@ def imitate(learnt: Learnt, seed: int, home: Path) -> str:
     tokenizer = char_tokenizer()
     tiny_model(tokenizer, learnt.model, seed=seed, context=learnt.context).save_pretrained(base)  # type: ignore[arg-type]
     tokenizer.save_pretrained(base)
-    run(RunConfig(**scene(learnt, home), engine=ScriptedConfig(policy=learnt.policy, tokenizer=base), split="demo",
-                  seed=seed, limits=limits(learnt), sampling=Sampling(max_tokens=learnt.max_tokens), concurrency=256),
-        home / "demonstrations", resume=(home / "demonstrations").exists())  # fmt: skip
+    run(
+        RunConfig(
+            **scene(learnt, home),
+            engine=ScriptedConfig(policy=learnt.policy, tokenizer=base),
+            split="demo",
+            seed=seed,
+            limits=limits(learnt),
+            sampling=Sampling(max_tokens=learnt.max_tokens),
+            concurrency=256,
+        ),
+        home / "demonstrations",
+        resume=(home / "demonstrations").exists(),
+    )
     optimiser = OptimiserConfig(
-        lr=learnt.warm_lr, schedule=Schedule(kind="cosine", warmup=20, total=max(learnt.warm, 21)))
+        lr=learnt.warm_lr, schedule=Schedule(kind="cosine", warmup=20, total=max(learnt.warm, 21))
+    )
     config = TrainConfig(
-        **scene(learnt, home), seed=seed, engine=EmbeddedConfig(model=base, capacity=learnt.context),
+        **scene(learnt, home),
+        seed=seed,
+        engine=EmbeddedConfig(model=base, capacity=learnt.context),
         warm=ImitationConfig(tapes=str(home / "demonstrations"), updates=learnt.warm, optimiser=optimiser),
-        loop=LoopConfig(updates=0), evaluation=EvaluationConfig(fraction=0),
-    )  # fmt: skip
+        loop=LoopConfig(updates=0),
+        evaluation=EvaluationConfig(fraction=0),
+    )
     return train(config, home / "imitation", resume=(home / "imitation").exists()).model
 
 

@@ -26,8 +26,10 @@ def table(runs: Sequence[Run], tasks: Iterable[str], algos: Sequence[str]) -> st
 
 def _earned(runs: Sequence[Run], algos: Sequence[str]) -> list[str]:
     seeds = sorted({run["seed"] for run in runs})
-    lines = [_line(["", *(f"seed {seed}" for seed in seeds), "mean", "greedy, mean", "sampled tokens", "CPU, s"]),
-             _line(["---"] * (len(seeds) + 5))]  # fmt: skip
+    lines = [
+        _line(["", *(f"seed {seed}" for seed in seeds), "mean", "greedy, mean", "sampled tokens", "CPU, s"]),
+        _line(["---"] * (len(seeds) + 5)),
+    ]
     first = {run["seed"]: run for run in runs}
     lines.append(_row("warm start", [first[seed]["before"] for seed in seeds], "", ""))
     for algo in algos:
@@ -35,8 +37,14 @@ def _earned(runs: Sequence[Run], algos: Sequence[str]) -> list[str]:
         if own:
             # An evaluation's tokens are held out; what is left was sampled to be trained on.
             sampled = sum(run["tokens"]["sampled"] - run["tokens"]["held_out"] for run in own.values())
-            lines.append(_row(algo, [own[s]["after"] if s in own else None for s in seeds], f"{sampled:,}",
-                              f"{statistics.fmean(run['cpu_seconds'] for run in own.values()):.0f}"))  # fmt: skip
+            lines.append(
+                _row(
+                    algo,
+                    [own[s]["after"] if s in own else None for s in seeds],
+                    f"{sampled:,}",
+                    f"{statistics.fmean(run['cpu_seconds'] for run in own.values()):.0f}",
+                )
+            )
     return lines
 
 
@@ -49,20 +57,39 @@ def _row(name: str, found: Sequence[Any], tokens: str, cpu: str) -> str:
 
 
 def _looked(runs: Sequence[Run], algos: Sequence[str]) -> list[str]:
-    lines = [_line(["", "flat groups", "clipped tokens", "surprise, first and last", "KL to the sampler",
-                    "explained variance, first and last"]), _line(["---"] * 6)]  # fmt: skip
+    lines = [
+        _line(
+            [
+                "",
+                "flat groups",
+                "clipped tokens",
+                "surprise, first and last",
+                "KL to the sampler",
+                "explained variance, first and last",
+            ]
+        ),
+        _line(["---"] * 6),
+    ]
     for algo in algos:
         curves = [run["curve"] for run in runs if run["algo"] == algo]
         if curves:
-            cells = [f"{share:.0%}" if share is not None else "-"
-                     for share in (_mean(curves, "group/flat"), _mean(curves, "clip"))]  # fmt: skip
+            cells = [
+                f"{share:.0%}" if share is not None else "-"
+                for share in (_mean(curves, "group/flat"), _mean(curves, "clip"))
+            ]
             both = [_mean([c[:5] for c in curves], "logprob"), _mean([c[-5:] for c in curves], "logprob")]
             cells.append(", ".join("-" if v is None else f"{-v:.2f}" for v in both))
             kl = _mean(curves, "kl/old")
             cells.append("-" if kl is None else f"{kl:.4f}")
-            cells.append(", ".join("-" if v is None else f"{v:.2f}" for v in
-                                   (explained(line for c in curves for line in c[:5]),
-                                    explained(line for c in curves for line in c[-5:]))))  # fmt: skip
+            cells.append(
+                ", ".join(
+                    "-" if v is None else f"{v:.2f}"
+                    for v in (
+                        explained(line for c in curves for line in c[:5]),
+                        explained(line for c in curves for line in c[-5:]),
+                    )
+                )
+            )
             lines.append(_line([algo, *cells]))
     return lines
 
@@ -102,8 +129,14 @@ def figure(path: Path, runs: Sequence[Run], tasks: Sequence[str], algos: Sequenc
     from matplotlib.figure import Figure
 
     shown = [task for task in tasks if any(run["task"] == task for run in runs)]
-    style: dict[Any, Any] = {"font.size": 8, "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK,
-                             "xtick.color": INK, "ytick.color": INK}  # fmt: skip
+    style: dict[Any, Any] = {
+        "font.size": 8,
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
     with matplotlib.rc_context(style):
         drawn = Figure(figsize=(9, 1.7 * len(shown) + 0.4), layout="constrained")
         FigureCanvasAgg(drawn)
@@ -123,8 +156,13 @@ def figure(path: Path, runs: Sequence[Run], tasks: Sequence[str], algos: Sequenc
 def _panel(axes: Any, runs: Sequence[Run]) -> None:
     for k, run in enumerate(sorted(runs, key=lambda run: run["seed"])):
         rewards = [line["reward"] for line in run["curve"]]
-        axes.plot(range(1, len(rewards) + 1), rewards, color=COLOURS[k % len(COLOURS)], linewidth=1.1,
-                  label=f"seed {run['seed']}")  # fmt: skip
+        axes.plot(
+            range(1, len(rewards) + 1),
+            rewards,
+            color=COLOURS[k % len(COLOURS)],
+            linewidth=1.1,
+            label=f"seed {run['seed']}",
+        )
     axes.set_ylim(-0.03, 1.03)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=FAINT, alpha=0.5, linewidth=0.5)

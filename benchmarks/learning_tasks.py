@@ -135,10 +135,14 @@ def scorer() -> Callable[[str | None, Task], float]:
 def words(size: int, seed: int) -> Taskset:
     """Words of five and six small letters."""
     return reasoning_tasks(
-        "spell_backward", size, seed, min_word_len=5, max_word_len=6,
+        "spell_backward",
+        size,
+        seed,
+        min_word_len=5,
+        max_word_len=6,
         keep=lambda entry: entry["metadata"]["word"].isalpha() and entry["metadata"]["word"].islower(),
         question=lambda entry: entry["metadata"]["word"],
-    )  # fmt: skip
+    )
 
 
 def speller() -> ChatAgent:
@@ -188,16 +192,51 @@ def _named(name: str) -> str:
 
 TASKS = {
     "sums": Learnt(
-        lambda size, seed: calculator_tasks(size, seed), 8_000, _named("calculator_agent"), _named("calculator"),
-        _named("demonstrate_sums"), model="small", context=64, max_tokens=12, turns=4, warm=400, updates=40, groups=8,
-        lr=3e-4, optimum="1",
+        lambda size, seed: calculator_tasks(size, seed),
+        8_000,
+        _named("calculator_agent"),
+        _named("calculator"),
+        _named("demonstrate_sums"),
+        model="small",
+        context=64,
+        max_tokens=12,
+        turns=4,
+        warm=400,
+        updates=40,
+        groups=8,
+        lr=3e-4,
+        optimum="1",
     ),
     "lake": Learnt(
-        lakes, 2_000, _named("walker"), _named("Lake"), _named("demonstrate_lake"), model="tiny", context=128,
-        max_tokens=2, turns=MOVES, warm=200, updates=16, groups=8, lr=1e-3, optimum="1 for who sees the whole map",
+        lakes,
+        2_000,
+        _named("walker"),
+        _named("Lake"),
+        _named("demonstrate_lake"),
+        model="tiny",
+        context=128,
+        max_tokens=2,
+        turns=MOVES,
+        warm=200,
+        updates=16,
+        groups=8,
+        lr=1e-3,
+        optimum="1 for who sees the whole map",
     ),
     "words": Learnt(
-        words, 4_000, _named("speller"), _named("Backward"), _named("demonstrate_words"), model="tiny", context=32,
-        max_tokens=8, turns=1, warm=200, updates=30, groups=8, lr=1e-3, optimum="1",
+        words,
+        4_000,
+        _named("speller"),
+        _named("Backward"),
+        _named("demonstrate_words"),
+        model="tiny",
+        context=32,
+        max_tokens=8,
+        turns=1,
+        warm=200,
+        updates=30,
+        groups=8,
+        lr=1e-3,
+        optimum="1",
     ),
-}  # fmt: skip
+}

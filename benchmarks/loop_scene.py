@@ -39,9 +39,14 @@ class Dice(Environment[ToolCalls | Said]):
     async def step(self, action: ToolCalls | Said) -> Outcome:
         if isinstance(action, Said):
             return Outcome(reward=reward("tool", action.text), terminated=True)
-        return Outcome(ToolResults(results=tuple(
-            ToolResult(id=call.id, name=call.name, content=str(roll_die(**call.arguments)))  # type: ignore[arg-type]
-            for call in action.calls)))
+        return Outcome(
+            ToolResults(
+                results=tuple(
+                    ToolResult(id=call.id, name=call.name, content=str(roll_die(**call.arguments)))  # type: ignore[arg-type]
+                    for call in action.calls
+                )
+            )
+        )
 
 
 def read(text: str) -> Action:

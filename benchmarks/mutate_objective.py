@@ -48,8 +48,11 @@ FILES = {
     "head.py": "score",
     "micro.py": "micro",
     "stream.py": "stream credit baseline guards",
-    **{f"recipes/{path.name}": "recipes" for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))
-       if path.stem not in ("__init__", "files", "recipe")},
+    **{
+        f"recipes/{path.name}": "recipes"
+        for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))
+        if path.stem not in ("__init__", "files", "recipe")
+    },
 }
 """Each file, and the test files that answer for it."""
 LAST = "-1 and 1 name the same dimension of two"
@@ -58,15 +61,19 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("words/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
     ("words/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
     ("words/select.py", "quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)"): ROUNDING,
-    ("words/word.py", "return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None"):
-        "one value has no squared deviation either",
+    (
+        "words/word.py",
+        "return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None",
+    ): "one value has no squared deviation either",
     ("words/weigh.py", "return 1.0"): "a sum has no denominator to add up",
     ("head.py", "CHUNK = 1 << 22"): TUNED,
     ("head.py", "lse[at] = z.logsumexp(-1)"): LAST,
     ("head.py", "entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)"): LAST,
     ("head.py", "entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)"): "nobody reads it",
-    ("head.py", "scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)"):
-        "dividing by 1 changes nothing",
+    (
+        "head.py",
+        "scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)",
+    ): "dividing by 1 changes nothing",
     ("stream.py", "if not np.isclose(part.sum(), episode.reward, rtol=1e-6, atol=1e-6):"): ROUNDING,
     ("micro.py", "MICRO_TOKENS = 2048"): TUNED,
     ("micro.py", "SHARE_TOKENS = 64"): TUNED,
@@ -75,8 +82,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
 """Survivors that change nothing: (file, text of the mutated line) and why."""
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Lt: ast.GtE, ast.GtE: ast.Lt,
-    ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.BitAnd: ast.BitOr,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
 
@@ -160,8 +176,20 @@ def _run(file: Path, tree: ast.Module, tests: list[str]) -> int:
 
     importlib.machinery.SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-W",
-                                "ignore::pytest.PytestAssertRewriteWarning", *tests]))
+        return int(
+            pytest.main(
+                [
+                    "-x",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "--no-header",
+                    "-W",
+                    "ignore::pytest.PytestAssertRewriteWarning",
+                    *tests,
+                ]
+            )
+        )
 
 
 def main() -> int:

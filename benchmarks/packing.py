@@ -30,10 +30,23 @@ def rows_of(lengths: np.ndarray) -> list[Row]:
     rows = []
     for i, n in enumerate(map(int, lengths)):
         ones, zeros = np.ones(n - 1, np.float32), np.zeros(n - 1, np.int32)
-        rows.append(Row(
-            tape=f"t{i}", group=f"g{i // 8}", input_ids=rng.integers(0, 100, n).astype(np.int32),
-            own=np.arange(1, n, dtype=np.int32), old=-4.6 * ones, temperature=ones, version=zeros, call=zeros,
-            turn=zeros, offset=np.arange(n - 1, dtype=np.int32), calls=("c",), agents=("a",), versions=("r:0",)))
+        rows.append(
+            Row(
+                tape=f"t{i}",
+                group=f"g{i // 8}",
+                input_ids=rng.integers(0, 100, n).astype(np.int32),
+                own=np.arange(1, n, dtype=np.int32),
+                old=-4.6 * ones,
+                temperature=ones,
+                version=zeros,
+                call=zeros,
+                turn=zeros,
+                offset=np.arange(n - 1, dtype=np.int32),
+                calls=("c",),
+                agents=("a",),
+                versions=("r:0",),
+            )
+        )
     return rows
 
 

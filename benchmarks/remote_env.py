@@ -158,11 +158,16 @@ async def main(openenv: Path | None, count: int, sessions: int) -> dict[str, Any
             found["OpenEnv's client, our server"] = await openenv_s_client(openenv / "bin/python", url, server, count)
     if openenv is not None:
         port = "8765"
-        command = [openenv / "bin/python", "-u", "-c", "import threading, time, uvicorn\n"
-                   "from server.app import app\n"
-                   f"server = uvicorn.Server(uvicorn.Config(app, port={port}, log_level='critical'))\n"
-                   "def told():\n    while not server.started: time.sleep(0.05)\n    print('up', flush=True)\n"
-                   "threading.Thread(target=told).start()\nserver.run()\n"]  # fmt: skip
+        command = [
+            openenv / "bin/python",
+            "-u",
+            "-c",
+            "import threading, time, uvicorn\n"
+            "from server.app import app\n"
+            f"server = uvicorn.Server(uvicorn.Config(app, port={port}, log_level='critical'))\n"
+            "def told():\n    while not server.started: time.sleep(0.05)\n    print('up', flush=True)\n"
+            "threading.Thread(target=told).start()\nserver.run()\n",
+        ]
         with process(command, openenv / "echo") as (server, _):
             url = f"http://127.0.0.1:{port}"
             found["our OpenEnv client, OpenEnv's server"] = await steps(OpenEnvironment(url), data, count, server)

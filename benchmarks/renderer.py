@@ -18,8 +18,10 @@ from tapereel.agents.render import Renderer, Track
 from tapereel.agents.tiny import char_tokenizer
 
 TURNS = (1, 10, 50)
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 THINKING = CHATML.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
 SENTENCE = "The quick brown fox asks what 47 times 83 is; the answer, naively, is 3901. "
 
@@ -29,8 +31,9 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator([SENTENCE], trainer)
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
@@ -61,9 +64,11 @@ def episode(tokenizer: PreTrainedTokenizerFast, *, answer: str, splice: bool) ->
 
 def main() -> None:
     plain, thought = (SENTENCE * 2)[:100], "<think>" + SENTENCE[:40] + "</think>" + SENTENCE[:46]
-    for name, tokenizer, answer in (("characters", char_tokenizer(), plain),
-                                    ("byte-level BPE", byte_tokenizer(CHATML), plain),
-                                    ("BPE, thinking stripped", byte_tokenizer(THINKING), thought)):
+    for name, tokenizer, answer in (
+        ("characters", char_tokenizer(), plain),
+        ("byte-level BPE", byte_tokenizer(CHATML), plain),
+        ("BPE, thinking stripped", byte_tokenizer(THINKING), thought),
+    ):
         for splice in (True, False):
             runs = [episode(tokenizer, answer=answer, splice=splice) for _ in range(6)][1:]
             best = {turn: min(run[turn] for run in runs) for turn in TURNS}

@@ -44,11 +44,19 @@ def record(run: Path, n: int) -> None:
     async def play(store: Store) -> None:
         engine = ScriptedEngine(policy, renderer=Renderer(tokenizer))
         for start in range(0, n, PART):
-            await asyncio.gather(*(
-                rollout(calculator_agent(), Calculator, tasks[k % len(tasks)], engine=engine, seed=k,
-                        journal=store.writer)
-                for k in range(start, min(start + PART, n))
-            ))  # fmt: skip
+            await asyncio.gather(
+                *(
+                    rollout(
+                        calculator_agent(),
+                        Calculator,
+                        tasks[k % len(tasks)],
+                        engine=engine,
+                        seed=k,
+                        journal=store.writer,
+                    )
+                    for k in range(start, min(start + PART, n))
+                )
+            )
 
     with Store.create(run, durability="os") as store:
         asyncio.run(play(store))
@@ -74,19 +82,24 @@ def measure(run: Path, jobs: int) -> dict[str, Any]:
     turns = sum(tape.turns for tape in tapes)
     renderer = Renderer(char_tokenizer())
     found: dict[str, Any] = {
-        "tapes": len(tapes), "turns": turns, "tapes_read_per_cpu_second": reading,
+        "tapes": len(tapes),
+        "turns": turns,
+        "tapes_read_per_cpu_second": reading,
         "turns_per_cpu_second": {
             "messages": turns_per_second(tapes, guard=False),
             "messages and token ids": turns_per_second(tapes, guard=False, renderer=renderer),
             "and the guard": turns_per_second(tapes, renderer=renderer),
         },
-    }  # fmt: skip
+    }
     print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
     started = time.perf_counter()
     words = [sys.executable, "-m", "tapereel.cli", "replay", str(run), "--jobs", str(jobs), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    found["verb"] = {"jobs": jobs, "counts": json.loads(done.stdout)["counts"],
-                     "turns_per_wall_second": turns / (time.perf_counter() - started)}  # fmt: skip
+    found["verb"] = {
+        "jobs": jobs,
+        "counts": json.loads(done.stdout)["counts"],
+        "turns_per_wall_second": turns / (time.perf_counter() - started),
+    }
     return found
 
 

@@ -44,10 +44,24 @@ def ours(case: Case) -> Callable[[], float]:
     own = np.flatnonzero(case.own()).astype(np.int32)
     n, calls = len(own), (own // (2 * TURN)).astype(np.int32)
     names = int(calls.max()) + 1
-    rows = [Row(tape=f"t{i}", group="g", input_ids=ids[i], own=own, old=np.full(n, case.old(), np.float32),
-                temperature=np.ones(n, np.float32), version=np.zeros(n, np.int32), call=calls, turn=calls,
-                offset=(np.arange(n) % TURN).astype(np.int32), calls=tuple(f"c{k}" for k in range(names)),
-                agents=("a",) * names, versions=("r:0",)) for i in range(case.rows)]
+    rows = [
+        Row(
+            tape=f"t{i}",
+            group="g",
+            input_ids=ids[i],
+            own=own,
+            old=np.full(n, case.old(), np.float32),
+            temperature=np.ones(n, np.float32),
+            version=np.zeros(n, np.int32),
+            call=calls,
+            turn=calls,
+            offset=(np.arange(n) % TURN).astype(np.int32),
+            calls=tuple(f"c{k}" for k in range(names)),
+            agents=("a",) * names,
+            versions=("r:0",),
+        )
+        for i in range(case.rows)
+    ]
     episodes = [Episode(tape=f"t{i}", group="g", reward=float(rewards[i])) for i in range(case.rows)]
     trainer = Trainer(case.model(), get_recipe("grpo"), lr=LR)
 
@@ -66,8 +80,11 @@ def table(found: Found) -> str:
     for name, several in found.items():
         values = [statistics.median(one[key] for one in several) for key in ("cpu", "wall", "mib")]
         ratios = [ratio(several, found["ours"], key) for key in ("cpu", "wall", "mib")]
-        lines.append(f"| {name} | {values[0]:.2f} | {values[1]:.2f} | {values[2]:,.0f} | "
-                     + " | ".join(f"{one:.2f}" for one in ratios) + " |")
+        lines.append(
+            f"| {name} | {values[0]:.2f} | {values[1]:.2f} | {values[2]:,.0f} | "
+            + " | ".join(f"{one:.2f}" for one in ratios)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -82,14 +99,18 @@ def main() -> None:
     if args.tiny:
         args.vocabulary, args.rows, args.length, args.reps, args.rounds = 500, 2, 256, 2, 1
     shape = [str(n) for n in (args.vocabulary, args.rows, args.length, args.reps)]
-    commands = {"ours": [sys.executable, __file__, "ours"],
-                "plain": [sys.executable, str(HERE / "peers" / "plain_update.py")]}
+    commands = {
+        "ours": [sys.executable, __file__, "ours"],
+        "plain": [sys.executable, str(HERE / "peers" / "plain_update.py")],
+    }
     for name in ("tapeagents", "torchrl"):
         if python := getattr(args, name):
             commands[name] = [python, str(HERE / "peers" / f"{name}_update.py")]
     found = in_turn({name: [*command, *shape] for name, command in commands.items()}, args.rounds)
-    print(f"vocabulary {args.vocabulary:,}, {args.rows} x {args.length} tokens, {args.rounds} rounds, "
-          f"loss {same_loss(found, 1e-5):.6f}, load {os.getloadavg()[0]:.1f}\n\n{table(found)}")
+    print(
+        f"vocabulary {args.vocabulary:,}, {args.rows} x {args.length} tokens, {args.rounds} rounds, "
+        f"loss {same_loss(found, 1e-5):.6f}, load {os.getloadavg()[0]:.1f}\n\n{table(found)}"
+    )
 
 
 if __name__ == "__main__":

@@ -64,11 +64,24 @@ def record(steps: int, prompt: array[int], completion: array[int], logprobs: arr
     keep, base = 0, None
     for k in range(steps // 2):
         call = f"t.{k}"
-        log.append(Call(
-            tape="t", call=call, by="a", base=base, keep=keep, keep_messages=2 * k, prompt=prompt, text=TEXT,
-            messages=({"role": "user", "content": TEXT},), completion=completion, logprobs=logprobs,
-            spans=(("v:0", 0, len(completion)),), sampling=Sampling(), at=0.0,
-        ))  # fmt: skip
+        log.append(
+            Call(
+                tape="t",
+                call=call,
+                by="a",
+                base=base,
+                keep=keep,
+                keep_messages=2 * k,
+                prompt=prompt,
+                text=TEXT,
+                messages=({"role": "user", "content": TEXT},),
+                completion=completion,
+                logprobs=logprobs,
+                spans=(("v:0", 0, len(completion)),),
+                sampling=Sampling(),
+                at=0.0,
+            )
+        )
         base, keep = call, keep + len(prompt) + len(completion)
         log.append(step_record("t", Done(text=TEXT), by="a", calls=((call, 0, len(completion)),)))
         log.append(Reward(tape="t", step=len(log.entries) - 1, value=0.0))

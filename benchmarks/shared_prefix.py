@@ -26,9 +26,18 @@ def policy() -> LlamaForCausalLM:
     """The model of these measurements, and one thread for it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=104, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=104,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def batch(prompt: int, tokens: int, group: int) -> tuple[list[Row], list[Episode]]:
@@ -38,10 +47,24 @@ def batch(prompt: int, tokens: int, group: int) -> tuple[list[Row], list[Episode
     own = np.arange(prompt, prompt + tokens, dtype=np.int32)
     ones = np.ones(tokens, np.float32)
     zeros = np.zeros(tokens, np.int32)
-    rows = [Row(tape=f"t{i}", group=f"g{i % 2}", own=own, old=-4.6 * ones, temperature=ones, version=zeros, call=zeros,
-                input_ids=np.concatenate([prompts[i % 2], rng.integers(0, 100, tokens).astype(np.int32)]), turn=zeros,
-                offset=np.arange(tokens, dtype=np.int32), calls=("c",), agents=("a",), versions=("r:0",))
-            for i in range(2 * group)]
+    rows = [
+        Row(
+            tape=f"t{i}",
+            group=f"g{i % 2}",
+            own=own,
+            old=-4.6 * ones,
+            temperature=ones,
+            version=zeros,
+            call=zeros,
+            input_ids=np.concatenate([prompts[i % 2], rng.integers(0, 100, tokens).astype(np.int32)]),
+            turn=zeros,
+            offset=np.arange(tokens, dtype=np.int32),
+            calls=("c",),
+            agents=("a",),
+            versions=("r:0",),
+        )
+        for i in range(2 * group)
+    ]
     return rows, [Episode(tape=r.tape, group=r.group, reward=float(i // 2 % 2)) for i, r in enumerate(rows)]
 
 

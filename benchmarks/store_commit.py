@@ -120,8 +120,11 @@ def sqlite(episodes: int, seconds: float, extra: float, folder: Path) -> dict[st
 
 def summary(rate: float, latencies: list[float]) -> dict[str, Any]:
     latencies.sort()
-    return {"per_second": rate, "p50_ms": statistics.median(latencies) * 1e3,
-            "p99_ms": latencies[int(len(latencies) * 0.99)] * 1e3}  # fmt: skip
+    return {
+        "per_second": rate,
+        "p50_ms": statistics.median(latencies) * 1e3,
+        "p99_ms": latencies[int(len(latencies) * 0.99)] * 1e3,
+    }
 
 
 def main() -> None:
@@ -130,8 +133,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print(f"{'sync':>6} {'episodes':>8} {'ours/s':>9} {'p50 ms':>8} {'syncs':>6} {'plain/s':>9} {'sqlite/s':>9} "
-          f"{'x plain':>8} {'x sqlite':>8}")  # fmt: skip
+    print(
+        f"{'sync':>6} {'episodes':>8} {'ours/s':>9} {'p50 ms':>8} {'syncs':>6} {'plain/s':>9} {'sqlite/s':>9} "
+        f"{'x plain':>8} {'x sqlite':>8}"
+    )
     for extra in (0.0, 0.005):
         for episodes in EPISODES:
             found = {}
@@ -140,10 +145,12 @@ def main() -> None:
                     found[way.__name__] = way(episodes, args.seconds, extra, Path(folder))
             ours, plain, lite = found["group_commit"], found["sync_per_record"], found["sqlite"]
             rows.append({"extra_ms": extra * 1e3, "episodes": episodes, **found})
-            print(f"{'+5 ms' if extra else 'as is':>6} {episodes:>8} {ours['per_second']:>9.0f} {ours['p50_ms']:>8.2f} "
-                  f"{ours['syncs_of_latency']:>6.2f} {plain['per_second']:>9.0f} {lite['per_second']:>9.0f} "
-                  f"{ours['per_second'] / plain['per_second']:>8.1f} {ours['per_second'] / lite['per_second']:>8.1f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{'+5 ms' if extra else 'as is':>6} {episodes:>8} {ours['per_second']:>9.0f} {ours['p50_ms']:>8.2f} "
+                f"{ours['syncs_of_latency']:>6.2f} {plain['per_second']:>9.0f} {lite['per_second']:>9.0f} "
+                f"{ours['per_second'] / plain['per_second']:>8.1f} {ours['per_second'] / lite['per_second']:>8.1f}",
+                flush=True,
+            )
     print("\n200 ms between records")
     print(f"{'sync':>6} {'episodes':>8} {'wait, p50 ms':>12} {'p99 ms':>8} {'p50 in syncs':>12}")
     for extra in (0.0, 0.005):
@@ -151,8 +158,11 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found = group_commit(episodes, max(args.seconds, 3 * THINK), extra, Path(folder), THINK)
             rows.append({"extra_ms": extra * 1e3, "episodes": episodes, "think_ms": THINK * 1e3, "group_commit": found})
-            print(f"{'+5 ms' if extra else 'as is':>6} {episodes:>8} {found['p50_ms']:>12.2f} {found['p99_ms']:>8.2f} "
-                  f"{found['syncs_of_latency']:>12.2f}", flush=True)  # fmt: skip
+            print(
+                f"{'+5 ms' if extra else 'as is':>6} {episodes:>8} {found['p50_ms']:>12.2f} {found['p99_ms']:>8.2f} "
+                f"{found['syncs_of_latency']:>12.2f}",
+                flush=True,
+            )
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """What writing, finding and reading cost: append, CPU of a durable turn, one tape among many, memory of a long one.
 
-    python benchmarks/store_reading.py [--tapes 100000] [--records 300000]
+python benchmarks/store_reading.py [--tapes 100000] [--records 300000]
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def append_cost(folder: Path) -> None:
         started = time.process_time()
         asyncio.run(episodes())
         spent = (time.process_time() - started) / (256 * 40)
-        print(f"a durable turn of 4 records at 256 episodes: {spent * 1e6:.0f} us of CPU, {spent / CALL_SECONDS:.3%} "
-              f"of a model call of {CALL_SECONDS * 1e3:.0f} ms")  # fmt: skip
+        print(
+            f"a durable turn of 4 records at 256 episodes: {spent * 1e6:.0f} us of CPU, {spent / CALL_SECONDS:.3%} "
+            f"of a model call of {CALL_SECONDS * 1e3:.0f} ms"
+        )
 
 
 def one_among_many(folder: Path, tapes: int) -> None:
@@ -84,8 +86,9 @@ def one_among_many(folder: Path, tapes: int) -> None:
     verify(run)
     whole = time.perf_counter() - started
     opened = statistics.median(times)
-    print(f"opening the run and one tape: {opened * 1e3:.1f} ms, 1/{whole / opened:.0f} of reading it all "
-          f"({whole:.1f} s)")  # fmt: skip
+    print(
+        f"opening the run and one tape: {opened * 1e3:.1f} ms, 1/{whole / opened:.0f} of reading it all ({whole:.1f} s)"
+    )
 
 
 def memory(folder: Path, records: int) -> None:
@@ -99,14 +102,18 @@ def memory(folder: Path, records: int) -> None:
                 store.writer.append(step_record("t", Answer(text=f"{k}"), by="a").body())
                 if k % 20_000 == 0:
                     store.writer.sync()
-        code = ("import sys\nfrom tapereel.tapes.verify import verify\nfrom tapereel.tapes.store import Store\n"
-                "store = Store.open(sys.argv[1], cache=False)\nn = sum(1 for _ in store.records())\n"
-                "verify(sys.argv[1])\n"
-                "print(n, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))")
+        code = (
+            "import sys\nfrom tapereel.tapes.verify import verify\nfrom tapereel.tapes.store import Store\n"
+            "store = Store.open(sys.argv[1], cache=False)\nn = sum(1 for _ in store.records())\n"
+            "verify(sys.argv[1])\n"
+            "print(n, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+        )
         out = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True).stdout
         peaks.append(int(out.split()[1]) / 1024)
-    print(f"peak memory of reading and verifying one tape: {peaks[0]:.0f} MB with {records // 100} records, "
-          f"{peaks[1]:.0f} MB with {records} (ratio {peaks[1] / peaks[0]:.2f})")  # fmt: skip
+    print(
+        f"peak memory of reading and verifying one tape: {peaks[0]:.0f} MB with {records // 100} records, "
+        f"{peaks[1]:.0f} MB with {records} (ratio {peaks[1] / peaks[0]:.2f})"
+    )
 
 
 def main() -> None:

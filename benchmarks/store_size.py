@@ -1,6 +1,6 @@
 """Bytes per token of an episode with ids and log-probs: a segment against TapeAgents' JSON of the same calls.
 
-    python benchmarks/store_size.py [--tapeagents /path/to/venv/bin/python]
+python benchmarks/store_size.py [--tapeagents /path/to/venv/bin/python]
 """
 
 from __future__ import annotations
@@ -31,21 +31,36 @@ def ours(turns: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         with Store.create(Path(folder) / "run", cache=False) as store:
             task = Task(public="q")
-            begin = Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"),
-                          env_seed=0, seed=0, at=0.0)  # fmt: skip
+            begin = Begin(
+                tape=tape,
+                task=task,
+                task_hash=task.hash,
+                agent=Identity(name="a"),
+                env=Identity(name="e"),
+                env_seed=0,
+                seed=0,
+                at=0.0,
+            )
             store.writer.append(begin.body())
             base = None
             length = 0
             for k in range(turns):
                 store.writer.append(step_record(tape, Text(text=text), by="env").body())
                 call = Call(
-                    tape=tape, call=f"{tape}.{k}", by="a", base=base, keep=length, keep_messages=2 * k,
+                    tape=tape,
+                    call=f"{tape}.{k}",
+                    by="a",
+                    base=base,
+                    keep=length,
+                    keep_messages=2 * k,
                     messages=({"role": "user", "content": text},),
                     prompt=ints(rng.randrange(32_000) for _ in range(PROMPT)),
                     completion=ints(rng.randrange(32_000) for _ in range(COMPLETION)),
-                    logprobs=floats(-rng.random() for _ in range(COMPLETION)), text=text,
-                    spans=(("main:0", 0, COMPLETION),), at=1_700_000_000.0,
-                )  # fmt: skip
+                    logprobs=floats(-rng.random() for _ in range(COMPLETION)),
+                    text=text,
+                    spans=(("main:0", 0, COMPLETION),),
+                    at=1_700_000_000.0,
+                )
                 store.writer.append(call.body())
                 step = step_record(tape, Answer(text=text), by="a", calls=((call.call, 0, COMPLETION),))
                 store.writer.append(step.body())

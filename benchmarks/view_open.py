@@ -30,12 +30,25 @@ def record(store: Store, tape: str, turns: int) -> None:
     """One scored tape."""
     task, at = Task(id="count", public="count"), 1000.0
     put = store.writer.append
-    put(Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="counter"), env=Identity(name="Numbers"),
-              env_seed=0, seed=0, at=at).body())  # fmt: skip
+    put(
+        Begin(
+            tape=tape,
+            task=task,
+            task_hash=task.hash,
+            agent=Identity(name="counter"),
+            env=Identity(name="Numbers"),
+            env_seed=0,
+            seed=0,
+            at=at,
+        ).body()
+    )
     for k in range(turns):
         put(StepRecord(tape=tape, by="env", role="observation", kind="text", content=Text(text=f"{k}"), at=at).body())
-        put(StepRecord(tape=tape, by="counter", role="action", kind="answer", content=Answer(text=f"{k + 1}"),
-                       at=at).body())  # fmt: skip
+        put(
+            StepRecord(
+                tape=tape, by="counter", role="action", kind="answer", content=Answer(text=f"{k + 1}"), at=at
+            ).body()
+        )
         put(Reward(tape=tape, step=2 * k + 1, value=1.0).body())
     put(End(tape=tape, status=Status.FINISHED, at=at).body())
 
@@ -63,8 +76,12 @@ def heap(page: Page) -> float:
 
 def serve(run: Path) -> tuple[subprocess.Popen[str], str]:
     """`tapereel view`, and its address."""
-    process = subprocess.Popen([sys.executable, "-m", "tapereel.cli", "view", str(run), "--no-browser"],
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tapereel.cli", "view", str(run), "--no-browser"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
@@ -102,11 +119,16 @@ def long(page: Page, run: Path, turns: int) -> None:
     page.locator("article.step").first.wait_for(timeout=120_000)
     before = heap(page)
     for k in range(1, 201):
-        page.evaluate("share => { const place = document.querySelector('.transcript');"
-                      "place.scrollTop = share * (place.scrollHeight - place.clientHeight); }", k / 200)  # fmt: skip
+        page.evaluate(
+            "share => { const place = document.querySelector('.transcript');"
+            "place.scrollTop = share * (place.scrollHeight - place.clientHeight); }",
+            k / 200,
+        )
         page.wait_for_function("() => document.querySelector('article.item:not(.waiting)')")
-    print(f"JavaScript heap: {before:.1f} MB at the top, {heap(page):.1f} MB after 200 places down to the end; "
-          f"{page.locator('*').count()} elements")  # fmt: skip
+    print(
+        f"JavaScript heap: {before:.1f} MB at the top, {heap(page):.1f} MB after 200 places down to the end; "
+        f"{page.locator('*').count()} elements"
+    )
     process.terminate()
     process.wait()
 

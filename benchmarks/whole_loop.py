@@ -43,13 +43,22 @@ def ours(folder: str, kind: str, steps: int) -> None:
 
     scene = HERE / "loop_scene.py"
     config = TrainConfig(
-        agent=f"{scene}:{kind}_agent", env=f"{scene}:{'Digits' if kind == 'single' else 'Dice'}",
-        tasks=tuple(questions(kind)), engine=EmbeddedConfig(model=folder, slots=GROUPS * GROUP, capacity=512),
+        agent=f"{scene}:{kind}_agent",
+        env=f"{scene}:{'Digits' if kind == 'single' else 'Dice'}",
+        tasks=tuple(questions(kind)),
+        engine=EmbeddedConfig(model=folder, slots=GROUPS * GROUP, capacity=512),
         evaluation=EvaluationConfig(fraction=0),
-        loop=LoopConfig(updates=steps, groups=GROUPS, group_size=GROUP, max_lag=0, checkpoint_every=10**6,
-                        optimiser=OptimiserConfig(lr=LR), sampling=Sampling(max_tokens=MAX_TOKENS[kind]),
-                        limits=Limits(turns=4)),
-    )  # fmt: skip
+        loop=LoopConfig(
+            updates=steps,
+            groups=GROUPS,
+            group_size=GROUP,
+            max_lag=0,
+            checkpoint_every=10**6,
+            optimiser=OptimiserConfig(lr=LR),
+            sampling=Sampling(max_tokens=MAX_TOKENS[kind]),
+            limits=Limits(turns=4),
+        ),
+    )
     clock = Clock()
     with tempfile.TemporaryDirectory() as out:
         done = train(config, Path(out) / "run", progress=lambda *_: clock.tick())
@@ -64,8 +73,13 @@ def ours(folder: str, kind: str, steps: int) -> None:
 
 def run(commands: dict[str, list[str]], rounds: int) -> Found:
     """Each round's medians over its steps but the first."""
-    return {name: [{"sampled": one["sampled"], **{key: statistics.median(one[key][1:]) for key in ("cpu", "wall")}}
-                   for one in several] for name, several in in_turn(commands, rounds).items()}
+    return {
+        name: [
+            {"sampled": one["sampled"], **{key: statistics.median(one[key][1:]) for key in ("cpu", "wall")}}
+            for one in several
+        ]
+        for name, several in in_turn(commands, rounds).items()
+    }
 
 
 def table(found: Found) -> str:
@@ -94,8 +108,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
         if not (folder / "config.json").exists():
-            template = CHATML if args.trl is None else subprocess.run(
-                [args.trl, "-c", TEMPLATE], capture_output=True, text=True, check=True).stdout
+            template = (
+                CHATML
+                if args.trl is None
+                else subprocess.run([args.trl, "-c", TEMPLATE], capture_output=True, text=True, check=True).stdout
+            )
             make_folder(folder, template, steps=args.warm, tools=args.trl is not None)
         for kind in ("single", "tool") if args.trl else ("single",):
             if args.only in (None, kind):
@@ -105,8 +122,11 @@ def main() -> None:
                 if args.trl:
                     commands["raw (trl)"] = [args.trl, raw, *rest]
                     commands["trl"] = [args.trl, str(HERE / "peers" / "trl_loop.py"), *rest]
-                print(f"{kind}, {GROUPS} groups of {GROUP}, {args.rounds} rounds of {args.steps} steps\n\n"
-                      f"{table(run(commands, args.rounds))}\n", flush=True)
+                print(
+                    f"{kind}, {GROUPS} groups of {GROUP}, {args.rounds} rounds of {args.steps} steps\n\n"
+                    f"{table(run(commands, args.rounds))}\n",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ them.
 """
 
 if __name__ == "envs":
-    raise ImportError("import tapereel.envs, not envs: the repository root is the package `tapereel` "
-                      "(pip install -e .)")
+    raise ImportError(
+        "import tapereel.envs, not envs: the repository root is the package `tapereel` (pip install -e .)"
+    )
 
 from .base import Effect, Environment, Outcome, RestoreMismatch
 from .calculator import Calculator, calculator_tasks
@@ -19,8 +20,30 @@ from .taskset import BadTasks, Cursor, Taskset, TaskStream, overlap
 from .watch import LoopWatch, Stall
 
 __all__ = [
-    "BadTasks", "Calculator", "CodecNeeded", "Cursor", "Effect", "Environment", "Finding", "GymAction",
-    "GymEnvironment", "GymObservation", "GymRefusal", "LoopWatch", "Outcome", "Report", "RestoreMismatch",
-    "RewardFailed", "RewardSource", "Rewards", "Stall", "TaskStream", "Taskset", "calculator_tasks", "check_env",
-    "overlap", "reasoning_scorer", "reasoning_tasks",
-]  # fmt: skip
+    "BadTasks",
+    "Calculator",
+    "CodecNeeded",
+    "Cursor",
+    "Effect",
+    "Environment",
+    "Finding",
+    "GymAction",
+    "GymEnvironment",
+    "GymObservation",
+    "GymRefusal",
+    "LoopWatch",
+    "Outcome",
+    "Report",
+    "RestoreMismatch",
+    "RewardFailed",
+    "RewardSource",
+    "Rewards",
+    "Stall",
+    "TaskStream",
+    "Taskset",
+    "calculator_tasks",
+    "check_env",
+    "overlap",
+    "reasoning_scorer",
+    "reasoning_tasks",
+]

@@ -81,8 +81,10 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         """The question."""
         public, private = task.public, task.private
         if not isinstance(public, dict) or not isinstance(private, dict):
-            raise BadTasks("the calculator's tasks have a public `question` and a private `answer`, as those of "
-                           f"calculator_tasks(); task {task.id or task.hash[:12]} has {public!r:.60}")
+            raise BadTasks(
+                "the calculator's tasks have a public `question` and a private `answer`, as those of "
+                f"calculator_tasks(); task {task.id or task.hash[:12]} has {public!r:.60}"
+            )
         self._task = task
         self._target = int(str(private["answer"]))
         self._answer = None
@@ -145,11 +147,16 @@ def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 
     Split them by hash: `train, held_out = calculator_tasks(14_000).split(0.9, 0.1)`.
     """
     return reasoning_tasks(
-        "chain_sum", size, seed,
+        "chain_sum",
+        size,
+        seed,
         keep=lambda entry: "-" not in entry["metadata"]["expression"],
         question=lambda entry: entry["metadata"]["expression"].replace(" ", ""),
-        min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits,
-    )  # fmt: skip
+        min_terms=terms,
+        max_terms=terms,
+        min_digits=digits,
+        max_digits=digits,
+    )
 
 
 def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, bad: float = 0.7, width: int = 3) -> str:

@@ -65,9 +65,11 @@ class Report(BaseModel):
     seconds: float
 
     def __str__(self) -> str:
-        lines = [f"{self.environment}: {'ok' if self.ok else 'NOT OK'} ({self.episodes} episodes, {self.turns} turns, "
-                 f"rewards {'none' if self.rewards is None else '{:g} to {:g}'.format(*self.rewards)}, "
-                 f"{self.seconds:.1f} s)"]  # fmt: skip
+        lines = [
+            f"{self.environment}: {'ok' if self.ok else 'NOT OK'} ({self.episodes} episodes, {self.turns} turns, "
+            f"rewards {'none' if self.rewards is None else '{:g} to {:g}'.format(*self.rewards)}, "
+            f"{self.seconds:.1f} s)"
+        ]
         for name, state in self.checks.items():
             state, _, reason = state.partition(": ")
             lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
@@ -76,9 +78,18 @@ class Report(BaseModel):
         return "\n".join(lines)
 
 
-def check_env(factory: Callable[[], Environment[Any]], tasks: Iterable[Any], actions: Policy, *, episodes: int = 3,
-              max_turns: int = 20, timeout: float = 10.0, stall: float = 0.25, seed: int = 0,
-              reward_range: tuple[float, float] | None = None) -> Report:  # fmt: skip
+def check_env(
+    factory: Callable[[], Environment[Any]],
+    tasks: Iterable[Any],
+    actions: Policy,
+    *,
+    episodes: int = 3,
+    max_turns: int = 20,
+    timeout: float = 10.0,
+    stall: float = 0.25,
+    seed: int = 0,
+    reward_range: tuple[float, float] | None = None,
+) -> Report:
     """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then play them again in harder ways.
 
     timeout: seconds that any call may take. stall: seconds that a call may hold the event loop. reward_range: smallest
@@ -113,10 +124,15 @@ def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: f
     ended = [play for play in plays if play.status is not None]
     sums = [total for total in map(_total, ended) if total is not None]
     return Report(
-        environment=probe.name, ok=not any(f.severity == "error" for f in probe.findings), checks=checks,
-        findings=tuple(probe.findings), episodes=len(ended), turns=sum(len(play.turns) for play in plays),
-        rewards=(min(sums), max(sums)) if sums else None, seconds=seconds,
-    )  # fmt: skip
+        environment=probe.name,
+        ok=not any(f.severity == "error" for f in probe.findings),
+        checks=checks,
+        findings=tuple(probe.findings),
+        episodes=len(ended),
+        turns=sum(len(play.turns) for play in plays),
+        rewards=(min(sums), max(sums)) if sums else None,
+        seconds=seconds,
+    )
 
 
 def _check_records(probe: Probe, plays: list[Play]) -> None:
@@ -131,12 +147,18 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
             probe.found("records", f"{what}: {error}")
             continue
         except Exception as error:
-            probe.found("records", f"{what} can't be written on a tape: {type(error).__qualname__}: "
-                        f"{str(error)[:300]}; give its fields types that JSON can hold")  # fmt: skip
+            probe.found(
+                "records",
+                f"{what} can't be written on a tape: {type(error).__qualname__}: "
+                f"{str(error)[:300]}; give its fields types that JSON can hold",
+            )
             continue
         if not same:
-            probe.found("records", f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
-                        "give its fields types that survive JSON, and no NaN")  # fmt: skip
+            probe.found(
+                "records",
+                f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
+                "give its fields types that survive JSON, and no NaN",
+            )
         if not said and not isinstance(step, Action):
             probe.found("records", f"{what} reads as an empty string: a model would see nothing", warning=True)
 
@@ -160,13 +182,19 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
         if play.status is None:
             continue
         if total is None:
-            probe.found("rewards", f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no "
-                        "reward, so it would not be trained on; score its last action, or define `finish`",
-                        warning=True)  # fmt: skip
+            probe.found(
+                "rewards",
+                f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no "
+                "reward, so it would not be trained on; score its last action, or define `finish`",
+                warning=True,
+            )
         elif promised is not None and not promised[0] <= total <= promised[1]:
-            probe.found("rewards", f"an episode earned {total:g}, outside the promised {promised[0]:g} to "
-                        f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); mend "
-                        "the reward, or the promise")  # fmt: skip
+            probe.found(
+                "rewards",
+                f"an episode earned {total:g}, outside the promised {promised[0]:g} to "
+                f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); mend "
+                "the reward, or the promise",
+            )
 
 
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
@@ -205,8 +233,11 @@ def _check_determinism(probe: Probe, plays: list[tuple[int, Play]]) -> None:
         (second,) = probe.run(_replayed(probe, k, play))
         difference = _difference(play, second)
         if difference:
-            probe.found("determinism", f"played twice with the same seed and actions, {difference}; draw every random "
-                        "number from `self.rng`, or from a generator seeded with it in `reset`")  # fmt: skip
+            probe.found(
+                "determinism",
+                f"played twice with the same seed and actions, {difference}; draw every random "
+                "number from `self.rng`, or from a generator seeded with it in `reset`",
+            )
 
 
 def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
@@ -215,8 +246,11 @@ def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
     for (_, alone), beside in zip(together, results, strict=True):
         difference = _difference(alone, beside)
         if difference:
-            probe.found("concurrency", f"beside other instances the episode went otherwise: {difference}; keep state "
-                        "on the instance, not on its class, its module or a shared object")  # fmt: skip
+            probe.found(
+                "concurrency",
+                f"beside other instances the episode went otherwise: {difference}; keep state "
+                "on the instance, not on its class, its module or a shared object",
+            )
 
 
 def _check_leaks(probe: Probe, k: int, play: Play) -> None:
@@ -232,8 +266,11 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
     ((before, after),) = probe.run(several)
     for what, n in after.items():
         if n - before[what] >= _MORE:
-            probe.found("leaks", f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long "
-                        "training run would have no more of them: end them in `close`")  # fmt: skip
+            probe.found(
+                "leaks",
+                f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long "
+                "training run would have no more of them: end them in `close`",
+            )
 
 
 async def _held() -> dict[str, int]:
@@ -297,14 +334,25 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
 
     (difference,) = probe.run(go_on)
     if difference:
-        probe.found("restore", f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than "
-                    f"recorded: {difference}; `restore` must bring back all of the state, the random generator's "
-                    "too")  # fmt: skip
+        probe.found(
+            "restore",
+            f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than "
+            f"recorded: {difference}; `restore` must bring back all of the state, the random generator's "
+            "too",
+        )
 
 
 def _tape(play: Play, probe: Probe, k: int) -> Tape:
-    begin = Begin(tape="check", task=play.task, task_hash=play.task.hash, agent=Identity(name="policy"),
-                  env=Identity(name=probe.name), env_seed=probe.seed + k, seed=0, at=0.0)  # fmt: skip
+    begin = Begin(
+        tape="check",
+        task=play.task,
+        task_hash=play.task.hash,
+        agent=Identity(name="policy"),
+        env=Identity(name=probe.name),
+        env_seed=probe.seed + k,
+        seed=0,
+        at=0.0,
+    )
     steps: list[Step] = [*play.steps]
     return Tape.of([begin.body(), *map(_record, steps)])
 

@@ -26,10 +26,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, default=3, metavar="N", help="play the first N tasks (default 3)")
     parser.add_argument("--max-turns", type=int, default=20, metavar="N", help="actions per episode (default 20)")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for any call (default 10)")
-    parser.add_argument("--stall", type=float, default=0.25, metavar="S",
-                        help="seconds that a call may hold the event loop (default 0.25)")  # fmt: skip
-    parser.add_argument("--reward-range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-                        help="smallest and largest reward that the environment promises")  # fmt: skip
+    parser.add_argument(
+        "--stall",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="seconds that a call may hold the event loop (default 0.25)",
+    )
+    parser.add_argument(
+        "--reward-range",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="smallest and largest reward that the environment promises",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -44,10 +54,16 @@ def run(args: argparse.Namespace) -> int:
     act = cast(Policy, named)
     try:
         report = check_env(
-            _Factory(args.factory), tasks, act, episodes=args.episodes, max_turns=args.max_turns,
-            timeout=args.timeout, stall=args.stall, seed=args.seed,
+            _Factory(args.factory),
+            tasks,
+            act,
+            episodes=args.episodes,
+            max_turns=args.max_turns,
+            timeout=args.timeout,
+            stall=args.stall,
+            seed=args.seed,
             reward_range=tuple(args.reward_range) if args.reward_range else None,
-        )  # fmt: skip
+        )
     except NotAnEnvironment as error:
         raise UsageError(f"{args.factory}: {error}") from error
     except BadTasks as error:
@@ -64,11 +80,14 @@ class _Factory:
 
     def __call__(self) -> Any:
         if not callable(self.made) or isinstance(self.made, Environment):
-            raise NotAnEnvironment(f"it is {self.made!r:.80}, and no Environment class, nor a function that makes an "
-                                   "instance")
+            raise NotAnEnvironment(
+                f"it is {self.made!r:.80}, and no Environment class, nor a function that makes an instance"
+            )
         try:
             return self.made()
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
-            raise NotAnEnvironment(f"calling it without arguments makes no environment: {type(error).__name__}: "
-                                   f"{error} ({at.filename}:{at.lineno})") from error  # fmt: skip
+            raise NotAnEnvironment(
+                f"calling it without arguments makes no environment: {type(error).__name__}: "
+                f"{error} ({at.filename}:{at.lineno})"
+            ) from error

@@ -72,9 +72,12 @@ class Contamination(Value):
 
     def __str__(self) -> str:
         lines = [f"{self.held_out:,} held-out tasks against {self.train:,} of training"]
-        for name, what in (("exact", "the same task"), ("question", "the same question, another answer"),
-                           ("normalised", "the same words"), ("runs", f"{self.share:.0%} of their runs of {self.n} "
-                            "words")):  # fmt: skip
+        for name, what in (
+            ("exact", "the same task"),
+            ("question", "the same question, another answer"),
+            ("normalised", "the same words"),
+            ("runs", f"{self.share:.0%} of their runs of {self.n} words"),
+        ):
             kind: Kind = getattr(self, name)
             lines.append(f"{kind.tasks:>8,}  {what}")
             lines.extend(f"          {one.held_out[:12]} {one.share:.0%}  {one.text}" for one in kind.shown)
@@ -83,8 +86,14 @@ class Contamination(Value):
         return "\n".join(lines)
 
 
-def contamination(train: Iterable[Task], held_out: Iterable[Task], *, n: int = N, share: float = SHARE,
-                  text: Callable[[Task], str] | None = None) -> Contamination:  # fmt: skip
+def contamination(
+    train: Iterable[Task],
+    held_out: Iterable[Task],
+    *,
+    n: int = N,
+    share: float = SHARE,
+    text: Callable[[Task], str] | None = None,
+) -> Contamination:
     """Compare. text: what of a task is compared as text; all texts of its public part (of the private one where that is
     empty) when None. Training is read once; 8 bytes are kept for each of its runs."""
     if n < 1 or not 0 < share <= 1:

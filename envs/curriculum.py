@@ -36,8 +36,10 @@ class Rate:
 
     def __post_init__(self) -> None:
         if not 0 <= self.passed <= self.tried or self.tried < 1:
-            raise BadTasks(f"{self.passed} of {self.tried} attempts passed: a rate is of at least one scored attempt, "
-                           "of which none to all passed")
+            raise BadTasks(
+                f"{self.passed} of {self.tried} attempts passed: a rate is of at least one scored attempt, "
+                "of which none to all passed"
+            )
 
     @property
     def share(self) -> float:
@@ -66,8 +68,9 @@ def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard
         rate = rates.get(task.hash)
         name = "new" if rate is None else "easy" if rate.share > easy else "hard" if rate.share < hard else "normal"
         members[name].append(task)
-    return {name: Taskset(found, name=f"{tasks.name}/{name}" if tasks.name else name)
-            for name, found in members.items()}  # fmt: skip
+    return {
+        name: Taskset(found, name=f"{tasks.name}/{name}" if tasks.name else name) for name, found in members.items()
+    }
 
 
 class Curriculum:

@@ -15,8 +15,13 @@ from .task_files import quiet_datasets
 from .taskset import BadTasks, Row, Taskset
 
 
-def columns(public: str | Sequence[str] | Mapping[str, str], private: str | Sequence[str] | Mapping[str, str] = (), *,
-            id: str | None = None, seed: str | None = None) -> Row:  # fmt: skip
+def columns(
+    public: str | Sequence[str] | Mapping[str, str],
+    private: str | Sequence[str] | Mapping[str, str] = (),
+    *,
+    id: str | None = None,
+    seed: str | None = None,
+) -> Row:
     """A `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
     One name: that column is the part. Several, or a mapping of new name -> column: the part is an object of them. seed:
@@ -28,16 +33,25 @@ def columns(public: str | Sequence[str] | Mapping[str, str], private: str | Sequ
             raise BadTasks(f"{given!r:.80} is no row with columns; it is a {type(given).__name__}")
         hidden = _part(given, private)
         if seed is not None:
-            hidden = {**(hidden if isinstance(hidden, dict) else {"answer": hidden} if hidden is not None else {}),
-                      "seed": _column(given, seed)}  # fmt: skip
+            hidden = {
+                **(hidden if isinstance(hidden, dict) else {"answer": hidden} if hidden is not None else {}),
+                "seed": _column(given, seed),
+            }
         name = "" if id is None else str(_column(given, id))
         return Task.model_validate({"id": name, "public": _part(given, public), "private": hidden})
 
     return row
 
 
-def hub_tasks(name: str, split: str = "train", *, row: Row, config: str | None = None, revision: str | None = None,
-              size: int | None = None) -> Taskset:  # fmt: skip
+def hub_tasks(
+    name: str,
+    split: str = "train",
+    *,
+    row: Row,
+    config: str | None = None,
+    revision: str | None = None,
+    size: int | None = None,
+) -> Taskset:
     """The tasks in a data set of the hub, or of its copy in the local cache. Give a `revision` (a commit) to have the
     same tasks tomorrow. BadTasks says what to do where it can't be reached.
 
@@ -52,10 +66,12 @@ def hub_tasks(name: str, split: str = "train", *, row: Row, config: str | None =
             found: Any = load_dataset(name, config, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0] if str(error) else "no reason given"
-        raise BadTasks(f"the data set {name!r} (split {split!r}) can't be had from the hub: {type(error).__name__}: "
-                       f"{why}. Offline, save it once where there is a network (load_dataset({name!r}, "
-                       f"split={split!r}).to_parquet('tasks.parquet')) and use "
-                       "Taskset.load('tasks.parquet')") from error  # fmt: skip
+        raise BadTasks(
+            f"the data set {name!r} (split {split!r}) can't be had from the hub: {type(error).__name__}: "
+            f"{why}. Offline, save it once where there is a network (load_dataset({name!r}, "
+            f"split={split!r}).to_parquet('tasks.parquet')) and use "
+            "Taskset.load('tasks.parquet')"
+        ) from error
     return Taskset(found, row=row, size=size, name=name)
 
 

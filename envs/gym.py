@@ -69,8 +69,16 @@ class GymEnvironment(Environment[Any]):
     blocking = True
     kinds = (GymAction, GymObservation, GymRefusal)
 
-    def __init__(self, env: str | Callable[[], Any], /, *, observe: Observe | None = None, act: Act | None = None,
-                 metrics: Sequence[str] = (), **make: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        /,
+        *,
+        observe: Observe | None = None,
+        act: Act | None = None,
+        metrics: Sequence[str] = (),
+        **make: Any,
+    ) -> None:
         """observe, act: codecs, where the spaces have no plain form. metrics: numbers of gymnasium's `info` to record.
 
         make: arguments of `gymnasium.make`, for every task.
@@ -78,8 +86,10 @@ class GymEnvironment(Environment[Any]):
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
         if make and callable(env):
-            raise TypeError(f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment; "
-                            "let the function pass them")
+            raise TypeError(
+                f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment; "
+                "let the function pass them"
+            )
         self.env = env
         self.observe = observe
         self.act = act
@@ -108,9 +118,12 @@ class GymEnvironment(Environment[Any]):
             return Outcome(GymRefusal(problem=str(error)), reward=0.0)
         observation, reward, terminated, truncated, info = self._env.step(native)
         return Outcome(
-            self._shown(observation), reward=float(reward), terminated=bool(terminated), truncated=bool(truncated),
+            self._shown(observation),
+            reward=float(reward),
+            terminated=bool(terminated),
+            truncated=bool(truncated),
             metrics={name: float(info[name]) for name in self.metrics if name in info},
-        )  # fmt: skip
+        )
 
     async def close(self) -> None:
         """Close what was made."""
@@ -120,8 +133,10 @@ class GymEnvironment(Environment[Any]):
     def _made(self, make: dict[str, Any]) -> Any:
         if callable(self.env):
             if make:
-                raise TypeError(f"the task gives gymnasium.make {sorted(make)}, but a function makes this environment; "
-                                "name the environment by its id instead, or leave them out of the task's `make`")
+                raise TypeError(
+                    f"the task gives gymnasium.make {sorted(make)}, but a function makes this environment; "
+                    "name the environment by its id instead, or leave them out of the task's `make`"
+                )
             return self.env()
         import gymnasium
 
@@ -131,8 +146,10 @@ class GymEnvironment(Environment[Any]):
             return gymnasium.make(self.env, **{**self.make, **make})
         except Exception as error:  # gymnasium hands on whatever the environment's own code raises
             given = ", ".join(f"{name}={value!r:.80}" for name, value in make.items())
-            raise TypeError(f"gymnasium.make({self.env!r}) refuses what the task gives it ({given}): "
-                            f"{type(error).__name__}: {error}; correct the task's `make`") from error
+            raise TypeError(
+                f"gymnasium.make({self.env!r}) refuses what the task gives it ({given}): "
+                f"{type(error).__name__}: {error}; correct the task's `make`"
+            ) from error
 
     def _shown(self, observation: Any) -> Observation:
         if self.observe is not None:
@@ -143,8 +160,10 @@ class GymEnvironment(Environment[Any]):
         if self.act is not None:
             return self.act(action, self._env)
         if not isinstance(action, GymAction):
-            raise CodecNeeded(f"{type(action).__qualname__} is no GymAction; tell GymEnvironment what it means: "
-                              "act=lambda action, env: ...")
+            raise CodecNeeded(
+                f"{type(action).__qualname__} is no GymAction; tell GymEnvironment what it means: "
+                "act=lambda action, env: ..."
+            )
         space = self._env.action_space
         value = native(action.value, space)
         if not space.contains(value):
@@ -166,8 +185,10 @@ def plain(value: Any, space: Any) -> JsonValue:
         return [plain(part, of) for part, of in zip(value, space.spaces, strict=True)]
     if isinstance(space, spaces.Dict):
         return {key: plain(value[key], of) for key, of in space.spaces.items()}
-    raise CodecNeeded(f"the observation space {space} has no plain form; say what the agent sees: "
-                      "observe=lambda observation, env: Text(text=...)")
+    raise CodecNeeded(
+        f"the observation space {space} has no plain form; say what the agent sees: "
+        "observe=lambda observation, env: Text(text=...)"
+    )
 
 
 def native(value: JsonValue, space: Any) -> Any:
@@ -186,8 +207,9 @@ def native(value: JsonValue, space: Any) -> Any:
         return {key: native(part, space.spaces[key]) for key, part in value.items()}
     known = spaces.Discrete, spaces.Text, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple, spaces.Dict
     if not isinstance(space, known):
-        raise CodecNeeded(f"the action space {space} has no plain form; say what an action means: "
-                          "act=lambda action, env: ...")
+        raise CodecNeeded(
+            f"the action space {space} has no plain form; say what an action means: act=lambda action, env: ..."
+        )
     raise _no_action(value, space)
 
 
@@ -218,7 +240,8 @@ def _start(task: Any) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]
         options: dict[str, Any] = dict(given)
         seed, make = options.pop("seed", None), options.pop("make", {})
         if not isinstance(make, dict):
-            raise TypeError(f"`make` of a task of GymEnvironment is a dict of gymnasium.make's arguments by name, not "
-                            f"{make!r:.80}")
+            raise TypeError(
+                f"`make` of a task of GymEnvironment is a dict of gymnasium.make's arguments by name, not {make!r:.80}"
+            )
         return seed, options or None, make
     raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (reset's options), not {given!r:.80}")

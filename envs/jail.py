@@ -24,9 +24,22 @@ import time
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
-    0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)  # fmt: skip
+    0x00020000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1, 2, 4, 8, 32, 4096, 16384, 1 << 18)  # fmt: skip
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 FIRST_UID = 1 << 20
@@ -71,8 +84,17 @@ class MountAttributes(ctypes.Structure):
 def read_only(target: str, *, on: bool, deep: bool) -> None:
     """mount_setattr(2): may nothing be written there?"""
     attributes = MountAttributes(MOUNT_ATTR_RDONLY if on else 0, 0 if on else MOUNT_ATTR_RDONLY, 0, 0)
-    check(libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE if deep else 0,
-                       ctypes.byref(attributes), ctypes.sizeof(attributes)), f"mount_setattr {target}")  # fmt: skip
+    check(
+        libc.syscall(
+            SYS_MOUNT_SETATTR,
+            AT_FDCWD,
+            target.encode(),
+            AT_RECURSIVE if deep else 0,
+            ctypes.byref(attributes),
+            ctypes.sizeof(attributes),
+        ),
+        f"mount_setattr {target}",
+    )
 
 
 def wall_in(folder: str) -> None:
@@ -98,9 +120,12 @@ def limit(order: dict[str, Any]) -> None:
     """All limits but that of files' sizes, which comes last."""
     seconds = int(order["seconds"]) + 2
     for what, value in (
-        (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, order["memory"]), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_NPROC, order["processes"] + order["others"]),
-    ):  # fmt: skip
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, order["memory"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NPROC, order["processes"] + order["others"]),
+    ):
         bound(what, value)
 
 

@@ -45,10 +45,18 @@ class McpServer:
     """
 
     def __init__(
-        self, connect: Connect, *, name: str, effect: Effect | None = None, effects: Mapping[str, Effect] | None = None,
-        only: Sequence[str] | None = None, shared: bool = False, timeout: float = SECONDS,
-        start_timeout: float = START_SECONDS, limit: int = CHARACTERS,
-    ) -> None:  # fmt: skip
+        self,
+        connect: Connect,
+        *,
+        name: str,
+        effect: Effect | None = None,
+        effects: Mapping[str, Effect] | None = None,
+        only: Sequence[str] | None = None,
+        shared: bool = False,
+        timeout: float = SECONDS,
+        start_timeout: float = START_SECONDS,
+        limit: int = CHARACTERS,
+    ) -> None:
         """
         name: of the server, in errors.
         effect: of every tool that `effects` doesn't name. None: what the server hints (`readOnlyHint` is pure,
@@ -69,14 +77,21 @@ class McpServer:
         self._opening: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     @classmethod
-    def stdio(cls, command: str, *args: str, env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None =
-              None, **options: Any) -> McpServer:  # fmt: skip
+    def stdio(
+        cls,
+        command: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> McpServer:
         """A server that is a program. It gets a few harmless variables of this process's environment, and `env`."""
         return cls(partial(_over_stdio, command, args, env, cwd), **{"name": command, **options})
 
     @classmethod
-    def http(cls, url: str, *, headers: Mapping[str, str] | None = None, key_variable: str | None = None,
-             **options: Any) -> McpServer:  # fmt: skip
+    def http(
+        cls, url: str, *, headers: Mapping[str, str] | None = None, key_variable: str | None = None, **options: Any
+    ) -> McpServer:
         """A server at an address. key_variable: the environment variable with the bearer token that it wants; neither
         it nor `headers` are ever recorded."""
         name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
@@ -124,11 +139,14 @@ class McpServer:
 
     def _tool(self, found: Any, session: _Session) -> Tool:
         return Tool(
-            name=found.name, description=found.description or "",
+            name=found.name,
+            description=found.description or "",
             parameters=_field(found, "input_schema", "inputSchema") or {"type": "object", "properties": {}},
-            call=partial(session.call, found.name), effect=self._effect_of(found), timeout=self._timeout,
+            call=partial(session.call, found.name),
+            effect=self._effect_of(found),
+            timeout=self._timeout,
             limit=self._limit,
-        )  # fmt: skip
+        )
 
     def _effect_of(self, found: Any) -> Effect:
         if found.name in self._effects:
@@ -184,8 +202,11 @@ class _Session:
             self._lost = True
             if not ready.done():
                 cause = _innermost(error)
-                lost = cause if isinstance(cause, MissingExtra) else ToolsLost(
-                    f"MCP server {self.name} can't be used: {type(cause).__name__}: {cause}")  # fmt: skip
+                lost = (
+                    cause
+                    if isinstance(cause, MissingExtra)
+                    else ToolsLost(f"MCP server {self.name} can't be used: {type(cause).__name__}: {cause}")
+                )
                 ready.set_exception(lost)
                 ready.exception()  # whoever began it may have gone
 
@@ -303,13 +324,18 @@ def _sparing() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _over_stdio(command: str, args: Sequence[str], env: Mapping[str, str] | None,
-                      cwd: str | os.PathLike[str] | None) -> AsyncIterator[Any]:  # fmt: skip
+async def _over_stdio(
+    command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None
+) -> AsyncIterator[Any]:
     sdk = await in_thread(_sdk)  # a second of importing, which must not hold up other episodes
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
-    server = StdioServerParameters(command=command, args=list(args), env=dict(env) if env is not None else None,
-                                   cwd=os.fspath(cwd) if cwd is not None else None)  # fmt: skip
+    server = StdioServerParameters(
+        command=command,
+        args=list(args),
+        env=dict(env) if env is not None else None,
+        cwd=os.fspath(cwd) if cwd is not None else None,
+    )
     with tempfile.TemporaryFile("w+", errors="replace") as told, _sparing():
         try:
             async with stdio_client(server, errlog=told) as (read, write), sdk(read, write) as session:

@@ -104,7 +104,10 @@ def _look_in(folder: Path) -> str:
 
 def _not_loaded(name: str, error: Exception) -> UsageError:
     """Says what the caller's own code raised, and where: the line that can be mended."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename != __file__ and not frame.filename.startswith("<frozen ")]  # fmt: skip
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen ")
+    ]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error}{at}")

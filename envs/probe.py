@@ -78,8 +78,16 @@ class Play:
 class Probe:
     """Calls an environment's methods, in time, and plays whole episodes with them."""
 
-    def __init__(self, factory: Callable[[], Environment[Any]], policy: Policy, *, max_turns: int, timeout: float,
-                 stall: float, seed: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        factory: Callable[[], Environment[Any]],
+        policy: Policy,
+        *,
+        max_turns: int,
+        timeout: float,
+        stall: float,
+        seed: int,
+    ) -> None:
         self.findings: list[Finding] = []
         self.max_turns = max_turns
         self.timeout = timeout
@@ -98,8 +106,13 @@ class Probe:
         self.name = kind.__name__
         self.blocking = self.unused.blocking
         self.effect = self.unused.effect
-        self._files = {f.__code__.co_filename for cls in kind.__mro__ if cls.__module__ != Environment.__module__
-                       for f in vars(cls).values() if inspect.isfunction(f)}  # fmt: skip
+        self._files = {
+            f.__code__.co_filename
+            for cls in kind.__mro__
+            if cls.__module__ != Environment.__module__
+            for f in vars(cls).values()
+            if inspect.isfunction(f)
+        }
 
     def found(self, check: str, sentence: str, where: str | None = None, *, warning: bool = False) -> None:
         """Report, once, however often it is met."""
@@ -116,8 +129,10 @@ class Probe:
         if not isinstance(env, Environment):
             raise NotAnEnvironment(f"the factory gave {env!r:.80}, which is no Environment: {wanted}")
         if any(env is other for other in self._made):
-            raise NotAnEnvironment("the factory gave the same instance twice; an instance lives for one episode, so "
-                                   "make a new one each time")
+            raise NotAnEnvironment(
+                "the factory gave the same instance twice; an instance lives for one episode, so "
+                "make a new one each time"
+            )
         self._made = [*self._made[-7:], env]
         return env
 
@@ -174,9 +189,12 @@ class Probe:
                 return await given
         except TimeoutError as error:
             if timer.expired():
-                self.found("hangs", f"{self.name}.{method} gave no answer in {self.timeout:g} s; an episode that meets "
-                           "this waits for its whole limit, so give what it waits for a time limit",
-                           self._frame(error.__cause__ or error))  # fmt: skip
+                self.found(
+                    "hangs",
+                    f"{self.name}.{method} gave no answer in {self.timeout:g} s; an episode that meets "
+                    "this waits for its whole limit, so give what it waits for a time limit",
+                    self._frame(error.__cause__ or error),
+                )
                 raise Stuck from error
             self._raised(check, method, error)
         except Failed:
@@ -187,8 +205,12 @@ class Probe:
             self._calls += 1
 
     def _raised(self, check: str, method: str, error: Exception) -> None:
-        self.found(check, f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode "
-                   "would end as an error of the environment and never be trained on", self._frame(error))
+        self.found(
+            check,
+            f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode "
+            "would end as an error of the environment and never be trained on",
+            self._frame(error),
+        )
         raise Failed from error
 
     async def play(self, task: Task, k: int, *, script: Sequence[Action] | None = None) -> Play:
@@ -206,8 +228,9 @@ class Probe:
             await self.close(env)
         return play
 
-    async def _turns(self, env: Environment[Any], play: Play, rng: random.Random,
-                     script: Sequence[Action] | None) -> None:  # fmt: skip
+    async def _turns(
+        self, env: Environment[Any], play: Play, rng: random.Random, script: Sequence[Action] | None
+    ) -> None:
         seen = play.first
         assert seen is not None
         for turn in range(self.max_turns if script is None else len(script)):
@@ -220,8 +243,12 @@ class Probe:
                 play.status = Status.FINISHED if outcome.terminated else Status.TRUNCATED
                 return
             if outcome.observation is None:
-                self.found("types", f"{self.name}.step gave no observation on {action!r:.120} though the episode goes "
-                           "on: the agent would act without seeing what its action did", warning=True)
+                self.found(
+                    "types",
+                    f"{self.name}.step gave no observation on {action!r:.120} though the episode goes "
+                    "on: the agent would act without seeing what its action did",
+                    warning=True,
+                )
             else:
                 seen = outcome.observation
         play.status = Status.LIMIT
@@ -243,18 +270,25 @@ class Probe:
     def _stalled(self, stall: Stall) -> None:
         if any(frame.filename in self._files for frame in stall.stack):
             where = next(frame for frame in reversed(stall.stack) if frame.filename in self._files)
-            self.found("blocks", f"{self.name}.{where.name} held the event loop for {stall.seconds:.2f} s or more, at "
-                       f"{stall.where()}; every other episode stood still. Await something async there, or set "
-                       f"`blocking = True` on {self.name}, and it runs in a thread",
-                       f"{where.filename}:{where.lineno} in {where.name}")  # fmt: skip
+            self.found(
+                "blocks",
+                f"{self.name}.{where.name} held the event loop for {stall.seconds:.2f} s or more, at "
+                f"{stall.where()}; every other episode stood still. Await something async there, or set "
+                f"`blocking = True` on {self.name}, and it runs in a thread",
+                f"{where.filename}:{where.lineno} in {where.name}",
+            )
 
     def _report_stuck(self, thread: threading.Thread) -> None:
         ident = thread.ident or 0
         frame = sys._current_frames().get(ident)
         where = self._inner(traceback.extract_stack(frame)) if frame is not None else None
-        self.found("hangs", f"{self.name}.{self._inside.get(ident, 'reset')} was called and neither came back within "
-                   f"{1.5 * self.timeout:g} s nor let itself be cancelled; it holds its thread until the process ends. "
-                   "Give what it waits for a time limit", where)  # fmt: skip
+        self.found(
+            "hangs",
+            f"{self.name}.{self._inside.get(ident, 'reset')} was called and neither came back within "
+            f"{1.5 * self.timeout:g} s nor let itself be cancelled; it holds its thread until the process ends. "
+            "Give what it waits for a time limit",
+            where,
+        )
 
     def _frame(self, error: BaseException) -> str | None:
         return self._inner(traceback.extract_tb(error.__traceback__), last=True)

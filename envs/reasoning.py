@@ -22,9 +22,16 @@ Entry = dict[str, Any]
 """An item as reasoning-gym makes it: `question`, `answer`, `metadata`."""
 
 
-def reasoning_tasks(name: str, size: int, seed: int = 0, *, keep: Callable[[Entry], bool] | None = None,
-                    question: Callable[[Entry], str] | None = None, draws: int | None = None,
-                    **config: Any) -> Taskset:  # fmt: skip
+def reasoning_tasks(
+    name: str,
+    size: int,
+    seed: int = 0,
+    *,
+    keep: Callable[[Entry], bool] | None = None,
+    question: Callable[[Entry], str] | None = None,
+    draws: int | None = None,
+    **config: Any,
+) -> Taskset:
     """`size` distinct tasks of the dataset `name`, made with `config`: public `question`, private `answer` and more.
 
     keep: which entries to take; all of them when None. question: what the agent is asked, the entry's own question

@@ -47,8 +47,14 @@ class Moment:
     """Plain values by field."""
 
 
-async def reexec(tape: Tape, make: Callable[[], Environment[Any]], *, normalise: Normalisers | None = None,
-                 times: int = 1, seconds: float = SECONDS) -> Verdict:  # fmt: skip
+async def reexec(
+    tape: Tape,
+    make: Callable[[], Environment[Any]],
+    *,
+    normalise: Normalisers | None = None,
+    times: int = 1,
+    seconds: float = SECONDS,
+) -> Verdict:
     """Carry the actions of `tape` out again in what `make` makes, `times` times, and compare.
 
     `normalise` goes on top of what the environment declares.
@@ -76,8 +82,10 @@ async def reexec(tape: Tape, make: Callable[[], Environment[Any]], *, normalise:
 
 def _unable(tape: Tape, env: Environment[Any]) -> str | None:
     if "irreversible" in (env.effect, tape.begin.env.effect):
-        return (f"{type(env).__name__} is irreversible: to carry its actions out again would do to the world what they "
-                "did once")  # fmt: skip
+        return (
+            f"{type(env).__name__} is irreversible: to carry its actions out again would do to the world what they "
+            "did once"
+        )
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
         return f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does"
@@ -163,8 +171,9 @@ async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> No
 # Comparing
 
 
-def _compare(tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None,
-             rules: Normalisers) -> Divergence | None:  # fmt: skip
+def _compare(
+    tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None, rules: Normalisers
+) -> Divergence | None:
     recorded = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
     for a, b in zip(then, now, strict=False):
         if recorded is not None and a.values.get("observation") is None and a in then[-2:-1]:
@@ -172,15 +181,22 @@ def _compare(tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: 
         for found in differences(normalised(a.values, rules), normalised(b.values, rules)):
             what, old, new = found.field, *clipped(found.recorded, found.observed)
             return Divergence(
-                tape=tape.id, turn=a.turn, step=a.step, by="env", field=what, recorded=old, observed=new,
+                tape=tape.id,
+                turn=a.turn,
+                step=a.step,
+                by="env",
+                field=what,
+                recorded=old,
+                observed=new,
                 cause=Likely.REWARD if what.startswith(("reward.", "metric.")) else Likely.ENVIRONMENT,
                 sentence=f"{_when(a)}: `{what}` was {old!r:.200}, it is now {new!r:.200}",
-            )  # fmt: skip
+            )
     return _compare_errors(tape, then, now, raised)
 
 
-def _compare_errors(tape: Tape, then: Sequence[Moment], now: Sequence[Moment],
-                    raised: Exception | None) -> Divergence | None:  # fmt: skip
+def _compare_errors(
+    tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None
+) -> Divergence | None:
     cause = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
     was = cause.error if cause is not None and cause.error != "RenderFailed" else None
     new = type(raised).__qualname__ if raised is not None else None
@@ -194,8 +210,18 @@ def _compare_errors(tape: Tape, then: Sequence[Moment], now: Sequence[Moment],
     if isinstance(raised, RestoreMismatch):
         told = f"the turns that the tape was forked from are other ones now: {raised}"
     then_told = f"recorded: {was}" if was is not None else "nothing of the kind is recorded"
-    return Divergence(tape=tape.id, turn=at.turn, step=at.step, by="env", field="error", recorded=was, observed=new,
-                      cause=Likely.ENVIRONMENT, sentence=f"{_when(at)}: {told}; {then_told}", where=where)  # fmt: skip
+    return Divergence(
+        tape=tape.id,
+        turn=at.turn,
+        step=at.step,
+        by="env",
+        field="error",
+        recorded=was,
+        observed=new,
+        cause=Likely.ENVIRONMENT,
+        sentence=f"{_when(at)}: {told}; {then_told}",
+        where=where,
+    )
 
 
 def _when(moment: Moment) -> str:

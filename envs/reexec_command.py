@@ -34,12 +34,25 @@ OWN = ("width", "max_turns", "scorer")
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     add_tape_arguments(parser)
-    parser.add_argument("--env", metavar="NAME", help="module:name of an environment class or factory (default: as the "
-                        "run's configuration says)")  # fmt: skip
-    parser.add_argument("--times", type=int, default=1, metavar="N",
-                        help="execute N times, and tell which fields vary and what to declare")  # fmt: skip
-    parser.add_argument("--mask", action="append", default=[], metavar="FIELD[=REGEX]",
-                        help="a field that may differ (`kind.field`, `reward.name`), or which part")  # fmt: skip
+    parser.add_argument(
+        "--env",
+        metavar="NAME",
+        help="module:name of an environment class or factory (default: as the run's configuration says)",
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=1,
+        metavar="N",
+        help="execute N times, and tell which fields vary and what to declare",
+    )
+    parser.add_argument(
+        "--mask",
+        action="append",
+        default=[],
+        metavar="FIELD[=REGEX]",
+        help="a field that may differ (`kind.field`, `reward.name`), or which part",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for one execution (default 60)")
 
 
@@ -78,8 +91,10 @@ class ReexecPlan:
             return None
         found = load_named(self.env)
         if not callable(found):
-            raise UsageError(f"{self.env} is an object of type {type(found).__qualname__}, not an environment class or "
-                             "a function that makes one")  # fmt: skip
+            raise UsageError(
+                f"{self.env} is an object of type {type(found).__qualname__}, not an environment class or "
+                "a function that makes one"
+            )
         return cast("Callable[[], Environment[Any]]", found)
 
     def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
@@ -91,8 +106,11 @@ class ReexecPlan:
         def check(tape: Tape) -> Verdict:
             make = named or own_environment(tape.begin.env)
             if make is None:
-                return unverifiable("reexec", tape.id, f"which environment? It was recorded in {tape.begin.env.cls}: "
-                                    "give --env module:name")  # fmt: skip
+                return unverifiable(
+                    "reexec",
+                    tape.id,
+                    f"which environment? It was recorded in {tape.begin.env.cls}: give --env module:name",
+                )
             return asyncio.run(reexec(tape, make, normalise=masks, times=self.times, seconds=self.seconds))
 
         return check

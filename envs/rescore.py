@@ -21,8 +21,9 @@ from ..tapes.verdict import Divergence, Failure, Likely, Verdict, diverged, unve
 from .rewards import Rewards, RewardSource
 
 
-async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None,
-                  tolerance: float = 0.0) -> tuple[Verdict, list[Reward]]:  # fmt: skip
+async def rescore(
+    tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None, tolerance: float = 0.0
+) -> tuple[Verdict, list[Reward]]:
     """(the verdict on what is recorded, the records of components that aren't).
 
     Every component that one of these sources once gave must come again; those of other sources are not spoken of. Where
@@ -40,8 +41,11 @@ async def rescore(tape: Tape, rewards: Rewards[Tape], *, layer: str | None = Non
     found = [_difference(tape, *pair, tolerance) for side in sides for pair in _pairs(*side)]
     notes += (_uncompared(tape, name, layer) for name in dict.fromkeys(r.name for r in fresh))
     failures = tuple(map(_failure, failed.values()))
-    more: dict[str, Any] = {"checked": {"rewards": 0 if failed else found.count(None)}, "not_checked": tuple(notes),
-                            "failures": failures}  # fmt: skip
+    more: dict[str, Any] = {
+        "checked": {"rewards": 0 if failed else found.count(None)},
+        "not_checked": tuple(notes),
+        "failures": failures,
+    }
     if (first := next(filter(None, found), None)) is not None:
         return diverged("rescore", first, **more), fresh
     if failures:
@@ -58,8 +62,9 @@ Scores = dict[int | None, Reward]
 """Step (None: the episode) -> record."""
 
 
-def _sides(then: dict[str, Scores], given: dict[str, Scores], failed: dict[str, Reward],
-           rewards: Rewards[Tape]) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:  # fmt: skip
+def _sides(
+    then: dict[str, Scores], given: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
+) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
     """(what is to be compared with what, recorded failures first; components that can't be; notes on the others)."""
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
@@ -119,8 +124,10 @@ def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
     """Why a component of now has nothing beside it."""
     held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
     if held:
-        return (f"reward component {name!r}: what was recorded with the tape hasn't got it, but layer "
-                f"{', '.join(map(repr, held))} has; give --layer to compare with that")  # fmt: skip
+        return (
+            f"reward component {name!r}: what was recorded with the tape hasn't got it, but layer "
+            f"{', '.join(map(repr, held))} has; give --layer to compare with that"
+        )
     where = "the tape" if layer is None else f"layer {layer!r}"
     return f"reward component {name!r}: {where} hasn't got it, so there is nothing to compare"
 
@@ -146,10 +153,16 @@ def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: 
     failure = _failure(now) if now is not None and b != b else None
     told = f"reward component {one.name!r} was {_number(a)}, it is now {_number(b)}"
     return Divergence(
-        tape=tape.id, turn=turn, step=one.step, field=f"reward.{one.name}", recorded=None if a != a else a,
-        observed=None if b != b else b, cause=Likely.REWARD, where=failure.where if failure else None,
+        tape=tape.id,
+        turn=turn,
+        step=one.step,
+        field=f"reward.{one.name}",
+        recorded=None if a != a else a,
+        observed=None if b != b else b,
+        cause=Likely.REWARD,
+        where=failure.where if failure else None,
         sentence=f"{told}: {failure.error}" if failure else told,
-    )  # fmt: skip
+    )
 
 
 def _number(value: float | None) -> str:
@@ -197,8 +210,13 @@ class Disagreement(Value):
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
     """What both say of a tape."""
     one, two = await ours.score(tape), await theirs.score(tape)
-    return Opinion(tape=tape.id, group=tape.begin.group, ours=total(one), theirs=total(two),
-                   failures=tuple(_failure(r) for r in (*one, *two) if math.isnan(r.value)))  # fmt: skip
+    return Opinion(
+        tape=tape.id,
+        group=tape.begin.group,
+        ours=total(one),
+        theirs=total(two),
+        failures=tuple(_failure(r) for r in (*one, *two) if math.isnan(r.value)),
+    )
 
 
 def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
@@ -212,11 +230,15 @@ def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreemen
     n = len(both)
     furthest = sorted((row for row in both if row[1] != row[2]), key=lambda row: -abs(row[1] - row[2]))
     return Disagreement(
-        tapes=len(opinions), equal=sum(a == b for _, a, b in both), higher=sum(a > b for _, a, b in both),
-        lower=sum(a < b for _, a, b in both), unscored=len(opinions) - n,
+        tapes=len(opinions),
+        equal=sum(a == b for _, a, b in both),
+        higher=sum(a > b for _, a, b in both),
+        lower=sum(a < b for _, a, b in both),
+        unscored=len(opinions) - n,
         failed=sum(bool(o.failures) for o in opinions),
         mean_ours=sum(a for _, a, _ in both) / n if n else None,
         mean_theirs=sum(b for _, _, b in both) / n if n else None,
-        pairs=sum(a != 0 or b != 0 for a, b in pairs), turned=sum(a * b < 0 for a, b in pairs),
+        pairs=sum(a != 0 or b != 0 for a, b in pairs),
+        turned=sum(a * b < 0 for a, b in pairs),
         furthest=tuple(o for o, _, _ in furthest[:shown]),
-    )  # fmt: skip
+    )

@@ -38,19 +38,25 @@ SHOWN = 5
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     add_tape_arguments(parser)
-    parser.add_argument("--reward", metavar="NAME", help="module:name of a Rewards, a RewardSource, or a function from "
-                        "a tape to its score")  # fmt: skip
+    parser.add_argument(
+        "--reward",
+        metavar="NAME",
+        help="module:name of a Rewards, a RewardSource, or a function from a tape to its score",
+    )
     parser.add_argument("--against", metavar="NAME", help="another one: show where the two disagree")
-    parser.add_argument("--layer", metavar="LAYER", help="compare with this later scoring; where a tape hasn't got it, "
-                        "add it")  # fmt: skip
+    parser.add_argument(
+        "--layer", metavar="LAYER", help="compare with this later scoring; where a tape hasn't got it, add it"
+    )
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="difference that is none (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Score again, and print the verdicts, or the table of two."""
     if args.reward is None:
-        raise UsageError("which reward? give --reward module:name. What an environment's own code scored is checked by "
-                         "`tapereel reexec`")  # fmt: skip
+        raise UsageError(
+            "which reward? give --reward module:name. What an environment's own code scored is checked by "
+            "`tapereel reexec`"
+        )
     if args.against is not None and args.layer is not None:
         raise UsageError("--against only compares two rewards, and --layer records one: give one of them")
     if args.layer == GROUP_LAYER:
@@ -88,11 +94,17 @@ def _with_layer(args: argparse.Namespace, rewards: Rewards[Tape]) -> int:
                 verdicts.append(verdict.of(tape))
             progress("rescore", k + 1, len(names), f"{added.total():,} added")
         store.writer.sync()
-    found = Verdicts(verb="rescore", run=str(args.run), verdicts=tuple(verdicts),
-                     seconds=round(time.perf_counter() - started, 3))  # fmt: skip
+    found = Verdicts(
+        verb="rescore", run=str(args.run), verdicts=tuple(verdicts), seconds=round(time.perf_counter() - started, 3)
+    )
     to = sum(n > 0 for n in added.values())
-    return _tell(args, found, len(names), f"layer {args.layer!r}: {added.total():,} records added to {to:,} tapes",
-                 added=added.total())  # fmt: skip
+    return _tell(
+        args,
+        found,
+        len(names),
+        f"layer {args.layer!r}: {added.total():,} records added to {to:,} tapes",
+        added=added.total(),
+    )
 
 
 def _tell(args: argparse.Namespace, verdicts: Verdicts, of: int, *more: str, added: int | None = None) -> int:
@@ -108,9 +120,16 @@ def _kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[dict[str, 
     kinds: dict[tuple[str, str | None], dict[str, Any]] = {}
     for tape, found in failures:
         for failure in found:
-            kind = kinds.setdefault((failure.source, failure.where), {
-                "source": failure.source, "where": failure.where, "tapes": 0, "tape": tape, "first": failure.error,
-            })  # fmt: skip
+            kind = kinds.setdefault(
+                (failure.source, failure.where),
+                {
+                    "source": failure.source,
+                    "where": failure.where,
+                    "tapes": 0,
+                    "tape": tape,
+                    "first": failure.error,
+                },
+            )
             kind["tapes"] += 1
     return sorted(kinds.values(), key=lambda kind: -kind["tapes"])
 
@@ -136,8 +155,13 @@ def _set_against(args: argparse.Namespace, ours: Rewards[Tape], theirs: Rewards[
     found = disagreement(opinions)
     kinds = _kinds((o.tape, o.failures) for o in opinions)
     shown = (_furthest(found),) if found.furthest else ()
-    answer(args, {"run": str(args.run), "reward": args.reward, "against": args.against, **found.model_dump(),
-                  "failures": kinds}, *shown, *_told(kinds, found.failed, found.tapes), *_lines(found))  # fmt: skip
+    answer(
+        args,
+        {"run": str(args.run), "reward": args.reward, "against": args.against, **found.model_dump(), "failures": kinds},
+        *shown,
+        *_told(kinds, found.failed, found.tapes),
+        *_lines(found),
+    )
     return Exit.UNVERIFIABLE if found.failed or found.unscored == found.tapes else Exit.HOLDS
 
 
@@ -150,13 +174,17 @@ def _furthest(found: Disagreement) -> Any:
 
 
 def _lines(found: Disagreement) -> list[str]:
-    lines = [f"{found.tapes:,} tapes: {found.equal:,} equal, {found.higher:,} get more than by the other, "
-             f"{found.lower:,} less, {found.unscored:,} unscored by one of them"]  # fmt: skip
+    lines = [
+        f"{found.tapes:,} tapes: {found.equal:,} equal, {found.higher:,} get more than by the other, "
+        f"{found.lower:,} less, {found.unscored:,} unscored by one of them"
+    ]
     if found.mean_ours is not None and found.mean_theirs is not None:
         lines.append(f"mean {found.mean_ours:.4g} against {found.mean_theirs:.4g}")
     if found.pairs:
-        lines.append(f"of {found.pairs:,} pairs of attempts that one of them tells apart, {found.turned:,} "
-                     "are preferred the other way round")  # fmt: skip
+        lines.append(
+            f"of {found.pairs:,} pairs of attempts that one of them tells apart, {found.turned:,} "
+            "are preferred the other way round"
+        )
     return lines
 
 

@@ -81,11 +81,18 @@ class Sandbox:
     """
 
     def __init__(
-        self, *, seconds: float = 10.0, memory: int = 512 << 20, processes: int = 32, file_size: int = 32 << 20,
-        limit: int = CHARACTERS, tools: Sequence[Literal["python", "shell"]] = ("python", "shell"),
-        files: Mapping[str, str | bytes] | None = None, python: str | None = None,
+        self,
+        *,
+        seconds: float = 10.0,
+        memory: int = 512 << 20,
+        processes: int = 32,
+        file_size: int = 32 << 20,
+        limit: int = CHARACTERS,
+        tools: Sequence[Literal["python", "shell"]] = ("python", "shell"),
+        files: Mapping[str, str | bytes] | None = None,
+        python: str | None = None,
         isolation: Literal["auto", "required", "none"] = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         seconds: of one snippet, on the clock. memory: bytes of address space of each of its processes.
         processes: that all of its snippets may have at once. file_size: bytes of one file that it writes.
@@ -174,14 +181,31 @@ class Sandbox:
         words = [_sendable(word) for word in command]
         folder = self._place()
         report, told = os.pipe()
-        order = json.dumps({**self._bounds, "command": words, "folder": str(folder), "file": file, "report": told,
-                            "isolation": self._isolation, "uid": self._uid})  # fmt: skip
+        order = json.dumps(
+            {
+                **self._bounds,
+                "command": words,
+                "folder": str(folder),
+                "file": file,
+                "report": told,
+                "isolation": self._isolation,
+                "uid": self._uid,
+            }
+        )
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", jail.__file__, cwd="/", env=_environment(folder),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(told,), start_new_session=True,
-            )  # fmt: skip
+                sys.executable,
+                "-I",
+                "-S",
+                jail.__file__,
+                cwd="/",
+                env=_environment(folder),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(told,),
+                start_new_session=True,
+            )
         except BaseException:
             os.close(report)
             raise
@@ -278,15 +302,23 @@ def _sendable(word: str) -> str:
     """A word of a command as it can be sent to another process. ToolFailed where it is too long."""
     sent = word.encode("utf-8", "backslashreplace")
     if len(sent) > LONGEST_WORD:
-        raise ToolFailed(f"the command is too long: {len(sent):,} bytes, and at most {LONGEST_WORD:,} are taken; write "
-                         "what is long to a file, in pieces or with the tool python, and have the command read that")
+        raise ToolFailed(
+            f"the command is too long: {len(sent):,} bytes, and at most {LONGEST_WORD:,} are taken; write "
+            "what is long to a file, in pieces or with the tool python, and have the command read that"
+        )
     return sent.decode()
 
 
 def _environment(folder: Path) -> dict[str, str]:
     """Nothing of this process's: it may hold secrets."""
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 async def _give(process: asyncio.subprocess.Process, data: bytes) -> None:

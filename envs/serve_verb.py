@@ -22,29 +22,55 @@ tapereel serve-env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 
 tapereel serve-env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
 """
 
-LEAST = {"sessions": 1, "processes": 1, "message_bytes": 1024, "call_seconds": 0, "window_seconds": 0,
-         "idle_seconds": 0}  # fmt: skip
+LEAST = {
+    "sessions": 1,
+    "processes": 1,
+    "message_bytes": 1024,
+    "call_seconds": 0,
+    "window_seconds": 0,
+    "idle_seconds": 0,
+}
 """Of each option; 0: more than nothing."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    parser.add_argument("env", help="an Environment class, or a function with a return type that makes one: "
-                                    "module:name, file.py:name")  # fmt: skip
+    parser.add_argument(
+        "env", help="an Environment class, or a function with a return type that makes one: module:name, file.py:name"
+    )
     parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help="where to listen (default: this machine only; anything else needs --key)")  # fmt: skip
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default: this machine only; anything else needs --key)",
+    )
     parser.add_argument("--key", metavar="VARIABLE", help="the environment variable with the token to ask for")
     parser.add_argument("--sessions", type=int, default=1000, metavar="N", help="episodes at once (default 1000)")
-    parser.add_argument("--processes", type=int, metavar="N",
-                        help="run each episode in one of N processes, which are killed and replaced when they hang")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="run each episode in one of N processes, which are killed and replaced when they hang",
+    )
     parser.add_argument("--call-seconds", type=float, default=60.0, metavar="S", help="for any call (default 60)")
-    parser.add_argument("--window-seconds", type=float, default=30.0, metavar="S",
-                        help="how long an episode waits for its client after a connection broke (default 30)")
-    parser.add_argument("--idle-seconds", type=float, default=900.0, metavar="S",
-                        help="the most between two calls of an episode (default 900)")  # fmt: skip
-    parser.add_argument("--message-bytes", type=int, default=1 << 20, metavar="N",
-                        help="the longest message to take (default 1 MiB)")  # fmt: skip
+    parser.add_argument(
+        "--window-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long an episode waits for its client after a connection broke (default 30)",
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="the most between two calls of an episode (default 900)",
+    )
+    parser.add_argument(
+        "--message-bytes", type=int, default=1 << 20, metavar="N", help="the longest message to take (default 1 MiB)"
+    )
     parser.add_argument("--openenv", action="store_true", help="take OpenEnv's clients too, at /ws")
     parser.add_argument("--tasks", help="with --openenv, whose clients may have none: a JSON list, or the name of one")
 
@@ -73,12 +99,18 @@ def run(args: argparse.Namespace) -> int:
 def _service(args: argparse.Namespace, make: Any, stack: contextlib.ExitStack) -> Service:
     from .remote import Pool, Service, ServiceLimits, add_openenv
 
-    limits = ServiceLimits(sessions=args.sessions, message_bytes=args.message_bytes, call_seconds=args.call_seconds,
-                           window_seconds=args.window_seconds, idle_seconds=args.idle_seconds)  # fmt: skip
+    limits = ServiceLimits(
+        sessions=args.sessions,
+        message_bytes=args.message_bytes,
+        call_seconds=args.call_seconds,
+        window_seconds=args.window_seconds,
+        idle_seconds=args.idle_seconds,
+    )
     if args.processes is not None:
         # A process has no longer than a call may take, and is killed before the call is given up.
-        make = stack.enter_context(Pool(args.env, processes=args.processes, seconds=0.9 * args.call_seconds,
-                                        largest=args.message_bytes))  # fmt: skip
+        make = stack.enter_context(
+            Pool(args.env, processes=args.processes, seconds=0.9 * args.call_seconds, largest=args.message_bytes)
+        )
     service = Service(make, host=args.host, token=_token(args.key), limits=limits)
     return add_openenv(service, _tasks(args.tasks)) if args.openenv else service
 
@@ -104,8 +136,11 @@ def _tasks(text: str | None) -> Sequence[Any] | None:
 async def _serve(args: argparse.Namespace, service: Service) -> None:
     stop = told_to_end()
     async with service.serving(args.port):
-        answer(args, {"url": service.url, "environment": service.declared.name, "places": service.limits.sessions},
-               f"{service.declared.name} at {service.url}, {service.limits.sessions} episodes at once")  # fmt: skip
+        answer(
+            args,
+            {"url": service.url, "environment": service.declared.name, "places": service.limits.sessions},
+            f"{service.declared.name} at {service.url}, {service.limits.sessions} episodes at once",
+        )
         say("press Ctrl-C to stop")
         await stop.wait()
         say("ending")

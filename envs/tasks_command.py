@@ -22,8 +22,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--public", help="column of the files that the agent sees; without it a whole row is private")
     parser.add_argument("--private", help="column of the files that it doesn't")
     parser.add_argument("--n", type=int, default=N, help="words of a run (%(default)s)")
-    parser.add_argument("--share", type=float, default=SHARE,
-                        help="of a text's runs that make it known to training (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--share", type=float, default=SHARE, help="of a text's runs that make it known to training (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

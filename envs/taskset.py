@@ -39,8 +39,14 @@ class Taskset(Sequence[Task]):
     index, `Taskset(rows, row=to_task)`, `Taskset.load("tasks.jsonl", row=to_task)`.
     """
 
-    def __init__(self, source: Iterable[Any] | Callable[..., Any], *, size: int | None = None, row: Row | None = None,
-                 name: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        source: Iterable[Any] | Callable[..., Any],
+        *,
+        size: int | None = None,
+        row: Row | None = None,
+        name: str = "",
+    ) -> None:
         """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
 
         source: any iterable; a function without parameters that gives one; or a function of the index, which needs
@@ -56,15 +62,19 @@ class Taskset(Sequence[Task]):
             raise BadTasks(f"size is {size}; a taskset has at least one task, or None for all of its source")
         by_index = callable(source) and _takes_index(source)
         if by_index and size is None:
-            raise BadTasks(f"{_named(source)} is a function of the index, which has no end; give `size`, or make a "
-                           "TaskStream of it")
+            raise BadTasks(
+                f"{_named(source)} is a function of the index, which has no end; give `size`, or make a "
+                "TaskStream of it"
+            )
         for k, item in enumerate(islice(_items(source), size if by_index else None)):
             self._add(_task(item, k, row))
             if len(self._tasks) == size:
                 break
         if size is not None and not by_index and len(self._tasks) < size:
-            raise BadTasks(f"{size} tasks were asked for and the source has {len(self._tasks)} distinct ones "
-                           f"({self.dropped} duplicates); ask for fewer, or give it more")
+            raise BadTasks(
+                f"{size} tasks were asked for and the source has {len(self._tasks)} distinct ones "
+                f"({self.dropped} duplicates); ask for fewer, or give it more"
+            )
 
     @classmethod
     def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
@@ -145,8 +155,10 @@ class Taskset(Sequence[Task]):
         if wrong:
             raise BadTasks(f"not the state of a cursor over a taskset: {sorted(wrong)} is missing or unknown")
         if state["digest"] != self.digest:
-            raise BadTasks(f"the cursor went over a taskset with digest {state['digest'][:12]}, this one has "
-                           f"{self.digest[:12]} ({len(self)} tasks): resume with the tasks it was made with")
+            raise BadTasks(
+                f"the cursor went over a taskset with digest {state['digest'][:12]}, this one has "
+                f"{self.digest[:12]} ({len(self)} tasks): resume with the tasks it was made with"
+            )
         cursor = Cursor(self, int(state["seed"]), shuffle=bool(state["shuffle"]))
         cursor._seek(int(state["epoch"]), int(state["position"]))
         return cursor
@@ -179,8 +191,9 @@ class TaskStream(Iterable[Task]):
 
     def __init__(self, source: Callable[..., Any], *, row: Row | None = None, name: str = "") -> None:
         if not callable(source):
-            raise BadTasks(f"a TaskStream needs a function to call anew for each pass, not {_named(source)}; "
-                           "make a Taskset of it")
+            raise BadTasks(
+                f"a TaskStream needs a function to call anew for each pass, not {_named(source)}; make a Taskset of it"
+            )
         self.name = name
         self._source = source
         self._row = row
@@ -259,8 +272,13 @@ class Cursor(Iterator[Task]):
 
     def state(self) -> dict[str, Any]:
         """What `Taskset.resume` needs to go on with the next task, as JSON."""
-        return {"seed": self.seed, "shuffle": self.shuffle, "epoch": self.epoch, "position": self.position,
-                "digest": self._digest}  # fmt: skip
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "position": self.position,
+            "digest": self._digest,
+        }
 
 
 class StreamCursor(Iterator[Task]):
@@ -286,8 +304,9 @@ class Sides:
 
     def __init__(self, fractions: Sequence[float], salt: str = "") -> None:
         if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
-            raise BadTasks(f"the fractions of a split are positive and add up to 1, not {list(fractions)}: "
-                           "split(0.9, 0.1)")
+            raise BadTasks(
+                f"the fractions of a split are positive and add up to 1, not {list(fractions)}: split(0.9, 0.1)"
+            )
         self._bounds = [sum(fractions[: k + 1]) for k in range(len(fractions))]
         self._salt = salt.encode()
 
@@ -317,8 +336,10 @@ def _takes_index(source: Callable[..., Any]) -> bool:
     parameters = inspect.signature(source).parameters.values()
     needed = [p for p in parameters if p.kind in free and p.default is p.empty]
     if len(needed) > 1:
-        raise BadTasks(f"{_named(source)} takes {len(needed)} arguments; a source of tasks takes none (and gives an "
-                       "iterable), or the index (and gives a task)")
+        raise BadTasks(
+            f"{_named(source)} takes {len(needed)} arguments; a source of tasks takes none (and gives an "
+            "iterable), or the index (and gives a task)"
+        )
     return len(needed) == 1
 
 
@@ -327,8 +348,10 @@ def _items(source: Any) -> Iterator[Any]:
         raise BadTasks(f"the {type(source).__name__} {source!r:.60} is no list of tasks; to read a file: Taskset.load")
     if not callable(source) or isinstance(source, Iterable):
         if not isinstance(source, Iterable):
-            raise BadTasks(f"{source!r:.60} is no source of tasks; give an iterable, a function that gives one or a "
-                           "function of the index")
+            raise BadTasks(
+                f"{source!r:.60} is no source of tasks; give an iterable, a function that gives one or a "
+                "function of the index"
+            )
         return iter(source)
     if _takes_index(source):
         return map(source, count())
@@ -341,5 +364,7 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
     except BadTasks as error:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
-        raise BadTasks(f"item {k} is no task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task are JSON "
-                       "values (None, bool, int, float, str, list, dict)") from error
+        raise BadTasks(
+            f"item {k} is no task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task are JSON "
+            "values (None, bool, int, float, str, list, dict)"
+        ) from error

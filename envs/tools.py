@@ -91,9 +91,14 @@ def worst(effects: Iterable[Effect]) -> Effect:
 
 
 def tool(
-    function: Callable[..., Any], *, name: str | None = None, description: str | None = None, effect: Effect = "pure",
-    timeout: float = SECONDS, limit: int = CHARACTERS,
-) -> Tool:  # fmt: skip
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    effect: Effect = "pure",
+    timeout: float = SECONDS,
+    limit: int = CHARACTERS,
+) -> Tool:
     """A plain function, or a bound method, as a tool: its name, its docstring, its parameters by type hints.
 
     Arguments are checked against the hints before it runs. A sync function runs in a thread of its own, since it may
@@ -114,8 +119,15 @@ def tool(
         result = await in_thread(adapter.validate_python, given) if blocks else adapter.validate_python(given)
         return as_text(await result if inspect.isawaitable(result) else result)
 
-    return Tool(name=known, description=_summary(text), parameters=parameters, call=call, effect=effect,
-                timeout=timeout, limit=limit)  # fmt: skip
+    return Tool(
+        name=known,
+        description=_summary(text),
+        parameters=parameters,
+        call=call,
+        effect=effect,
+        timeout=timeout,
+        limit=limit,
+    )
 
 
 def _signature(function: Callable[..., Any], name: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
@@ -126,8 +138,10 @@ def _signature(function: Callable[..., Any], name: str) -> tuple[TypeAdapter[Any
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             what = str(parameter).partition(":")[0]
-            raise BadTool(f"tool {name}: a model gives arguments by name, so {what} can't be offered; give each "
-                          "parameter a name of its own")  # fmt: skip
+            raise BadTool(
+                f"tool {name}: a model gives arguments by name, so {what} can't be offered; give each "
+                "parameter a name of its own"
+            )
         if parameter.annotation is parameter.empty:
             raise BadTool(f"tool {name}: parameter {parameter.name!r} has no type hint, so its schema isn't known")
     adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
@@ -214,8 +228,9 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]
-        self._given = [t if isinstance(t, Tool) else tool(t) for t in tools
-                       if isinstance(t, Tool) or not isinstance(t, ToolSource)]  # fmt: skip
+        self._given = [
+            t if isinstance(t, Tool) else tool(t) for t in tools if isinstance(t, Tool) or not isinstance(t, ToolSource)
+        ]
         self._gate = asyncio.Semaphore(parallel)
         self.parallel = parallel
         self.tools: Mapping[str, Tool] = _by_name(self._given)

@@ -50,8 +50,10 @@ def trl_row(row: Mapping[str, Any]) -> Task:
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
-        raise NotTRL(f"a row has a column `prompt`, a text or a list of messages; this is {has}. Where `reset` gives "
-                     "all of the prompt, write None")  # fmt: skip
+        raise NotTRL(
+            f"a row has a column `prompt`, a text or a list of messages; this is {has}. Where `reset` gives "
+            "all of the prompt, write None"
+        )
     _messages(row["prompt"])
     return Task(public={"prompt": row["prompt"]}, private={k: v for k, v in row.items() if k != "prompt"})
 
@@ -70,8 +72,13 @@ class TRLEnvironment(ToolEnvironment):
     chooses from; None for tasks of one turn. rewards: what it gets as `reward_funcs`, each a component under its name.
     """
 
-    def __init__(self, factory: Factory | Mapping[str, Factory] | None = None, *, rewards: Iterable[TRLReward] = (),
-                 effect: Effect = "pure") -> None:  # fmt: skip
+    def __init__(
+        self,
+        factory: Factory | Mapping[str, Factory] | None = None,
+        *,
+        rewards: Iterable[TRLReward] = (),
+        effect: Effect = "pure",
+    ) -> None:
         super().__init__((), parallel=1)
         self.effect = effect
         self._factory = factory
@@ -137,8 +144,12 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
     row, (prompt, said) = row_of(tape.begin.task), _conversation(tape)
     completion: Any = said[-1]["content"] if isinstance(prompt, str) and said else list(said)
     logged: dict[str, dict[str, JsonValue]] = {}
-    given: dict[str, Any] = {"prompts": [prompt], "completions": [completion], "log_extra": _log(logged, "extra"),
-                             "log_metric": _log(logged, "metrics")}  # fmt: skip
+    given: dict[str, Any] = {
+        "prompts": [prompt],
+        "completions": [completion],
+        "log_extra": _log(logged, "extra"),
+        "log_metric": _log(logged, "metrics"),
+    }
     given |= {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
     missing = {"trainer_state": _NO_STATE}
     if environments is not None:
@@ -169,8 +180,10 @@ def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValu
         (score,) = scores
         value = None if score is None else float(score)
     except (TypeError, ValueError) as error:
-        raise NotTRL(f"{_name(function)} gave {scores!r:.80} for one completion: a reward function gives a list with "
-                     "one number, or None, for each") from error  # fmt: skip
+        raise NotTRL(
+            f"{_name(function)} gave {scores!r:.80} for one completion: a reward function gives a list with "
+            "one number, or None, for each"
+        ) from error
     return None if value is None or value != value else Scored(value, evidence={**logged} or None)
 
 
@@ -189,8 +202,9 @@ def completion_ids(tape: Tape) -> list[int]:
         context = tape.call_prompt(call)
         context.extend(call.completion or ())
         if whole[: len(context)] != context:
-            raise NotATape(f"the calls of tape {tape.id} aren't one token sequence: its last one doesn't go on from "
-                           f"{call.call}")  # fmt: skip
+            raise NotATape(
+                f"the calls of tape {tape.id} aren't one token sequence: its last one doesn't go on from {call.call}"
+            )
     return whole[len(prompt) :].tolist()
 
 
@@ -226,8 +240,10 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
 def _opening(prompt: Any, given: Any, instance: Any) -> list[Message]:
     """The prompt as messages, with what `reset` gave at the end of the last one."""
     if given is not None and not isinstance(given, str):
-        raise NotTRL(f"{type(instance).__qualname__}.reset gave {type(given).__name__}, and only a text, or None, can "
-                     "be recorded")  # fmt: skip
+        raise NotTRL(
+            f"{type(instance).__qualname__}.reset gave {type(given).__name__}, and only a text, or None, can "
+            "be recorded"
+        )
     *before, last = _messages(prompt)
     return [*before, {**last, "content": last["content"] + (given or "")}]
 
@@ -240,8 +256,11 @@ def _messages(prompt: Any) -> list[Message]:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and \
-        isinstance(message.get("content"), str)
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )
 
 
 def _said(action: Action) -> Message:
@@ -266,4 +285,3 @@ def _conversation(tape: Tape) -> tuple[Any, list[Message]]:
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-

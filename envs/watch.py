@@ -39,8 +39,9 @@ class LoopWatch:
     `on_stall` is called in the watching thread, once for each stall of at least `seconds`.
     """
 
-    def __init__(self, on_stall: Callable[[Stall], None], *, seconds: float = 0.25,
-                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+    def __init__(
+        self, on_stall: Callable[[Stall], None], *, seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if seconds <= 0:
             raise ValueError(f"seconds is {seconds}; a stall lasts some time")
         self._on_stall = on_stall
@@ -66,8 +67,9 @@ class LoopWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:

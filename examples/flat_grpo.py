@@ -86,10 +86,15 @@ class BatchedEngine:
         for (request, future), row in zip(waiting, logprobs, strict=True):
             # The episode's own seed: the same game is sampled the same way whoever plays beside it.
             token = int(torch.multinomial(row.exp(), 1, generator=torch.Generator().manual_seed(request.seed)))
-            future.set_result(Completion(
-                text=self.renderer.decode([token]), ids=array("i", [token]), logprobs=array("f", [float(row[token])]),
-                spans=((f"flat:{self.version}", 0, 1),), finish="length",
-            ))  # fmt: skip
+            future.set_result(
+                Completion(
+                    text=self.renderer.decode([token]),
+                    ids=array("i", [token]),
+                    logprobs=array("f", [float(row[token])]),
+                    spans=((f"flat:{self.version}", 0, 1),),
+                    finish="length",
+                )
+            )
 
     def forget(self, cache_key: str) -> None:
         pass
@@ -144,11 +149,22 @@ def groups_of(engine: BatchedEngine, groups: int, size: int, seed: int) -> list[
     secrets = [rng.randrange(10) for _ in range(groups)]
 
     async def play() -> list[Tape]:
-        return await asyncio.gather(*(
-            rollout(player, FindDigit, secrets[g], engine=engine, seed=rng.getrandbits(32), group=f"{seed}/{g}",
-                    attempt=k, sampling=Sampling(max_tokens=1))
-            for g in range(groups) for k in range(size)
-        ))  # fmt: skip
+        return await asyncio.gather(
+            *(
+                rollout(
+                    player,
+                    FindDigit,
+                    secrets[g],
+                    engine=engine,
+                    seed=rng.getrandbits(32),
+                    group=f"{seed}/{g}",
+                    attempt=k,
+                    sampling=Sampling(max_tokens=1),
+                )
+                for g in range(groups)
+                for k in range(size)
+            )
+        )
 
     tapes = asyncio.run(play())
     return [tapes[g * size : (g + 1) * size] for g in range(groups)]
@@ -167,7 +183,8 @@ def train(updates: int, groups: int, size: int, *, model_size: str, lr: float = 
         batch = [
             (row, advantage)
             for group in played
-            for tape, advantage in zip(group, advantages(group), strict=True) if advantage
+            for tape, advantage in zip(group, advantages(group), strict=True)
+            if advantage
             for row in rows(tape)
         ]
         if batch:

@@ -4,8 +4,9 @@ Torch is imported by the names that need it, at their first use. Knows nothing o
 """
 
 if __name__ == "finetune":
-    raise ImportError("import tapereel.finetune, not finetune: the repository root is the package `tapereel` "
-                      "(pip install -e .)")
+    raise ImportError(
+        "import tapereel.finetune, not finetune: the repository root is the package `tapereel` (pip install -e .)"
+    )
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -38,15 +39,38 @@ if TYPE_CHECKING:
     from .trainer import Trainer, UpdateStats
 
 __all__ = [
-    "RECIPES", "Episode", "Evaluation", "History", "Loop", "LoopConfig", "OptimiserConfig", "RLConfig", "Recipe",
-    "ReportData", "Row", "Stream", "Trainer", "UpdateStats", "WarmStartConfig", "evaluate", "get_recipe",
-    "populate_rl_data", "prepare_rl_fields", "rl_step", "rows", "to_dataset", "update_rewards_and_advantages",
-    "warm_start", "write_report",
-]  # fmt: skip
+    "RECIPES",
+    "Episode",
+    "Evaluation",
+    "History",
+    "Loop",
+    "LoopConfig",
+    "OptimiserConfig",
+    "RLConfig",
+    "Recipe",
+    "ReportData",
+    "Row",
+    "Stream",
+    "Trainer",
+    "UpdateStats",
+    "WarmStartConfig",
+    "evaluate",
+    "get_recipe",
+    "populate_rl_data",
+    "prepare_rl_fields",
+    "rl_step",
+    "rows",
+    "to_dataset",
+    "update_rewards_and_advantages",
+    "warm_start",
+    "write_report",
+]
 
 _HOME = {
-    **dict.fromkeys(("RLConfig", "populate_rl_data", "prepare_rl_fields", "rl_step", "to_dataset",
-                     "update_rewards_and_advantages"), "classic"),
+    **dict.fromkeys(
+        ("RLConfig", "populate_rl_data", "prepare_rl_fields", "rl_step", "to_dataset", "update_rewards_and_advantages"),
+        "classic",
+    ),
     **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "config"),
     "History": "history",
     "Loop": "loop",
@@ -55,7 +79,7 @@ _HOME = {
     "warm_start": "sft",
     **dict.fromkeys(("Episode", "Stream"), "stream"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer"),
-}  # fmt: skip
+}
 """name -> module inside this package."""
 
 

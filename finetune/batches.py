@@ -19,20 +19,27 @@ from .words import Context
 _COLUMNS = ("ref", "anchor", "entropy", "value")
 
 
-def prepare(recipe: Recipe, rows: Sequence[Row], episodes: Sequence[Episode], stream: Stream, context: Context,
-            sizes: Sequence[int] = ()) -> objective.Batch:
+def prepare(
+    recipe: Recipe,
+    rows: Sequence[Row],
+    episodes: Sequence[Episode],
+    stream: Stream,
+    context: Context,
+    sizes: Sequence[int] = (),
+) -> objective.Batch:
     """The batch of `stream`, which is that of rows and episodes. sizes: episodes of each rollout batch; empty: one."""
     if len(sizes) < 2:
         return objective.prepare(recipe, stream, context)
     if sum(sizes) != len(episodes):
-        raise BadBatch(f"rollout batches of {', '.join(map(str, sizes))} episodes don't make up the {len(episodes)} "
-                       "that there are")
+        raise BadBatch(
+            f"rollout batches of {', '.join(map(str, sizes))} episodes don't make up the {len(episodes)} that there are"
+        )
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[stream.episode]
     parts: list[tuple[torch.Tensor, objective.Batch]] = []
     first = 0
     for k, size in enumerate(sizes):
         mine = owner == k
-        own = episodes[first:first + size]
+        own = episodes[first : first + size]
         first += size
         names = {episode.tape for episode in own}
         part = Stream.of([row for row in rows if row.taught_by in names], own, dtype=stream.old.dtype)
@@ -45,5 +52,6 @@ def prepare(recipe: Recipe, rows: Sequence[Row], episodes: Sequence[Episode], st
         advantage[mine], entered[mine], selected[mine] = batch.advantage, batch.entered, batch.selected
         if target is not None and batch.target is not None:
             target[mine] = batch.target
-    return objective.Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected,
-                           target=target)  # fmt: skip
+    return objective.Batch(
+        recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected, target=target
+    )

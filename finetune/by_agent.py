@@ -68,9 +68,13 @@ def _part(episode: Episode, path: str) -> Episode:
     alone = episode.alone.get(path)
     both = _sum(None if alone is None else np.asarray(alone), episode.shared)
     return replace(
-        episode, tape=f"{episode.tape}#{path}", group=f"{episode.group}#{path}", reward=_total(both), turn_rewards=both,
+        episode,
+        tape=f"{episode.tape}#{path}",
+        group=f"{episode.group}#{path}",
+        reward=_total(both),
+        turn_rewards=both,
         fork=None if episode.fork is None else f"{episode.fork}#{path}",
-    )  # fmt: skip
+    )
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
@@ -78,8 +82,10 @@ def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:
-        raise BadBatch(f"a reward is for {sorted(wanted - there)[0]!r} alone, but those who speak are "
-                       f"{', '.join(map(repr, sorted(there)))}: name a component `name{AT}path` by one of these")
+        raise BadBatch(
+            f"a reward is for {sorted(wanted - there)[0]!r} alone, but those who speak are "
+            f"{', '.join(map(repr, sorted(there)))}: name a component `name{AT}path` by one of these"
+        )
 
 
 def reward_by_agent(stream: Stream) -> dict[str, float]:

@@ -88,9 +88,15 @@ def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def save_checkpoint(
-    directory: Path, model: Any, trainer_state: Mapping[str, Any], state: Mapping[str, Any], *, update: int,
-    tokenizer: Any | None = None, taught: Mapping[str, Sequence[str]] | None = None,
-) -> Checkpoint:  # fmt: skip
+    directory: Path,
+    model: Any,
+    trainer_state: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    update: int,
+    tokenizer: Any | None = None,
+    taught: Mapping[str, Sequence[str]] | None = None,
+) -> Checkpoint:
     """Write `directory/update-NNNNNN` and make it durable; one that is there is replaced.
 
     A crash leaves at worst a hidden directory (`.partial`, `.gone`), which is ignored.
@@ -174,8 +180,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = json.loads((path / STATE).read_text())
         return Checkpoint(path, int(state["update"]), state)
     except (OSError, ValueError, KeyError) as error:
-        raise BadCheckpoint(f"{path}: state.json can't be read ({error}); delete the directory to go on without "
-                            "it") from error  # fmt: skip
+        raise BadCheckpoint(
+            f"{path}: state.json can't be read ({error}); delete the directory to go on without it"
+        ) from error
 
 
 def _sync_tree(root: Path) -> None:

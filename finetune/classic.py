@@ -72,8 +72,12 @@ class RLConfig(Value):
         return base.but(changes)
 
 
-def prepare_rl_fields(encoding: Mapping[str, Any], reward: float | None, old_logprobs: Sequence[float],
-                      ref_logprobs: Sequence[float] | None = None) -> dict[str, Any]:
+def prepare_rl_fields(
+    encoding: Mapping[str, Any],
+    reward: float | None,
+    old_logprobs: Sequence[float],
+    ref_logprobs: Sequence[float] | None = None,
+) -> dict[str, Any]:
     """The encoding with the RL columns: one log-prob for each target of `labels`, in order, NaN elsewhere."""
     labels = np.asarray(encoding["labels"])
     at = labels != IGNORED
@@ -82,8 +86,10 @@ def prepare_rl_fields(encoding: Mapping[str, Any], reward: float | None, old_log
     out["advantages"] = [float("nan")] * len(labels)
     for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
         if values is not None and len(values) != int(at.sum()):
-            raise BadBatch(f"{len(values)} {name} for {int(at.sum())} targets in `labels`: give one for each token "
-                           "that was sampled, from the engine that sampled it")
+            raise BadBatch(
+                f"{len(values)} {name} for {int(at.sum())} targets in `labels`: give one for each token "
+                "that was sampled, from the engine that sampled it"
+            )
         column = np.full(len(labels), np.nan)
         if values is not None:
             column[at] = values
@@ -91,18 +97,23 @@ def prepare_rl_fields(encoding: Mapping[str, Any], reward: float | None, old_log
     return out
 
 
-def span_labels(input_ids: Sequence[int], offsets: Sequence[tuple[int, int]],
-                spans: Sequence[tuple[int, int]]) -> list[int]:
+def span_labels(
+    input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
     """Labels for text that was written, not sampled: a token is a target iff its characters overlap a span's."""
-    return [token if any(start < b and a < end for a, b in spans) else IGNORED
-            for token, (start, end) in zip(input_ids, offsets, strict=True)]
+    return [
+        token if any(start < b and a < end for a, b in spans) else IGNORED
+        for token, (start, end) in zip(input_ids, offsets, strict=True)
+    ]
 
 
 def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
     """Rows as a Hugging Face dataset with the classic columns, and `turn`, `version` and `temperature` per token."""
     reward = {episode.tape: episode.reward for episode in episodes}
-    data: dict[str, list[Any]] = {name: [] for name in (
-        "input_ids", "labels", *TOKEN_COLUMNS, "group_id", "tape_id", "turn", "version", "temperature")}
+    data: dict[str, list[Any]] = {
+        name: []
+        for name in ("input_ids", "labels", *TOKEN_COLUMNS, "group_id", "tape_id", "turn", "version", "temperature")
+    }
     for row in rows:
         unknown = np.full(len(row), np.nan)
         r = reward[row.tape]
@@ -110,8 +121,19 @@ def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
         versions[row.own] = [row.versions[v] if v >= 0 else "" for v in row.version]
         turn = np.full(len(row), -1, dtype=np.int32)
         turn[row.own] = row.turn
-        values = (row.input_ids, row.labels(), np.full(len(row), np.nan if r is None else r), unknown,
-                  row.aligned(row.old), unknown, row.group, row.tape, turn, versions, row.aligned(row.temperature))
+        values = (
+            row.input_ids,
+            row.labels(),
+            np.full(len(row), np.nan if r is None else r),
+            unknown,
+            row.aligned(row.old),
+            unknown,
+            row.group,
+            row.tape,
+            turn,
+            versions,
+            row.aligned(row.temperature),
+        )
         for name, value in zip(data, values, strict=True):
             data[name].append(value.tolist() if isinstance(value, np.ndarray) else value)
     return Dataset.from_dict(data)
@@ -154,23 +176,30 @@ class _Columns:
         self.table = table
         for name in ("labels", "rewards", "old_logprobs", "group_id"):
             if name not in table.column_names:
-                raise BadBatch(f"the dataset has no column {name!r} (it has {', '.join(table.column_names)}): make its "
-                               "rows with prepare_rl_fields or to_dataset")
+                raise BadBatch(
+                    f"the dataset has no column {name!r} (it has {', '.join(table.column_names)}): make its "
+                    "rows with prepare_rl_fields or to_dataset"
+                )
         labels = table.column("labels").combine_chunks()
         self.lengths = np.diff(labels.offsets.to_numpy())
         self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int32)], dtype=np.int32)
         self.labels = self._values("labels")
         self.own = self.labels != IGNORED
-        tapes = table.column("tape_id") if "tape_id" in table.column_names else pa.chunked_array(
-            [pa.array(np.arange(len(self.lengths)).astype(str))])
+        tapes = (
+            table.column("tape_id")
+            if "tape_id" in table.column_names
+            else pa.chunked_array([pa.array(np.arange(len(self.lengths)).astype(str))])
+        )
         self.tapes, self.episode = _numbered(tapes)
 
     def _values(self, name: str) -> NDArray[Any]:
         column = self.table.column(name).combine_chunks()
         values = column.flatten().to_numpy(zero_copy_only=False)
         if name != "labels" and len(values) != len(self.labels):
-            raise BadBatch(f"column {name!r} has {len(values)} values in all, `labels` has {len(self.labels)}: every "
-                           "token column is aligned to `input_ids`")
+            raise BadBatch(
+                f"column {name!r} has {len(values)} values in all, `labels` has {len(self.labels)}: every "
+                "token column is aligned to `input_ids`"
+            )
         return values
 
     def spread(self, recipe: Recipe) -> NDArray[np.float32]:
@@ -198,8 +227,16 @@ class _Columns:
         stream = self._of_episodes()
         lengths = torch.bincount(episode, minlength=len(self.tapes))
         return replace(
-            stream, token=zeros, temperature=zeros, version=zeros, call=zeros, agent=zeros, turn=episode,
-            episode=episode, old=self._own("old_logprobs"), ref=self._own("ref_logprobs") if with_ref else None,
+            stream,
+            token=zeros,
+            temperature=zeros,
+            version=zeros,
+            call=zeros,
+            agent=zeros,
+            turn=episode,
+            episode=episode,
+            old=self._own("old_logprobs"),
+            ref=self._own("ref_logprobs") if with_ref else None,
             rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
             episodes=replace(stream.episodes, length=lengths),
         )
@@ -219,21 +256,40 @@ class _Columns:
         self._agree(reward, group, per_row, group_of_row)
         truth, none = torch.ones(n, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
         return Stream(
-            token=none, old=none, temperature=none, version=none, call=none, turn=none, episode=none, agent=none,
+            token=none,
+            old=none,
+            temperature=none,
+            version=none,
+            call=none,
+            turn=none,
+            episode=none,
+            agent=none,
             rows=torch.zeros(len(self.lengths) + 1, dtype=torch.int64),
-            episodes=Episodes(tape=self.tapes, reward=torch.from_numpy(reward), trains=truth, cut=~truth,
-                              bootstrap=torch.zeros(n, dtype=torch.float64), length=torch.zeros(n, dtype=torch.int64),
-                              group=torch.from_numpy(group), fork=torch.arange(n), groups=groups, components=()),
+            episodes=Episodes(
+                tape=self.tapes,
+                reward=torch.from_numpy(reward),
+                trains=truth,
+                cut=~truth,
+                bootstrap=torch.zeros(n, dtype=torch.float64),
+                length=torch.zeros(n, dtype=torch.int64),
+                group=torch.from_numpy(group),
+                fork=torch.arange(n),
+                groups=groups,
+                components=(),
+            ),
             turns=Turns(reward=torch.from_numpy(reward), episode=torch.arange(n)),
         )
 
-    def _agree(self, reward: NDArray[Any], group: NDArray[Any], per_row: NDArray[Any],
-               group_of_row: NDArray[Any]) -> None:
+    def _agree(
+        self, reward: NDArray[Any], group: NDArray[Any], per_row: NDArray[Any], group_of_row: NDArray[Any]
+    ) -> None:
         differs = (group[self.episode] != group_of_row) | ~np.isclose(reward[self.episode], per_row, equal_nan=True)
         if differs.any():
             tape = self.tapes[self.episode[int(differs.argmax())]]
-            raise BadBatch(f"the rows of tape {tape!r} disagree on its reward or group: a tape is one episode, "
-                           "with one reward and one group in all its rows")
+            raise BadBatch(
+                f"the rows of tape {tape!r} disagree on its reward or group: a tape is one episode, "
+                "with one reward and one group in all its rows"
+            )
 
     def put(self, table: Any, name: str, values: NDArray[Any]) -> Any:
         """The table with this column's values replaced."""
@@ -249,8 +305,9 @@ def _numbered(column: Any) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
 
 
-def collate(features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple: int = 16,
-            side: str = "right") -> dict[str, Tensor]:
+def collate(
+    features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
+) -> dict[str, Tensor]:
     """Rows as one padded batch: labels -100, RL columns NaN (no padding value is ever a log-prob), mask 0."""
     longest = max(len(row["input_ids"]) for row in features)
     width = -(-longest // multiple) * multiple
@@ -285,8 +342,9 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     hidden = body(input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions, use_cache=False)
     before = own.roll(-1, dims=1)
     weight = batch["advantages" if config.use_advantages else "rewards"][own].double()
-    lp, _ = head.log_probs(hidden.last_hidden_state[before], output.weight, output.bias, labels[own],
-                           torch.ones(int(own.sum())))
+    lp, _ = head.log_probs(
+        hidden.last_hidden_state[before], output.weight, output.bias, labels[own], torch.ones(int(own.sum()))
+    )
     t = len(lp)
     zeros = torch.zeros(t, dtype=torch.int64)
     stream = _one_episode(batch, own, zeros)
@@ -295,8 +353,9 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
         weight = weight.clamp(min=0)
     weight = torch.where(entered, weight, torch.zeros_like(weight))
     context = Context()
-    whole = objective.Batch(recipe=recipe, stream=stream, advantage=weight, entered=entered, selected=entered,
-                            target=None)
+    whole = objective.Batch(
+        recipe=recipe, stream=stream, advantage=weight, entered=entered, selected=entered, target=None
+    )
     part = whole.part()
     loss = part.loss(lp, None, torch.arange(t), context, objective.betas(recipe)) if t else lp.sum()
     _statistics(batch, own, lp.detach(), weight, stream, entered, config.epsilon, context.sums)
@@ -305,18 +364,44 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
 
 def _one_episode(batch: Mapping[str, Tensor], own: Tensor, zeros: Tensor) -> Stream:
     one = torch.zeros(1, dtype=torch.float64)
-    table = Episodes(tape=("batch",), reward=one, trains=one == 0, cut=one != 0, bootstrap=one, length=zeros[:1],
-                     group=torch.zeros(1, dtype=torch.int64), fork=torch.zeros(1, dtype=torch.int64), groups=("batch",),
-                     components=())
-    return Stream(token=batch["labels"][own], old=batch["old_logprobs"][own], temperature=torch.ones(len(zeros)),
-                  version=zeros, call=zeros, turn=zeros, episode=zeros, agent=zeros, episodes=table,
-                  turns=Turns(reward=one, episode=torch.zeros(1, dtype=torch.int64)),
-                  rows=torch.tensor([0, len(zeros)]),
-                  ref=batch["ref_logprobs"][own] if "ref_logprobs" in batch else None)
+    table = Episodes(
+        tape=("batch",),
+        reward=one,
+        trains=one == 0,
+        cut=one != 0,
+        bootstrap=one,
+        length=zeros[:1],
+        group=torch.zeros(1, dtype=torch.int64),
+        fork=torch.zeros(1, dtype=torch.int64),
+        groups=("batch",),
+        components=(),
+    )
+    return Stream(
+        token=batch["labels"][own],
+        old=batch["old_logprobs"][own],
+        temperature=torch.ones(len(zeros)),
+        version=zeros,
+        call=zeros,
+        turn=zeros,
+        episode=zeros,
+        agent=zeros,
+        episodes=table,
+        turns=Turns(reward=one, episode=torch.zeros(1, dtype=torch.int64)),
+        rows=torch.tensor([0, len(zeros)]),
+        ref=batch["ref_logprobs"][own] if "ref_logprobs" in batch else None,
+    )
 
 
-def _statistics(batch: Mapping[str, Tensor], own: Tensor, lp: Tensor, weight: Tensor, stream: Stream, entered: Tensor,
-                epsilon: float, sums: Sums) -> None:
+def _statistics(
+    batch: Mapping[str, Tensor],
+    own: Tensor,
+    lp: Tensor,
+    weight: Tensor,
+    stream: Stream,
+    entered: Tensor,
+    epsilon: float,
+    sums: Sums,
+) -> None:
     """Adds up means and extremes over own tokens of this batch."""
     sums.add("new_logprobs", lp[entered], extremes=True)
     sums.add("old_logprobs", stream.old[entered], extremes=True)

@@ -58,8 +58,10 @@ class CriticConfig(Config):
     @model_validator(mode="after")
     def _keeps_activations(self) -> CriticConfig:
         if self.body == "policy" and self.optimiser.gradient_checkpointing:
-            raise ValueError("a critic that reads the policy's states goes back through its head alone: leave "
-                             "optimiser.gradient_checkpointing out, or set body to `own`")
+            raise ValueError(
+                "a critic that reads the policy's states goes back through its head alone: leave "
+                "optimiser.gradient_checkpointing out, or set body to `own`"
+            )
         return self
 
 
@@ -145,28 +147,39 @@ class LoopConfig(Config):
     @classmethod
     def _trainable(cls, sampling: Sampling) -> Sampling:
         if not sampling.exact:
-            raise ValueError("what is sampled so can't be trained on: its log-probs are not those of the distribution "
-                             "drawn from. Sample with a temperature above 0, no top_p, no top_k and no extra beside "
-                             "`stop`")  # fmt: skip
+            raise ValueError(
+                "what is sampled so can't be trained on: its log-probs are not those of the distribution "
+                "drawn from. Sample with a temperature above 0, no top_p, no top_k and no extra beside "
+                "`stop`"
+            )
         return sampling
 
     @model_validator(mode="after")
     def _agrees(self) -> LoopConfig:
         if self.rollouts > 1 and self.minibatches > 1:
-            raise ValueError(f"{self.rollouts} rollout batches in one step and {self.minibatches} steps on one rollout "
-                             "batch exclude each other: set rollouts or minibatches to 1")
+            raise ValueError(
+                f"{self.rollouts} rollout batches in one step and {self.minibatches} steps on one rollout "
+                "batch exclude each other: set rollouts or minibatches to 1"
+            )
         if self.sleep and self.max_lag:
-            raise ValueError(f"sleep puts the servers to sleep for every update, and with max_lag={self.max_lag} they "
-                             "sample meanwhile: set max_lag=0, or leave sleep out")
+            raise ValueError(
+                f"sleep puts the servers to sleep for every update, and with max_lag={self.max_lag} they "
+                "sample meanwhile: set max_lag=0, or leave sleep out"
+            )
         if 0 < self.demonstrations < self.minibatches:
-            raise ValueError(f"{self.demonstrations} demonstrations can't be cut into {self.minibatches} mini-batches: "
-                             "give at least as many")
+            raise ValueError(
+                f"{self.demonstrations} demonstrations can't be cut into {self.minibatches} mini-batches: "
+                "give at least as many"
+            )
         if self.by_agent and (self.rollouts > 1 or self.shuffle_rewards):
-            raise ValueError("by_agent compares agents within one rollout batch by their own rewards: leave rollouts "
-                             "at 1 and shuffle_rewards out")
+            raise ValueError(
+                "by_agent compares agents within one rollout batch by their own rewards: leave rollouts "
+                "at 1 and shuffle_rewards out"
+            )
         if self.agents is not None and not self.agents:
-            raise ValueError("agents is empty, so that nobody would be trained: name at least one path, or leave it "
-                             "out to train all")
+            raise ValueError(
+                "agents is empty, so that nobody would be trained: name at least one path, or leave it out to train all"
+            )
         return self
 
     @property

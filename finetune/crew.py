@@ -136,24 +136,44 @@ class Crew:
                 for name, tensor in self.ranks.part(self.model.state_dict(), there).items():
                     there[name].copy_(tensor)
 
-    def _prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], several: bool, batches: Sequence[int],
-                 demonstrations: Sequence[Row]) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    def _prepare(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        several: bool,
+        batches: Sequence[int],
+        demonstrations: Sequence[Row],
+    ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
         """Advantages on this rank's share; gives all ranks' columns, with the places of their tokens in the whole."""
         shares = share(rows, episodes, self.ranks.size)
         own = shares[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
         mine = [row for row in rows if row.taught_by in names]
-        self.held = self.trainer.prepare(mine, [episodes[i] for i in own], several=several,
-                                         batches=_sizes(batches, own), demonstrations=self._shown(demonstrations))
+        self.held = self.trainer.prepare(
+            mine,
+            [episodes[i] for i in own],
+            several=several,
+            batches=_sizes(batches, own),
+            demonstrations=self._shown(demonstrations),
+        )
         self.places = _places(rows, names)
         batch = self.held.batch
-        return self.ranks.everyone((self.places, {"advantage": batch.advantage, "entered": batch.entered,
-                                                  "selected": batch.selected, "target": batch.target}))
+        return self.ranks.everyone(
+            (
+                self.places,
+                {
+                    "advantage": batch.advantage,
+                    "entered": batch.entered,
+                    "selected": batch.selected,
+                    "target": batch.target,
+                },
+            )
+        )
 
     def _shown(self, rows: Sequence[Row]) -> Sequence[Row]:
         """This rank's share of demonstrations."""
-        tapes = list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank::self.ranks.size]
+        tapes = list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size]
         return [row for row in rows if row.tape in set(tapes)]
 
     def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Part]]:
@@ -192,18 +212,31 @@ class Lead(Trainer):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_member"], name)
 
-    def prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], *, several: bool = False,
-                batches: Sequence[int] = (), demonstrations: Sequence[Row] = ()) -> Prepared:
+    def prepare(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        several: bool = False,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Prepared:
         stream = Stream.of(rows, episodes)
-        found = self._crew.tell("prepare", rows=rows, episodes=episodes, several=several, batches=batches,
-                                demonstrations=demonstrations)
+        found = self._crew.tell(
+            "prepare", rows=rows, episodes=episodes, several=several, batches=batches, demonstrations=demonstrations
+        )
         columns: dict[str, Any] = {
             name: None if first is None else _joined(len(stream), first.dtype, [(p, c[name]) for p, c in found])
             for name, first in found[0][1].items()
         }
         self._number += 1
-        return _Whole(rows=rows, batch=objective.Batch(recipe=self.recipe, stream=stream, **columns), sums=Sums(),
-                      demonstrations=self.demonstrations_of(demonstrations), number=self._number)
+        return _Whole(
+            rows=rows,
+            batch=objective.Batch(recipe=self.recipe, stream=stream, **columns),
+            sums=Sums(),
+            demonstrations=self.demonstrations_of(demonstrations),
+            number=self._number,
+        )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """All of them, with the weights that the ranks' shares have: nobody else needs to be asked."""
@@ -222,9 +255,16 @@ class Lead(Trainer):
             sums.merge(part)
         weight = _joined(len(prepared.batch.stream), torch.float64, [(p, w) for p, w, _, _, _ in found])
         reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
-        return replace(stats, skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
-                       loss=sum(loss for _, _, _, loss, _ in found), sums=sums, stream=prepared.batch.stream,
-                       weight=weight, advantage=prepared.batch.advantage, shown=self._shown(prepared))
+        return replace(
+            stats,
+            skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
+            loss=sum(loss for _, _, _, loss, _ in found),
+            sums=sums,
+            stream=prepared.batch.stream,
+            weight=weight,
+            advantage=prepared.batch.advantage,
+            shown=self._shown(prepared),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self._crew.tell("state")

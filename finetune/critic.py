@@ -30,8 +30,9 @@ class Critic(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False,
-                 model: nn.Module | None = None) -> None:
+    def __init__(
+        self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False, model: nn.Module | None = None
+    ) -> None:
         """model: the policy that `body` is a part of; None where the critic owns it."""
         super().__init__()
         reference = next(body.parameters())
@@ -208,8 +209,13 @@ class CriticTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next update depends on, the critic's weights included."""
-        return {"critic": self.critic.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps,
-                "skips": self.skips, "moments": [self.moments.n, self.moments.mean, self.moments.m2]}
+        return {
+            "critic": self.critic.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "skips": self.skips,
+            "moments": [self.moments.n, self.moments.mean, self.moments.m2],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`."""

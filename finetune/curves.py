@@ -23,16 +23,25 @@ def reward_curve(name: str, metrics: Path) -> Curve:
 def agent_curves(paths: Sequence[str], metrics: Path) -> list[Curve]:
     """The same of the agents at these paths, each of which is compared with itself."""
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
-    return [Curve(name=path, x=tuple(float(k + 1) for k in range(len(lines))),
-                  y=tuple(_number(line.get(f"reward/{path}")) for line in lines), mean_of=MEAN_OF)
-            for path in paths]  # fmt: skip
+    return [
+        Curve(
+            name=path,
+            x=tuple(float(k + 1) for k in range(len(lines))),
+            y=tuple(_number(line.get(f"reward/{path}")) for line in lines),
+            mean_of=MEAN_OF,
+        )
+        for path in paths
+    ]
 
 
 def held_out_levels(results: dict[str, Any], evaluation: str) -> tuple[Level, ...]:
     """The held-out reward before and after, as far as it was measured."""
     found = ((name, results.get(name)) for name in ("before", "after"))
-    return tuple(Level(name=f"held out, {name}", value=part[evaluation]["mean"]) for name, part in found
-                 if part and part[evaluation]["mean"] is not None)  # fmt: skip
+    return tuple(
+        Level(name=f"held out, {name}", value=part[evaluation]["mean"])
+        for name, part in found
+        if part and part[evaluation]["mean"] is not None
+    )
 
 
 def held_out_curve(results: dict[str, Any]) -> list[Curve]:
@@ -63,10 +72,13 @@ def loss_curves(metrics: Path) -> list[tuple[str, str, list[Curve]]]:
 _MEASURED = (
     ("Loss", "loss", ""),
     ("Entropy", "entropy", "Of the policy over its own tokens, in nats."),
-    ("Mismatch", "mismatch",
-     "Largest difference between a token's log-prob when it was sampled and when the update met it."),
+    (
+        "Mismatch",
+        "mismatch",
+        "Largest difference between a token's log-prob when it was sampled and when the update met it.",
+    ),
     ("KL", "kl", "From the policy that sampled (old), or to that which the name says."),
-)  # fmt: skip
+)
 """(title, key or its beginning, caption)."""
 
 

@@ -74,13 +74,18 @@ class DemoConfig(Config):
     bad: float = Field(default=0.7, ge=0, le=1)
     """Share of demonstrations that go about it the wrong way."""
     warm: WarmStartConfig = WarmStartConfig(
-        updates=400, batch=64,
+        updates=400,
+        batch=64,
         optimiser=OptimiserConfig(lr=3e-3, schedule=Schedule(kind="cosine", warmup=20, total=400)),
-    )  # fmt: skip
+    )
     loop: LoopConfig = LoopConfig(
-        updates=40, groups=16, group_size=16, sampling=Sampling(max_tokens=16), limits=Limits(turns=4, seconds=120.0),
+        updates=40,
+        groups=16,
+        group_size=16,
+        sampling=Sampling(max_tokens=16),
+        limits=Limits(turns=4, seconds=120.0),
         optimiser=OptimiserConfig(lr=3e-4),
-    )  # fmt: skip
+    )
     threads: int = Field(default=1, ge=1)
     """Torch threads. One is steady when anything else runs beside; two are faster on an idle machine."""
     trackers: tuple[TrackerName, ...] = ()
@@ -89,13 +94,17 @@ class DemoConfig(Config):
     @model_validator(mode="after")
     def _agrees(self) -> DemoConfig:
         if self.loop.recipe not in (self.algo, LoopConfig.model_fields["recipe"].default):
-            raise ValueError(f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
-                             "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own")
+            raise ValueError(
+                f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
+                "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own"
+            )
         if self.loop.sleep:
             raise ValueError("loop.sleep is for servers, and a demo's engine is in this process: leave it out")
         if self.held_out * SPARE >= self.tasks:
-            raise ValueError(f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
-                             "aside: nothing is left to train on; raise tasks or lower held_out")
+            raise ValueError(
+                f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
+                "aside: nothing is left to train on; raise tasks or lower held_out"
+            )
         # What is written down is what trains.
         object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
         return self
@@ -115,19 +124,34 @@ def calculator() -> Calculator:
     return Calculator(scorer="chain_sum", max_turns=4)
 
 
-def demo_training(config: DemoConfig, directory: RunDir, train_tasks: Sequence[Task] = (),
-                  held_out: Sequence[Task] = (), *, progress: Progress = silent) -> Training:  # fmt: skip
+def demo_training(
+    config: DemoConfig,
+    directory: RunDir,
+    train_tasks: Sequence[Task] = (),
+    held_out: Sequence[Task] = (),
+    *,
+    progress: Progress = silent,
+) -> Training:
     """All that trains in a demo, with the base weights; without tasks it can only go over what is recorded."""
     tokenizer, sampling = char_tokenizer(), config.loop.sampling
     model = tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context)
     return Training(
-        directory, Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=config.context),
-        calculator_agent(), calculator, train_tasks, held_out, config.loop,
-        get_recipe(config.algo, config.loop.changes), config.warm, seed=config.seed,
-        evaluations={"sampled": sampling.model_copy(update={"temperature": 1.0}),
-                     "greedy": sampling.model_copy(update={"temperature": 0.0})},
+        directory,
+        Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=config.context),
+        calculator_agent(),
+        calculator,
+        train_tasks,
+        held_out,
+        config.loop,
+        get_recipe(config.algo, config.loop.changes),
+        config.warm,
+        seed=config.seed,
+        evaluations={
+            "sampled": sampling.model_copy(update={"temperature": 1.0}),
+            "greedy": sampling.model_copy(update={"temperature": 0.0}),
+        },
         progress=progress,
-    )  # fmt: skip
+    )
 
 
 async def _measured(training: Training, history: History, when: str) -> dict[str, Any]:
@@ -152,8 +176,9 @@ class Demo:
 
         torch.set_num_threads(self.config.threads)
         check_trackers(self.config.trackers)
-        with open_run(self.out, self.config, resume=resume, begin=new_results, free=("trackers",),
-                      changes={UPDATES: self._longer}) as directory:  # fmt: skip
+        with open_run(
+            self.out, self.config, resume=resume, begin=new_results, free=("trackers",), changes={UPDATES: self._longer}
+        ) as directory:
             self.results, self.store = directory.results, directory.store
             with reporting(reporter(self, directory)):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
@@ -176,8 +201,10 @@ class Demo:
 
     def _longer(self, directory: RunDir, then: int, now: int) -> str:
         if "controls" in directory.results:
-            raise UsageError(f"the controls in {self.out} trained on as many tokens as {then} updates of the loop did: "
-                             f"with loop.updates={now} they control nothing; choose another --out")  # fmt: skip
+            raise UsageError(
+                f"the controls in {self.out} trained on as many tokens as {then} updates of the loop did: "
+                f"with loop.updates={now} they control nothing; choose another --out"
+            )
         return lengthening(self.config.loop, self.config.warm.updates)(directory, then, now)
 
     # Phases
@@ -225,10 +252,17 @@ class Demo:
         async def worker() -> None:
             for k in work:
                 tape = await rollout(
-                    self.training.agent, calculator, self.train_tasks[k % len(self.train_tasks)], engine=engine,
-                    seed=derive_seed(self.config.seed, "demo", k), attempt=k, split="demo",
-                    limits=self.config.loop.limits, sampling=self.config.loop.sampling, journal=self.store.writer,
-                )  # fmt: skip
+                    self.training.agent,
+                    calculator,
+                    self.train_tasks[k % len(self.train_tasks)],
+                    engine=engine,
+                    seed=derive_seed(self.config.seed, "demo", k),
+                    attempt=k,
+                    split="demo",
+                    limits=self.config.loop.limits,
+                    sampling=self.config.loop.sampling,
+                    journal=self.store.writer,
+                )
                 if not tape.trains:
                     raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
                 have[k] = tape.id
@@ -273,9 +307,18 @@ class Demo:
 
         # Updates are recorded beside the tapes they name, or no later process could apply them again.
         tapes = bring_in(self.out, self.demo_order, history.store, self.training.renderer)
-        warm_start(self.config.warm, store=history.store, history=history, tapes=tapes,
-                   source=self.demos.__getitem__, seed=self.config.seed + 1, phase="sft-more", updates=10**9,
-                   on_update=report, stop=lambda: history.trained_tokens >= trained)  # fmt: skip
+        warm_start(
+            self.config.warm,
+            store=history.store,
+            history=history,
+            tapes=tapes,
+            source=self.demos.__getitem__,
+            seed=self.config.seed + 1,
+            phase="sft-more",
+            updates=10**9,
+            on_update=report,
+            stop=lambda: history.trained_tokens >= trained,
+        )
 
     def _control_shuffled(self, history: History, trained: int) -> None:
         """The same loop, with rewards that say nothing, for as many tokens; its episodes are shorter, so it takes more
@@ -283,10 +326,16 @@ class Demo:
         if self.config.loop.demonstrations:
             bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
-        asyncio.run(self.training.run_loop(
-            history, config, lambda update: append_metrics(history.store.path / METRICS, update.metrics),
-            name="control: shuffled rewards", start=0, stop=lambda: history.trained_tokens >= trained,
-        ))  # fmt: skip
+        asyncio.run(
+            self.training.run_loop(
+                history,
+                config,
+                lambda update: append_metrics(history.store.path / METRICS, update.metrics),
+                name="control: shuffled rewards",
+                start=0,
+                stop=lambda: history.trained_tokens >= trained,
+            )
+        )
 
     def summary(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -298,17 +347,26 @@ class Demo:
         controls = r.get("controls") or None
         seconds = {name: r["seconds"].get(name, 0.0) for name in ("sft", "rollout", "train", "total")}
         return {
-            "run": str(self.out), "seed": self.config.seed, "algo": self.config.algo,
+            "run": str(self.out),
+            "seed": self.config.seed,
+            "algo": self.config.algo,
             "held_out": {
-                "before": mean(r["before"], "sampled"), "after": mean(r["after"], "sampled"),
-                "greedy_before": mean(r["before"], "greedy"), "greedy_after": mean(r["after"], "greedy"),
+                "before": mean(r["before"], "sampled"),
+                "after": mean(r["after"], "sampled"),
+                "greedy_before": mean(r["before"], "greedy"),
+                "greedy_after": mean(r["after"], "greedy"),
                 "n": len(self.held_out),
             },
-            "controls": controls and {
-                name: {"after": mean(c, "sampled"), "greedy_after": mean(c, "greedy"),
-                       "trained_tokens": c["trained_tokens"]}
+            "controls": controls
+            and {
+                name: {
+                    "after": mean(c, "sampled"),
+                    "greedy_after": mean(c, "greedy"),
+                    "trained_tokens": c["trained_tokens"],
+                }
                 for name, c in controls.items()
             },
             "seconds": {**seconds, **{k: v for k, v in r["seconds"].items() if k not in seconds}},
-            "tokens": self.training.token_counts(), "episodes": r["books"]["begun"],
-        }  # fmt: skip
+            "tokens": self.training.token_counts(),
+            "episodes": r["books"]["begun"],
+        }

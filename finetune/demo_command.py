@@ -18,12 +18,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/demo-ALGO-SEED)")
     parser.add_argument("--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (0)")
-    parser.add_argument("--algo", choices=["grpo", "reinforce", "rloo", "ppo", "dapo"], default=None,
-                        help="recipe of the improvement (grpo)")  # fmt: skip
-    parser.add_argument("--model-size", choices=["micro", "tiny", "small", "base"], default=None,
-                        help="25 thousand to 770 thousand parameters (small: 340 thousand)")  # fmt: skip
-    parser.add_argument("--controls", action="store_true",
-                        help="two more runs of as many trained tokens: imitation only; rewards shuffled")  # fmt: skip
+    parser.add_argument(
+        "--algo",
+        choices=["grpo", "reinforce", "rloo", "ppo", "dapo"],
+        default=None,
+        help="recipe of the improvement (grpo)",
+    )
+    parser.add_argument(
+        "--model-size",
+        choices=["micro", "tiny", "small", "base"],
+        default=None,
+        help="25 thousand to 770 thousand parameters (small: 340 thousand)",
+    )
+    parser.add_argument(
+        "--controls",
+        action="store_true",
+        help="two more runs of as many trained tokens: imitation only; rewards shuffled",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, wherever it stopped")
     add_config_arguments(parser)
 
@@ -40,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
     if args.resume and not (out / CONFIG).exists():
-        raise UsageError(f"--resume: there is no run in {out} to go on with; give its --out, or begin one without "
-                         "--resume")  # fmt: skip
+        raise UsageError(
+            f"--resume: there is no run in {out} to go on with; give its --out, or begin one without --resume"
+        )
     with live_progress() as progress:
         demo = Demo(config, out, controls=args.controls, progress=progress)
         summary = demo.run(resume=args.resume)
@@ -70,6 +82,8 @@ def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> s
         f"{tokens['trained']:,} of them trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
         pin_line(demo.out),
-        "", "Next, on this very run:", *(f"  {command}" for command in commands),
-    ]  # fmt: skip
+        "",
+        "Next, on this very run:",
+        *(f"  {command}" for command in commands),
+    ]
     return "\n".join(lines)

@@ -25,8 +25,14 @@ def reporter(demo: Demo, run: RunDir) -> Reporter:
     def complete(data: ReportData) -> ReportData:
         return complete_report(demo, data)
 
-    return Reporter(run, f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}", demo.config.algo.upper(),
-                    demo.config.loop.updates, demo.config.loop.checkpoint_every, complete=complete)  # fmt: skip
+    return Reporter(
+        run,
+        f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}",
+        demo.config.algo.upper(),
+        demo.config.loop.updates,
+        demo.config.loop.checkpoint_every,
+        complete=complete,
+    )
 
 
 def complete_report(demo: Demo, data: ReportData) -> ReportData:
@@ -36,22 +42,27 @@ def complete_report(demo: Demo, data: ReportData) -> ReportData:
     summary = demo.summary()
     held = summary["held_out"]
     books = demo.results["books"]
-    return data.model_copy(update={
-        "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
-                    "rollouts.",
-        "facts": (
-            Fact(label="held-out reward, sampled", value=f"{_show(held['before'])} → {_show(held['after'])}",
-                 note=f"{held['n']} tasks, none of them trained on"),
-            Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
-            Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
-            Fact(label="episodes on tape", value=f"{books['begun']:,}"),
-        ),
-        "plots": (plot, *(other for other in data.plots if other.small)),
-        "scores": scores(demo),
-        "seconds": {part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
-        "tapes": pages(demo),
-        "next": (*next_of_any(str(demo.out)), _lab(demo)),
-    })  # fmt: skip
+    return data.model_copy(
+        update={
+            "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
+            "rollouts.",
+            "facts": (
+                Fact(
+                    label="held-out reward, sampled",
+                    value=f"{_show(held['before'])} → {_show(held['after'])}",
+                    note=f"{held['n']} tasks, none of them trained on",
+                ),
+                Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
+                Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
+                Fact(label="episodes on tape", value=f"{books['begun']:,}"),
+            ),
+            "plots": (plot, *(other for other in data.plots if other.small)),
+            "scores": scores(demo),
+            "seconds": {part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
+            "tapes": pages(demo),
+            "next": (*next_of_any(str(demo.out)), _lab(demo)),
+        }
+    )
 
 
 def demo_plot(demo: Demo) -> Plot:
@@ -69,10 +80,16 @@ def scores(demo: Demo) -> tuple[Score, ...]:
         title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
         rows.append((title, part, f"{part['trained_tokens']:,} trained tokens"))
     return tuple(
-        Score(name=name, sampled=part["sampled"]["mean"], greedy=part["greedy"]["mean"], n=part["sampled"]["n"],
-              note=note or _partial_credit(part))
-        for name, part, note in rows if part
-    )  # fmt: skip
+        Score(
+            name=name,
+            sampled=part["sampled"]["mean"],
+            greedy=part["greedy"]["mean"],
+            n=part["sampled"]["n"],
+            note=note or _partial_credit(part),
+        )
+        for name, part, note in rows
+        if part
+    )
 
 
 def next_commands(demo: Demo) -> tuple[str, ...]:

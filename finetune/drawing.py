@@ -43,8 +43,10 @@ def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: [found[task.hash].passed, found[task.hash].tried] for task in tasks if task.hash in found}
     if not rates:
-        raise UsageError(f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
-                         "train on, so nothing tells how hard they are; record some with `tapereel run`")  # fmt: skip
+        raise UsageError(
+            f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
+            "train on, so nothing tells how hard they are; record some with `tapereel run`"
+        )
     return rates
 
 

@@ -70,16 +70,20 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS
 
 
-def _evaluated(args: argparse.Namespace, k: Sequence[int], rewards: Rewards, scores: Scores,
-               other: Rewards | None) -> Evaluated:  # fmt: skip
+def _evaluated(
+    args: argparse.Namespace, k: Sequence[int], rewards: Rewards, scores: Scores, other: Rewards | None
+) -> Evaluated:
     found = Evaluated(run=args.run, split=args.split, scores=scores)
     if other is None:
         return found
     against = evaluate_rewards(other, k=k, success=args.success)
-    return found.model_copy(update={
-        "against": args.against, "against_scores": against,
-        "difference": compare(rewards, other, k=k, success=args.success),
-    })  # fmt: skip
+    return found.model_copy(
+        update={
+            "against": args.against,
+            "against_scores": against,
+            "difference": compare(rewards, other, k=k, success=args.success),
+        }
+    )
 
 
 def draw_pass_at_k(path: str | Path, evaluations: dict[str, Rewards], *, success: float = 1.0) -> None:
@@ -94,11 +98,18 @@ def draw_pass_at_k(path: str | Path, evaluations: dict[str, Rewards], *, success
             raise UsageError(f"nothing of {name} is scored: there is no pass@k to draw")
         found = evaluate_rewards(rewards, k=range(1, least + 1), success=success).pass_at
         points = {k: interval for k, interval in found.items() if interval is not None}
-        ends = [[end for interval in points.values() if (end := getattr(interval, side)) is not None]
-                for side in ("low", "high")]  # fmt: skip
-        curves.append(Curve(name="pass@k" if len(evaluations) == 1 else name, x=tuple(map(float, points)),
-                            y=tuple(interval.value for interval in points.values()),
-                            band=(tuple(ends[0]), tuple(ends[1]))))  # fmt: skip
+        ends = [
+            [end for interval in points.values() if (end := getattr(interval, side)) is not None]
+            for side in ("low", "high")
+        ]
+        curves.append(
+            Curve(
+                name="pass@k" if len(evaluations) == 1 else name,
+                x=tuple(map(float, points)),
+                y=tuple(interval.value for interval in points.values()),
+                band=(tuple(ends[0]), tuple(ends[1])),
+            )
+        )
     plot_curve(path, curves, title="Chance that one of k attempts succeeds", xlabel="k", ylabel="pass@k")
 
 
@@ -119,14 +130,18 @@ def _powers(*evaluations: Rewards | None) -> tuple[int, ...]:
 
 def _lines(found: Evaluated) -> list[str]:
     split = "" if found.split is None else f", split {found.split}"
-    lines = [safe(f"{found.run}{split}: {found.scores.tasks:,} tasks, {found.scores.attempts:,} attempts"),
-             *score_lines(found.scores)]  # fmt: skip
+    lines = [
+        safe(f"{found.run}{split}: {found.scores.tasks:,} tasks, {found.scores.attempts:,} attempts"),
+        *score_lines(found.scores),
+    ]
     if found.against is None or found.against_scores is None or found.difference is None:
         return lines
     lines += [safe(f"{found.against}:"), *score_lines(found.against_scores, "  ")]
     difference = found.difference
-    lines.append(f"Difference on the {difference.reward.tasks:,} tasks that both scored ({difference.only_first:,} and "
-                 f"{difference.only_second:,} more are in one alone):")
+    lines.append(
+        f"Difference on the {difference.reward.tasks:,} tasks that both scored ({difference.only_first:,} and "
+        f"{difference.only_second:,} more are in one alone):"
+    )
     lines.append(f"  reward {_signed(difference.reward)}")
     lines += [f"  pass@{k} {_signed(part)}" for k, part in difference.pass_at.items() if part is not None]
     return lines

@@ -79,10 +79,19 @@ async def evaluate(
         group = None if attempts == 1 else f"{split}/{task.hash[:24]}"
         async with gate:
             tape = await rollout(
-                agent, env, task, engine=engine, seed=derive_seed(seed, split, number, *place), split=split,
-                env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"), group=group,
-                attempt=attempt, limits=limits, sampling=sampling, journal=journal,
-            )  # fmt: skip
+                agent,
+                env,
+                task,
+                engine=engine,
+                seed=derive_seed(seed, split, number, *place),
+                split=split,
+                env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"),
+                group=group,
+                attempt=attempt,
+                limits=limits,
+                sampling=sampling,
+                journal=journal,
+            )
         if on_tape is not None:
             on_tape(tape)
         return tape
@@ -96,9 +105,11 @@ async def evaluate(
         for reward in tape.rewards:
             values.setdefault(reward.name, []).append(reward.value)
     return Evaluation(
-        tuple(map(_earned, tapes)), {name: sum(v) / len(v) for name, v in values.items()},
-        tuple(tape.id for tape in tapes), evaluate_rewards(rewards, k=k, success=success, seed=seed),
-    )  # fmt: skip
+        tuple(map(_earned, tapes)),
+        {name: sum(v) / len(v) for name, v in values.items()},
+        tuple(tape.id for tape in tapes),
+        evaluate_rewards(rewards, k=k, success=success, seed=seed),
+    )
 
 
 def _earned(tape: Tape) -> float | None:

@@ -153,22 +153,31 @@ class Explainer:
         own = sum(line.own for line in lines)
         completions = sum(len(call.completion or ()) for call in tape.calls)
         return Explanation(
-            tape=summarise(tape), why=why, verdict=_verdict(tape, took, facts),
+            tape=summarise(tape),
+            why=why,
+            verdict=_verdict(tape, took, facts),
             uses=tuple(self._use(use, tape) for use in took),
-            group_rewards=tuple(facts.group), rows=lines, forwarded=sum(len(line.tokens) for line in lines),
-            repeated=sum(line.repeated for line in lines), own=own, unlabelled=max(0, completions - own),
+            group_rewards=tuple(facts.group),
+            rows=lines,
+            forwarded=sum(len(line.tokens) for line in lines),
+            repeated=sum(line.repeated for line in lines),
+            own=own,
+            unlabelled=max(0, completions - own),
             notes=tuple(notes),
-        )  # fmt: skip
+        )
 
     def _use(self, use: Use, tape: Tape) -> UseLine:
         phase = str(use.info.get("phase", ""))
         recipe = self.recipes.get(phase)
         skipped = use.info.get("skipped")
         return UseLine(
-            lineage=use.lineage, update=use.update, phase=phase, recipe=recipe.name if recipe is not None else None,
+            lineage=use.lineage,
+            update=use.update,
+            phase=phase,
+            recipe=recipe.name if recipe is not None else None,
             trained=sum(end - start for name, _, start, end, _ in use.items if name == tape.id),
             skipped=str(skipped) if skipped else None,
-        )  # fmt: skip
+        )
 
     def _facts(self, tape: Tape, uses: Sequence[Use], notes: list[str]) -> _Facts:
         scored = tape.closed and training_reward(tape) is not None
@@ -191,8 +200,9 @@ class Explainer:
         taken = self._taken(use)
         facts.advantages |= {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
         group = tape.begin.group or tape.id
-        facts.group = facts.group + [r for name, rewards in taken.groups.items() if name.partition("#")[0] == group
-                                     for r in rewards]  # fmt: skip
+        facts.group = facts.group + [
+            r for name, rewards in taken.groups.items() if name.partition("#")[0] == group for r in rewards
+        ]
         if taken.problem:
             notes.append(f"advantages of update {use.update}: {taken.problem}")
 
@@ -203,8 +213,9 @@ class Explainer:
         return self._batches[key]
 
     def _computed(self, use: Use) -> _Taken:
-        history = History(self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer,
-                          renderer=self.renderer)  # fmt: skip
+        history = History(
+            self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer, renderer=self.renderer
+        )
         plan = Plan.of(use.info)
         try:
             batch = history.batch(plan, as_read(history, use))
@@ -221,8 +232,9 @@ class Explainer:
         computed = prepare(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
         stream = computed.stream
         offsets = np.concatenate([row.offset for row in batch.rows])
-        every = zip(stream.call.tolist(), offsets.tolist(), computed.advantage.tolist(), computed.entered.tolist(),
-                    strict=True)  # fmt: skip
+        every = zip(
+            stream.call.tolist(), offsets.tolist(), computed.advantage.tolist(), computed.entered.tolist(), strict=True
+        )
         return _Taken({(*stream.calls[call], offset): a for call, offset, a, entered in every if entered}, groups)
 
     def _row(self, tape: Tape, row: Row, facts: _Facts) -> RowLine:
@@ -233,30 +245,50 @@ class Explainer:
             more = self._own(tape, row, own[position], facts) if position in own else {}
             tokens.append(TokenLine(position=position, id=token, text=text, own=position in own, **more))
         begins = tape.call(row.calls[0])
-        return RowLine(begins=begins.call, split=begins.split, repeated=begins.keep if begins.base is not None else 0,
-                       own=len(row.own), calls=row.calls, tokens=tuple(tokens))  # fmt: skip
+        return RowLine(
+            begins=begins.call,
+            split=begins.split,
+            repeated=begins.keep if begins.base is not None else 0,
+            own=len(row.own),
+            calls=row.calls,
+            tokens=tuple(tokens),
+        )
 
     def _own(self, tape: Tape, row: Row, i: int, facts: _Facts) -> dict[str, Any]:
         call, offset, turn = row.calls[row.call[i]], int(row.offset[i]), int(row.turn[i])
         earned = facts.turn_rewards
         sampled = row.version[i] >= 0
         return {
-            "call": call, "offset": offset, "turn": turn, "step": facts.steps.get((call, offset)),
+            "call": call,
+            "offset": offset,
+            "turn": turn,
+            "step": facts.steps.get((call, offset)),
             "version": row.versions[row.version[i]] if sampled else None,
             "temperature": tape.call(call).sampling.temperature_at(offset) if sampled else None,
             "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
             "reward": float(earned[turn]) if earned is not None and turn < len(earned) else None,
-            "fate": facts.fates.get((call, offset)), "advantage": facts.advantages.get((call, offset)),
+            "fate": facts.fates.get((call, offset)),
+            "advantage": facts.advantages.get((call, offset)),
             "weight": facts.weights.get((call, offset)),
-        }  # fmt: skip
+        }
 
 
 def _lasts(took: list[Use]) -> list[Use]:
     """The last update that took the tape and was applied, or else the last one, with those that other policies made of
     the same batch."""
     last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
-    return [use for use in took if last is not None and (use is last or (use.lineage != last.lineage and
-            (use.update, use.info.get("tapes")) == (last.update, last.info.get("tapes"))))]  # fmt: skip
+    return [
+        use
+        for use in took
+        if last is not None
+        and (
+            use is last
+            or (
+                use.lineage != last.lineage
+                and (use.update, use.info.get("tapes")) == (last.update, last.info.get("tapes"))
+            )
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -291,8 +323,10 @@ def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
         if not facts.weights:
             return f"taken by update {names}{more}, and no token of it had a gradient"
         flat = "" if any(facts.advantages.values()) or not facts.advantages else "; every advantage was 0"
-        return (f"trained on by update {names}{more}; {counted(len(facts.weights), 'token')} of it had a weight in the "
-                f"gradient of update {updates[-1]}{flat}")
+        return (
+            f"trained on by update {names}{more}; {counted(len(facts.weights), 'token')} of it had a weight in the "
+            f"gradient of update {updates[-1]}{flat}"
+        )
     if not tape.closed:
         return "still running"
     if tape.begin.split not in ("train", "demo"):

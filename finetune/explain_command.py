@@ -30,8 +30,9 @@ SHOWN = 60
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", default=[],
-                        help="ids of tapes, or their first characters; without any, a telling few")  # fmt: skip
+    parser.add_argument(
+        "tape", nargs="*", default=[], help="ids of tapes, or their first characters; without any, a telling few"
+    )
     parser.add_argument("--n", type=int, default=3, metavar="N", help="how many, where none is named (default 3)")
     parser.add_argument("--context", action="store_true", help="show each token of the context, not one line for many")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
@@ -89,8 +90,10 @@ def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
     if len(e.group_rewards) > 1:
         rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
         yield _text(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
-    yield _text(f"{counted(len(e.rows), 'row')}, {counted(e.forwarded, 'token')} forwarded ({e.repeated:,} of them "
-                f"once more), {e.own:,} of them its own; said, but no label: {counted(e.unlabelled, 'token')}")
+    yield _text(
+        f"{counted(len(e.rows), 'row')}, {counted(e.forwarded, 'token')} forwarded ({e.repeated:,} of them "
+        f"once more), {e.own:,} of them its own; said, but no label: {counted(e.unlabelled, 'token')}"
+    )
     for k, row in enumerate(e.rows):
         begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
         if row.split:
@@ -102,8 +105,21 @@ def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
 
 
 def _row_table(row: RowLine, tape: str, context: bool) -> Table:
-    made = table("#position", "token", "#id", "label", "#step", "call", "version", "#T", "#log-prob", "#reward",
-                 "#advantage", "#weight", fold=("token",))  # fmt: skip
+    made = table(
+        "#position",
+        "token",
+        "#id",
+        "label",
+        "#step",
+        "call",
+        "version",
+        "#T",
+        "#log-prob",
+        "#reward",
+        "#advantage",
+        "#weight",
+        fold=("token",),
+    )
     for own, tokens in itertools.groupby(row.tokens, key=lambda token: token.own):
         stretch = list(tokens)
         if own or context:
@@ -120,12 +136,17 @@ def _cells(token: TokenLine, tape: str) -> list[RenderableType]:
         return [str(token.position), _text(shown, "dim"), str(token.id), _text("context", "dim")]
     label = "own" if token.fate in (None, "trained") else f"own, {token.fate}"
     return [
-        str(token.position), _text(shown, "bold"), str(token.id), label, "" if token.step is None else str(token.step),
-        _text(_short(token.call or "", tape)), _text(token.version or "authored"),
+        str(token.position),
+        _text(shown, "bold"),
+        str(token.id),
+        label,
+        "" if token.step is None else str(token.step),
+        _text(_short(token.call or "", tape)),
+        _text(token.version or "authored"),
         "" if token.temperature is None else f"{token.temperature:g}",
         *map(_number, (token.logprob, token.reward, token.advantage)),
         "" if token.weight is None else f"{token.weight:.2e}",
-    ]  # fmt: skip
+    ]
 
 
 def _stretch(tokens: list[TokenLine]) -> list[RenderableType]:

@@ -50,8 +50,9 @@ class Exported(Value):
     """Tapes that recorded text and no token ids, left out for want of a tokenizer."""
 
 
-def export(tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | None = None,
-           renderer: Any | None = None) -> Exported:  # fmt: skip
+def export(
+    tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | None = None, renderer: Any | None = None
+) -> Exported:
     """Write the rows of closed `tapes`; `agents`, by path, are those whose tokens are labels (None: all), `renderer`
     tokenizes tapes that recorded text only. ValueError where `path` exists or its ending is neither .jsonl, .parquet
     nor none (a dataset folder); NothingToExport, and nothing written, where no tape has a row."""
@@ -82,23 +83,42 @@ def export(tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | N
     dataset = to_dataset(every, [episode_of(tape) for tape, _ in kept])
     _write(_with_tape_columns(dataset, kept), path)
     return Exported(
-        path=str(path), tapes=len(kept), rows=len(every), tokens=sum(len(row) for row in every),
-        own_tokens=sum(len(row.own) for row in every), without_own=empty, without_tokens=untokenized,
-    )  # fmt: skip
+        path=str(path),
+        tapes=len(kept),
+        rows=len(every),
+        tokens=sum(len(row) for row in every),
+        own_tokens=sum(len(row.own) for row in every),
+        without_own=empty,
+        without_tokens=untokenized,
+    )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("out", help="a .jsonl or .parquet file, or a folder for a dataset; must not exist yet")
-    parser.add_argument("--format", default="rows", choices=["rows", *FORMATS],
-                        help="rows: token sequences with labels (the default); "
-                             + "; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()))  # fmt: skip
+    parser.add_argument(
+        "--format",
+        default="rows",
+        choices=["rows", *FORMATS],
+        help="rows: token sequences with labels (the default); "
+        + "; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()),
+    )
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
-    parser.add_argument("--status", choices=[status.value for status in Status], metavar="STATUS",
-                        help="only tapes that ended so (`finished`, `truncated`, ...)")  # fmt: skip
+    parser.add_argument(
+        "--status",
+        choices=[status.value for status in Status],
+        metavar="STATUS",
+        help="only tapes that ended so (`finished`, `truncated`, ...)",
+    )
     parser.add_argument("--min-reward", type=float, metavar="R", help="only tapes with at least this reward")
-    parser.add_argument("--agent", metavar="PATH", action="append", dest="agents", help="only this agent's tokens are "
-                        "labels, as pair/guide; the others' are context; repeatable, for --format rows")  # fmt: skip
+    parser.add_argument(
+        "--agent",
+        metavar="PATH",
+        action="append",
+        dest="agents",
+        help="only this agent's tokens are "
+        "labels, as pair/guide; the others' are context; repeatable, for --format rows",
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="a saved tokenizer with a chat template, for tapes of text")
 
 
@@ -114,8 +134,12 @@ def run(args: argparse.Namespace) -> int:
         done = export(tapes, args.out, agents=args.agents, renderer=renderer)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids and were left out: give --tokenizer")
-    answer(args, done, f"{done.path}: {done.rows:,} rows of {done.tapes:,} tapes, {done.tokens:,} tokens, "
-                       f"{done.own_tokens:,} of them the agent's own")  # fmt: skip
+    answer(
+        args,
+        done,
+        f"{done.path}: {done.rows:,} rows of {done.tapes:,} tapes, {done.tokens:,} tokens, "
+        f"{done.own_tokens:,} of them the agent's own",
+    )
     return Exit.HOLDS
 
 
@@ -140,8 +164,11 @@ def _run_format(args: argparse.Namespace) -> int:
 
 def _has_text_only(tape: Tape) -> bool:
     tokenized = {layer.call for layer in tape.layers if layer.t == "tokens"}  # type: ignore[attr-defined]
-    return any((call.completion is None or call.prompt is None) and call.call not in tokenized
-               for call in tape.calls if call.finish != "error")  # fmt: skip
+    return any(
+        (call.completion is None or call.prompt is None) and call.call not in tokenized
+        for call in tape.calls
+        if call.finish != "error"
+    )
 
 
 def _with_tape_columns(dataset: Dataset, kept: list[tuple[Tape, list[Any]]]) -> Dataset:

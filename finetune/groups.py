@@ -83,9 +83,13 @@ class Taken:
 
     def line(self) -> dict[str, Any]:
         """What the metrics say of it."""
-        return {"groups": len(self.groups), "groups_aside": len(self.aside), "filled": self.filled.value,
-                **{f"closed/{name.value}": self.closings[name] for name in Closing},
-                **{f"lost/{cause}": n for cause, n in sorted(self.lost.items())}}  # fmt: skip
+        return {
+            "groups": len(self.groups),
+            "groups_aside": len(self.aside),
+            "filled": self.filled.value,
+            **{f"closed/{name.value}": self.closings[name] for name in Closing},
+            **{f"lost/{cause}": n for cause, n in sorted(self.lost.items())},
+        }
 
 
 class Rollouts:
@@ -120,9 +124,11 @@ class Rollouts:
         extra = config.extra_groups
         batch = config.groups * config.rollouts
         self.pacer = Pacer(
-            batch, max(1, config.max_concurrent // config.episodes_per_group), config.max_lag,
+            batch,
+            max(1, config.max_concurrent // config.episodes_per_group),
+            config.max_lag,
             extra=0 if not self.drops_flat else EXTRA_BATCHES * batch if extra is None else extra,
-        )  # fmt: skip
+        )
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
@@ -185,8 +191,13 @@ class Rollouts:
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
-        names = {version for tapes in group.tapes.values() for tape in tapes for call in tape.calls
-                 for version, _, _ in call.spans}  # fmt: skip
+        names = {
+            version
+            for tapes in group.tapes.values()
+            for tape in tapes
+            for call in tape.calls
+            for version, _, _ in call.spans
+        }
         numbers = (version_number(name, self.history.lineage) for name in names)
         return [number for number in numbers if number is not None]
 
@@ -246,8 +257,11 @@ class Rollouts:
             return False
         rng = random.Random(derive_seed(self.seed, self.phase, group.number, "forks"))
         roots = [tape for tape in group.usable if tape.begin.parent is None and tape.turns > 1]
-        points = [root.at_turn(turn) for root in rng.sample(roots, min(forks.attempts, len(roots)))
-                  for turn in sorted(rng.sample(range(1, root.turns), min(forks.turns, root.turns - 1)))]  # fmt: skip
+        points = [
+            root.at_turn(turn)
+            for root in rng.sample(roots, min(forks.attempts, len(roots)))
+            for turn in sorted(rng.sample(range(1, root.turns), min(forks.turns, root.turns - 1)))
+        ]
         prefixes = [point for point in points for _ in range(forks.continuations)]
         for k, prefix in enumerate(prefixes, group.size):
             for tape in group.tapes.get(k, ()):
@@ -260,12 +274,20 @@ class Rollouts:
 
     async def _attempt(self, group: Group, k: int, again: int) -> Tape:
         tape = await rollout(
-            self.agent, self.env, Task.of(group.task), engine=self.engine,
+            self.agent,
+            self.env,
+            Task.of(group.task),
+            engine=self.engine,
             seed=derive_seed(self.seed, self.phase, group.number, k, again),
             env_seed=derive_seed(self.seed, self.phase, group.number, "env"),
-            group=self.name(group.number), attempt=k, split="train", limits=self.config.limits,
-            sampling=self.config.sampling, journal=self.store.writer, fork=group.prefixes.get(k),
-        )  # fmt: skip
+            group=self.name(group.number),
+            attempt=k,
+            split="train",
+            limits=self.config.limits,
+            sampling=self.config.sampling,
+            journal=self.store.writer,
+            fork=group.prefixes.get(k),
+        )
         self.sampled_tokens += sum(len(c.completion or ()) for c in tape.calls)
         return tape
 
@@ -305,8 +327,10 @@ class Rollouts:
         if self._barren >= BARREN_BATCHES * self.pacer.batch:
             tapes = [tape for k in sorted(group.tapes) for tape in group.tapes[k]]
             end = _end(tapes[-1]) if tapes else "was cut off by its deadline"
-            raise NothingUsable(f"{self._barren} groups in a row have no attempt that can be trained on; the last one "
-                                f"{end}. Mend that, and go on with the same run")
+            raise NothingUsable(
+                f"{self._barren} groups in a row have no attempt that can be trained on; the last one "
+                f"{end}. Mend that, and go on with the same run"
+            )
 
     # Updates
 
@@ -316,14 +340,25 @@ class Rollouts:
             self._closed.clear()
             await self._closed.wait()
         lacking = self.pacer.lacking
-        numbers = sorted(self.ready)[:self.pacer.take()]
+        numbers = sorted(self.ready)[: self.pacer.take()]
         short = lacking > 0 and len(numbers) < self.pacer.batch and self.pacer.extra > 0
-        taken = Taken([self.ready.pop(number) for number in numbers], self.aside,
-                      Filled.SHORT if short else Filled.FULL, self._closings, self._lost)  # fmt: skip
+        taken = Taken(
+            [self.ready.pop(number) for number in numbers],
+            self.aside,
+            Filled.SHORT if short else Filled.FULL,
+            self._closings,
+            self._lost,
+        )
         self.aside, self._closings, self._lost = [], Counter(), Counter()
         if short:
-            log.warning("an update has %d of %d groups: %d more were flat (loop.extra_groups is %d); easier or harder "
-                        "tasks teach more", len(numbers), self.pacer.batch, len(taken.aside), self.pacer.extra)
+            log.warning(
+                "an update has %d of %d groups: %d more were flat (loop.extra_groups is %d); easier or harder "
+                "tasks teach more",
+                len(numbers),
+                self.pacer.batch,
+                len(taken.aside),
+                self.pacer.extra,
+            )
         return taken
 
     def applied(self, tapes: tuple[str, ...]) -> None:

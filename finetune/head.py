@@ -17,8 +17,15 @@ CHUNK = 1 << 22
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor,
-                temperature: Tensor | None, want_entropy: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        temperature: Tensor | None,
+        want_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         n = len(token)
         lse = torch.empty(n, dtype=exact, device=hidden.device)
@@ -71,14 +78,16 @@ def _chunks(n: int, vocabulary: int) -> list[slice]:
     return [slice(at, min(at + size, n)) for at in range(0, n, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, at: slice,
-            dtype: torch.dtype) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, at: slice, dtype: torch.dtype
+) -> Tensor:
     z = torch.nn.functional.linear(hidden[at], weight, bias).to(dtype)
     return z if temperature is None else z.div_(temperature[at, None])
 
 
-def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, temperature: Tensor,
-              *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+def log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, temperature: Tensor, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(n,) log-probs and, where asked for, entropies of the distributions that hidden (n, D) gives, float32 or wider.
 
     weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.

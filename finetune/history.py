@@ -108,12 +108,21 @@ class History:
 
         batch = self.batch(plan, noting)
         trainer = self.enter(plan.phase)
-        steps = list(trainer.updates(
-            batch.rows, batch.episodes, epochs=plan.epochs, minibatches=plan.minibatches, seed=plan.order,
-            batches=plan.batches, demonstrations=batch.shown,
-        ))  # fmt: skip
-        uses = tuple(self._use(plan, batch, epoch, steps[epoch * plan.minibatches:(epoch + 1) * plan.minibatches])
-                     for epoch in range(plan.epochs))  # fmt: skip
+        steps = list(
+            trainer.updates(
+                batch.rows,
+                batch.episodes,
+                epochs=plan.epochs,
+                minibatches=plan.minibatches,
+                seed=plan.order,
+                batches=plan.batches,
+                demonstrations=batch.shown,
+            )
+        )
+        uses = tuple(
+            self._use(plan, batch, epoch, steps[epoch * plan.minibatches : (epoch + 1) * plan.minibatches])
+            for epoch in range(plan.epochs)
+        )
         self.updates += 1
         self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
         stats = together(steps)
@@ -129,9 +138,15 @@ class History:
         for step in steps:
             if step.applied and step.shown is not None:
                 used += weighed(*step.shown)
-        info = {**plan.info(), "stale": [list(r) for r in batch.stale],
-                "filtered": [list(r) for r in (*batch.filtered, *left_out(batch.rows, stats))], "lr": stats.lr,
-                "skipped": stats.skipped, "loss": known(stats.loss), "grad_norm": known(stats.grad_norm)}  # fmt: skip
+        info = {
+            **plan.info(),
+            "stale": [list(r) for r in batch.stale],
+            "filtered": [list(r) for r in (*batch.filtered, *left_out(batch.rows, stats))],
+            "lr": stats.lr,
+            "skipped": stats.skipped,
+            "loss": known(stats.loss),
+            "grad_norm": known(stats.grad_norm),
+        }
         if batch.context:
             info["context"] = [list(r) for r in batch.context]
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
@@ -143,14 +158,27 @@ class History:
 
     def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
         """Write the weights and the trainer's state; a pinned one is never deleted for a newer one."""
-        state = {"lineage": self.lineage, "phase": self.phase, "version": self.version, "pinned": pinned,
-                 "trained_tokens": self.trained_tokens, "cursor": self.cursor}  # fmt: skip
+        state = {
+            "lineage": self.lineage,
+            "phase": self.phase,
+            "version": self.version,
+            "pinned": pinned,
+            "trained_tokens": self.trained_tokens,
+            "cursor": self.cursor,
+        }
         trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.trainer is not None:
             trainer |= self.trainer.state_dict()
             state["schedule"] = {"lr": self.trainer.lr, **self.trainer.schedule.model_dump(mode="json")}
-        made = save_checkpoint(self.directory, self.model, trainer, state, update=self.updates,
-                               tokenizer=self.tokenizer, taught=self.taught)  # fmt: skip
+        made = save_checkpoint(
+            self.directory,
+            self.model,
+            trainer,
+            state,
+            update=self.updates,
+            tokenizer=self.tokenizer,
+            taught=self.taught,
+        )
         best = max(self.scores, key=self.scores.__getitem__, default=None)
         prune(self.directory, keep=self.keep, keep_bytes=self.keep_bytes, best=best)
         return made
@@ -162,8 +190,13 @@ class History:
                 return
         self.checkpoint(pinned=True)
 
-    def restore(self, on_update: Callable[[int, int], None] | None = None, *, until: int | None = None,
-                report: Callable[[UpdateStats, Sequence[Use]], None] | None = None) -> int:  # fmt: skip
+    def restore(
+        self,
+        on_update: Callable[[int, int], None] | None = None,
+        *,
+        until: int | None = None,
+        report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
+    ) -> int:
         """Bring the weights to the last recorded update: newest checkpoint, then the redo log. Gives how many updates
         were applied again. BrokenHistory where the record doesn't allow it. `report` gets each of them."""
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
@@ -172,12 +205,14 @@ class History:
         if usable:
             self._load(usable[-1])
             self.taught = taught_by(use for use in uses if use.update < self.updates)
-        redo = [list(epochs) for _, epochs in groupby((use for use in uses if use.update >= self.updates),
-                                                      key=lambda use: use.update)]  # fmt: skip
+        redo = [
+            list(epochs)
+            for _, epochs in groupby((use for use in uses if use.update >= self.updates), key=lambda use: use.update)
+        ]
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
             # Death between the records of its epochs: the update was never published, and is finished here.
-            self.unrecorded.extend(again[len(epochs):])
+            self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
             if on_update is not None:
@@ -201,8 +236,10 @@ class History:
             if stored.record.version == self.version:
                 found = weights_digest(copied_weights(self.model))
                 if found != stored.record.digest:
-                    raise BrokenHistory(f"version {self.version} was published with digest {stored.record.digest}; "
-                                        f"restored, it has {found}: another machine, thread count or library version")
+                    raise BrokenHistory(
+                        f"version {self.version} was published with digest {stored.record.digest}; "
+                        f"restored, it has {found}: another machine, thread count or library version"
+                    )
 
     @property
     def published(self) -> set[str]:

@@ -109,10 +109,16 @@ class RecipeLine(_Value):
         """Itself as text, for the columns of a table."""
         recorded = "" if self.recorded is None else "yes" if self.recorded else "NO"
         return [
-            safe(self.recipe), _number(self.loss), _number(self.grad_norm), _number(self.cosine, 4),
-            _number(self.mean_advantage, 3), _number(self.clipped, 3), str(self.tokens), str(self.dropped),
+            safe(self.recipe),
+            _number(self.loss),
+            _number(self.grad_norm),
+            _number(self.cosine, 4),
+            _number(self.mean_advantage, 3),
+            _number(self.clipped, 3),
+            str(self.tokens),
+            str(self.dropped),
             self.skipped or recorded,
-        ]  # fmt: skip
+        ]
 
 
 def _number(value: float | None, digits: int = 6) -> str:
@@ -142,8 +148,15 @@ class LabReport(_Value):
     seconds: float
 
 
-def lab(run: str | Path, recipes: Sequence[str | Recipe], updates: Sequence[int] | None = None, *,
-        policy: str | None = None, tokens: int = 5, progress: Progress = silent) -> LabReport:  # fmt: skip
+def lab(
+    run: str | Path,
+    recipes: Sequence[str | Recipe],
+    updates: Sequence[int] | None = None,
+    *,
+    policy: str | None = None,
+    tokens: int = 5,
+    progress: Progress = silent,
+) -> LabReport:
     """Compute past updates of the run again under each recipe, the first of which is what others are compared with.
 
     A recipe is a value, a name, `own` (the run's), or a file (`RecipeFile`). updates: their numbers, from 0; None: the
@@ -164,8 +177,12 @@ def lab(run: str | Path, recipes: Sequence[str | Recipe], updates: Sequence[int]
             _go_to(past.history, epochs[0].update)
             done.append(bench.experiment(epochs))
             progress("computing updates under other recipes", k + 1, len(wanted), "")
-    return LabReport(run=str(run), recipes=tuple(name for name, _ in named), experiments=tuple(done),
-                     seconds=time.perf_counter() - started)
+    return LabReport(
+        run=str(run),
+        recipes=tuple(name for name, _ in named),
+        experiments=tuple(done),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
@@ -211,8 +228,11 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 def _go_to(history: History, update: int) -> None:
     """Bring the weights to where `update` begins, from where they are or from the nearest checkpoint."""
-    saved = [one.update for one in checkpoints(history.directory)
-             if one.state["lineage"] == history.lineage and one.update <= update]
+    saved = [
+        one.update
+        for one in checkpoints(history.directory)
+        if one.state["lineage"] == history.lineage and one.update <= update
+    ]
     if history.trainer is None or max(saved, default=0) > history.updates:
         history.restore(until=update)
         return
@@ -242,35 +262,55 @@ class _Bench:
         single = len(epochs) == 1 and plan.minibatches == 1
         first = trials[0]
         return Experiment(
-            lineage=use.lineage, update=use.update, version=version_name(use.lineage, use.update), phase=plan.phase,
-            episodes=len(batch.episodes), tokens=len(first.stats.stream),
+            lineage=use.lineage,
+            update=use.update,
+            version=version_name(use.lineage, use.update),
+            phase=plan.phase,
+            episodes=len(batch.episodes),
+            tokens=len(first.stats.stream),
             lines=tuple(self._line(trial, first, batch, use if single else None) for trial in trials),
-        )  # fmt: skip
+        )
 
     def _trial(self, name: str, recipe: Recipe | None, own: Trainer, batch: Batch, plan: Plan) -> _Trial:
         mine = recipe is None or recipe == own.recipe
         recipe = own.recipe if recipe is None else recipe
         if recipe.needs_value and own.critic is None:
-            raise UsageError(f"recipe {recipe.name!r} needs a critic, and update {self.history.updates} of the run was "
-                             f"made without one (by {own.recipe.name!r}): compare recipes without values")  # fmt: skip
+            raise UsageError(
+                f"recipe {recipe.name!r} needs a critic, and update {self.history.updates} of the run was "
+                f"made without one (by {own.recipe.name!r}): compare recipes without values"
+            )
         trainer = Trainer(
-            self.history.model, recipe, lr=own.lr, schedule=own.schedule, critic=own.critic,
-            micro_tokens=own.micro_tokens, autocast=own.autocast, gradient_checkpointing=own.gradient_checkpointing,
+            self.history.model,
+            recipe,
+            lr=own.lr,
+            schedule=own.schedule,
+            critic=own.critic,
+            micro_tokens=own.micro_tokens,
+            autocast=own.autocast,
+            gradient_checkpointing=own.gradient_checkpointing,
             reference=self.reference if recipe.needs_reference else None,
-        )  # fmt: skip
+        )
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)
-        prepared = trainer.prepare(batch.rows, batch.episodes, batches=plan.batches,
-                                   several=plan.epochs * plan.minibatches > 1,
-                                   demonstrations=batch.shown if recipe.imitates else ())  # fmt: skip
+        prepared = trainer.prepare(
+            batch.rows,
+            batch.episodes,
+            batches=plan.batches,
+            several=plan.epochs * plan.minibatches > 1,
+            demonstrations=batch.shown if recipe.imitates else (),
+        )
         stats, grads = trainer.gradient(prepared)
         pull = -trainer.pull(prepared).double()
         whole = float(pull.abs().sum())
         entered = stats.advantage[prepared.batch.entered].abs()
         return _Trial(
-            name=name, mine=mine, stats=stats, gradient=grads, pull=pull / whole if whole > 0 else pull,
+            name=name,
+            mine=mine,
+            stats=stats,
+            gradient=grads,
+            pull=pull / whole if whole > 0 else pull,
             advantage=float(entered.mean()) if recipe.surrogate.advantages and len(entered) else None,
-        )  # fmt: skip
+        )
 
     def _line(self, trial: _Trial, first: _Trial, batch: Batch, use: Use | None) -> RecipeLine:
         stats = trial.stats
@@ -278,14 +318,20 @@ class _Bench:
         growth = trial.pull.abs() - first.pull.abs()
         order = torch.argsort(growth, stable=True)
         return RecipeLine(
-            recipe=trial.name, loss=known(stats.loss), grad_norm=known(stats.grad_norm),
-            cosine=_cosine(trial.gradient, first.gradient), mean_advantage=trial.advantage,
-            clipped=stats.sums.mean("clip"), tokens=used, dropped=len(stats.stream) - used, skipped=stats.skipped,
+            recipe=trial.name,
+            loss=known(stats.loss),
+            grad_norm=known(stats.grad_norm),
+            cosine=_cosine(trial.gradient, first.gradient),
+            mean_advantage=trial.advantage,
+            clipped=stats.sums.mean("clip"),
+            tokens=used,
+            dropped=len(stats.stream) - used,
+            skipped=stats.skipped,
             recorded=_as_recorded(trial, batch, use) if trial.mine and use is not None else None,
             gained=self._shifts([int(k) for k in order.flip(0) if growth[k] > ROUNDING], trial, first, batch),
             lost=self._shifts([int(k) for k in order if growth[k] < -ROUNDING], trial, first, batch),
             pulls=tuple(trial.pull.tolist()),
-        )  # fmt: skip
+        )
 
     def _shifts(self, places: Sequence[int], trial: _Trial, first: _Trial, batch: Batch) -> tuple[TokenShift, ...]:
         stream = trial.stats.stream
@@ -294,16 +340,33 @@ class _Bench:
         for k in places[: self.tokens]:
             tape, call = stream.calls[int(stream.call[k])]
             token = int(stream.token[k])
-            made.append(TokenShift(tape=tape, call=call, offset=offsets[k], id=token, text=self.decode(token),
-                                   first=float(first.pull[k]), pull=float(trial.pull[k])))  # fmt: skip
+            made.append(
+                TokenShift(
+                    tape=tape,
+                    call=call,
+                    offset=offsets[k],
+                    id=token,
+                    text=self.decode(token),
+                    first=float(first.pull[k]),
+                    pull=float(trial.pull[k]),
+                )
+            )
         return tuple(made)
 
 
 class _Trial:
     """One recipe's gradient of one update."""
 
-    def __init__(self, *, name: str, mine: bool, stats: UpdateStats, gradient: Mapping[str, Tensor], pull: Tensor,
-                 advantage: float | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        name: str,
+        mine: bool,
+        stats: UpdateStats,
+        gradient: Mapping[str, Tensor],
+        pull: Tensor,
+        advantage: float | None,
+    ) -> None:
         self.name, self.mine, self.stats, self.gradient = name, mine, stats, gradient
         self.pull, self.advantage = pull, advantage
 

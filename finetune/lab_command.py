@@ -24,15 +24,33 @@ tapereel lab runs/demo --recipe mine.yaml --update 410 --update 420 --html lab.h
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory of `tapereel demo` or `tapereel train`")
-    parser.add_argument("--recipe", action="append", required=True, metavar="R", dest="recipes",
-                        help="a recipe's name, `own`, or a YAML file with `recipe` and `changes`; repeat it, the first "
-                             "is what the others are compared with (one alone: with `own`)")  # fmt: skip
-    parser.add_argument("--update", action="append", type=int, metavar="K", dest="updates",
-                        help="number of an update, from 0; repeat it for more (default: the loop's last)")  # fmt: skip
-    parser.add_argument("--policy", metavar="NAME",
-                        help="one of the run's players that learned (default: the loop's own policy)")  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=5, metavar="N",
-                        help="name the N tokens that gain most weight, and lose most (default 5)")  # fmt: skip
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        required=True,
+        metavar="R",
+        dest="recipes",
+        help="a recipe's name, `own`, or a YAML file with `recipe` and `changes`; repeat it, the first "
+        "is what the others are compared with (one alone: with `own`)",
+    )
+    parser.add_argument(
+        "--update",
+        action="append",
+        type=int,
+        metavar="K",
+        dest="updates",
+        help="number of an update, from 0; repeat it for more (default: the loop's last)",
+    )
+    parser.add_argument(
+        "--policy", metavar="NAME", help="one of the run's players that learned (default: the loop's own policy)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=5,
+        metavar="N",
+        help="name the N tokens that gain most weight, and lose most (default 5)",
+    )
     parser.add_argument("--png", metavar="FILE", help="where to draw each token's pull (default: lab.png in the run)")
     parser.add_argument("--html", metavar="FILE", help="write all of it on one self-contained page")
 
@@ -60,10 +78,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shown(experiment: Experiment) -> Iterator[RenderableType]:
-    yield (f"update {experiment.update} ({experiment.phase}) at version {experiment.version}: {experiment.episodes} "
-           f"episodes, {experiment.tokens} tokens of the agent's own")  # fmt: skip
-    made = table("recipe", "#loss", "#gradient norm", "#cosine", "#mean |A|", "#clipped", "#tokens", "#dropped",
-                 "as recorded", fold=("recipe",))  # fmt: skip
+    yield (
+        f"update {experiment.update} ({experiment.phase}) at version {experiment.version}: {experiment.episodes} "
+        f"episodes, {experiment.tokens} tokens of the agent's own"
+    )
+    made = table(
+        "recipe",
+        "#loss",
+        "#gradient norm",
+        "#cosine",
+        "#mean |A|",
+        "#clipped",
+        "#tokens",
+        "#dropped",
+        "as recorded",
+        fold=("recipe",),
+    )
     for line in experiment.lines:
         made.add_row(*line.cells())
     yield made
@@ -77,7 +107,12 @@ def _shifts(experiment: Experiment) -> Any:
     for line in experiment.lines[1:]:
         for shift in (*line.gained, *line.lost):
             made.add_row(
-                safe(line.recipe), safe(repr(shift.text)), f"{shift.first:+.3%}", f"{shift.pull:+.3%}",
-                safe(shift.tape), safe(shift.call.removeprefix(shift.tape).lstrip(".")), str(shift.offset),
-            )  # fmt: skip
+                safe(line.recipe),
+                safe(repr(shift.text)),
+                f"{shift.first:+.3%}",
+                f"{shift.pull:+.3%}",
+                safe(shift.tape),
+                safe(shift.call.removeprefix(shift.tape).lstrip(".")),
+                str(shift.offset),
+            )
     return made if made.row_count else None

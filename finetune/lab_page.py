@@ -19,15 +19,18 @@ XLABEL, YLABEL = "tokens, by the first recipe's pull", "pull (share of all; abov
 def pull_curves(experiment: Experiment) -> list[Curve]:
     """A curve for each recipe over the batch's tokens, in the order of the first recipe's pull."""
     order = np.argsort(np.array(experiment.lines[0].pulls), kind="stable")
-    return [Curve(name=line.recipe, x=tuple(range(len(order))), y=tuple(np.array(line.pulls)[order].tolist()))
-            for line in experiment.lines]  # fmt: skip
+    return [
+        Curve(name=line.recipe, x=tuple(range(len(order))), y=tuple(np.array(line.pulls)[order].tolist()))
+        for line in experiment.lines
+    ]
 
 
 def draw_lab(report: LabReport, path: Path) -> None:
     """The last of the report's updates as a PNG."""
     last = report.experiments[-1]
-    plot_curve(path, pull_curves(last), title=f"Update {last.update}: where each recipe pulls", xlabel=XLABEL,
-               ylabel=YLABEL)  # fmt: skip
+    plot_curve(
+        path, pull_curves(last), title=f"Update {last.update}: where each recipe pulls", xlabel=XLABEL, ylabel=YLABEL
+    )
 
 
 def write_lab_page(report: LabReport, path: str | Path) -> None:

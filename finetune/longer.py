@@ -28,8 +28,10 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
     def change(run: RunDir, then: int, now: int) -> str:
         done = max(run.store.ledger(run.results["lineage"]).next_update - warm, 0)
         if now < done:
-            raise UsageError(f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: give "
-                             f"{done} or more, or take the checkpoint of an earlier update")  # fmt: skip
+            raise UsageError(
+                f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: give "
+                f"{done} or more, or take the checkpoint of an earlier update"
+            )
         if now > then:
             for name, optimiser in optimisers.items():
                 _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
@@ -50,8 +52,11 @@ def end_name(results: Mapping[str, Any], updates: int) -> str:
 
 def _optimisers(loop: LoopConfig, players: Mapping[str, PlayerConfig]) -> Iterator[tuple[str, OptimiserConfig]]:
     yield "loop.optimiser", loop.optimiser
-    yield from ((f"players.{name}.optimiser", player.optimiser) for name, player in players.items()
-                if player.optimiser is not None)  # fmt: skip
+    yield from (
+        (f"players.{name}.optimiser", player.optimiser)
+        for name, player in players.items()
+        if player.optimiser is not None
+    )
 
 
 def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, steps: int) -> None:

@@ -57,22 +57,28 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
     """BadRecipe where the settings ask for what the recipe doesn't use, or don't give what it needs. shown: tapes that
     may be imitated beside; None: not known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
-        raise BadRecipe(f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
-                        f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or leave forks out")
+        raise BadRecipe(
+            f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
+            f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or leave forks out"
+        )
     short = shown is not None and config.demonstrations > shown
     if short or bool(config.demonstrations) != recipe.imitates:
-        raise BadRecipe(f"recipe {recipe.name!r} has {'an' if recipe.imitates else 'no'} nll regulariser, "
-                        f"loop.demonstrations is {config.demonstrations}"
-                        f"{f' and {shown} tapes are there to be imitated' if short else ''}: give all of them (a warm "
-                        "start brings tapes) or none")
+        raise BadRecipe(
+            f"recipe {recipe.name!r} has {'an' if recipe.imitates else 'no'} nll regulariser, "
+            f"loop.demonstrations is {config.demonstrations}"
+            f"{f' and {shown} tapes are there to be imitated' if short else ''}: give all of them (a warm "
+            "start brings tapes) or none"
+        )
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
     """UnknownAgent where others spoke in these rows, but none of `agents`, which stand in that setting."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
-        raise UnknownAgent(f"{setting} names {', '.join(map(repr, agents))}, but those who spoke are "
-                           f"{', '.join(map(repr, sorted(paths)))}: name some of these paths")
+        raise UnknownAgent(
+            f"{setting} names {', '.join(map(repr, agents))}, but those who spoke are "
+            f"{', '.join(map(repr, sorted(paths)))}: name some of these paths"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,10 @@ class Loop:
         updates; true ends the phase before it has them all. `settled`: awaited before the engine gets other weights, or
         sleeps."""
         if not config.sampling.exact:
-            raise ValueError(f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
-                             "those of the distribution drawn from. Sample with a temperature above 0 and nothing else")
+            raise ValueError(
+                f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
+                "those of the distribution drawn from. Sample with a temperature above 0 and nothing else"
+            )
         if config.sleep and not hasattr(getattr(engine, "lead", engine), "sleep"):
             raise ValueError(f"loop.sleep is for servers, and {engine.name} has no sleep: leave it out")
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -135,8 +143,18 @@ class Loop:
         self.on_update = on_update
         self.stop = stop
         self._settled = settled or _at_once
-        self.rollouts = Rollouts(config, store=store, history=history, engine=engine, agent=agent, env=env, tasks=tasks,
-                                 recipe=recipe, seed=seed, phase=phase)  # fmt: skip
+        self.rollouts = Rollouts(
+            config,
+            store=store,
+            history=history,
+            engine=engine,
+            agent=agent,
+            env=env,
+            tasks=tasks,
+            recipe=recipe,
+            seed=seed,
+            phase=phase,
+        )
         if self.rollouts.trained is not None:
             self.rollouts.trained |= {path for player in self.players for path in player.agents}
         self.train_seconds = 0.0
@@ -214,14 +232,19 @@ class Loop:
         config, update = self.config, self.history.updates
         tapes = tuple(tape.id for group in taken.groups for tape in group.usable)
         return Plan(
-            phase=self.phase, tapes=tapes, aside=tuple(tape.id for group in taken.aside for tape in group.usable),
+            phase=self.phase,
+            tapes=tapes,
+            aside=tuple(tape.id for group in taken.aside for tape in group.usable),
             oldest=stale_before(update, config.max_lag),
-            rewards=self._shuffled(taken) if config.shuffle_rewards else None, agents=config.agents,
-            by_agent=config.by_agent, batches=self._batches(taken), epochs=config.epochs,
+            rewards=self._shuffled(taken) if config.shuffle_rewards else None,
+            agents=config.agents,
+            by_agent=config.by_agent,
+            batches=self._batches(taken),
+            epochs=config.epochs,
             minibatches=max(1, min(config.minibatches, len(tapes))),
             order=derive_seed(self.seed, "minibatches", update) % 2**31 if config.minibatches > 1 else 0,
             shown=batch_of(self.shown, update - self.start, config.demonstrations, self.seed) if self.shown else (),
-        )  # fmt: skip
+        )
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
@@ -237,7 +260,7 @@ class Loop:
         if self.config.rollouts == 1:
             return ()
         size = self.config.groups
-        parts = (taken.groups[k:k + size] for k in range(0, len(taken.groups), size))
+        parts = (taken.groups[k : k + size] for k in range(0, len(taken.groups), size))
         return tuple(sum(len(group.usable) for group in part) for part in parts)
 
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
@@ -251,8 +274,12 @@ class Loop:
             started = time.perf_counter()
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
             weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
-            others = [await asyncio.to_thread(player.update, player.plan(plan, self.config.max_lag), source,
-                                              self.config.publish) for player in self.players]  # fmt: skip
+            others = [
+                await asyncio.to_thread(
+                    player.update, player.plan(plan, self.config.max_lag), source, self.config.publish
+                )
+                for player in self.players
+            ]
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
@@ -268,8 +295,12 @@ class Loop:
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
                 await player.engine.publish(theirs, name.version, self.config.publish)
         self.rollouts.applied(plan.every)
-        line = {**rollout_line(stats, uses, taken.tapes, seconds), **taken.line(), **self._perf(),
-                **reward_by_agent(stats.stream)}  # fmt: skip
+        line = {
+            **rollout_line(stats, uses, taken.tapes, seconds),
+            **taken.line(),
+            **self._perf(),
+            **reward_by_agent(stats.stream),
+        }
         for player, (told, *_) in zip(self.players, others, strict=True):
             line |= player.line(told)
         return UpdateReport(self.history.updates, line["reward"], line)
@@ -319,8 +350,12 @@ async def _at_once() -> None:
 
 
 def _stalled(stall: Stall) -> None:
-    log.warning("the event loop has stood still for %.1f s at %s: every episode waits for it; run blocking code in a "
-                "thread (an environment says so with `blocking = True`)", stall.seconds, stall.where())  # fmt: skip
+    log.warning(
+        "the event loop has stood still for %.1f s at %s: every episode waits for it; run blocking code in a "
+        "thread (an environment says so with `blocking = True`)",
+        stall.seconds,
+        stall.where(),
+    )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -61,8 +61,14 @@ class Micro:
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
 
 
-def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int = MICRO_TOKENS,
-         share: bool = False, pack: bool = False) -> list[Micro]:
+def plan(
+    rows: Sequence[Row],
+    *,
+    live: Tensor | None = None,
+    micro_tokens: int = MICRO_TOKENS,
+    share: bool = False,
+    pack: bool = False,
+) -> list[Micro]:
     """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
 
     Rows without such a token aren't in any. A row that is longer than `micro_tokens` is a micro-batch of its own.
@@ -70,17 +76,24 @@ def plan(rows: Sequence[Row], *, live: Tensor | None = None, micro_tokens: int =
     share none are packed, not padded.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
-    wanted = [np.arange(len(row.own)) for row in rows] if live is None else \
-        [live[start[i]:start[i + 1]].numpy().nonzero()[0] for i in range(len(rows))]
+    wanted = (
+        [np.arange(len(row.own)) for row in rows]
+        if live is None
+        else [live[start[i] : start[i + 1]].numpy().nonzero()[0] for i in range(len(rows))]
+    )
     length = np.array([row.own[w[-1]] if len(w) else 0 for row, w in zip(rows, wanted, strict=True)], dtype=np.int64)
     order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
     batches = _Batches(rows, wanted, length, start)
-    return [micro for members, prefix in (_families(rows, wanted, length, order) if share else [(order, 0)])
-            for micro in batches.of(members, prefix, micro_tokens, pack and not prefix)]
+    return [
+        micro
+        for members, prefix in (_families(rows, wanted, length, order) if share else [(order, 0)])
+        for micro in batches.of(members, prefix, micro_tokens, pack and not prefix)
+    ]
 
 
-def _families(rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray,
-              order: Sequence[int]) -> list[tuple[list[int], int]]:
+def _families(
+    rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray, order: Sequence[int]
+) -> list[tuple[list[int], int]]:
     """(rows, tokens of their shared prefix): groups that share enough, then all other rows with 0."""
     groups: dict[str, list[int]] = {}
     for i in order:
@@ -101,8 +114,8 @@ def _common(rows: Sequence[Row], most: int) -> int:
     """Tokens that all rows begin with, `most` at the most: the first wanted token is predicted behind them."""
     first = rows[0].input_ids[:most]
     for row in rows[1:]:
-        differs = np.flatnonzero(first != row.input_ids[:len(first)])
-        first = first[:differs[0]] if len(differs) else first
+        differs = np.flatnonzero(first != row.input_ids[: len(first)])
+        first = first[: differs[0]] if len(differs) else first
     return len(first)
 
 
@@ -118,8 +131,11 @@ class _Batches:
         micros: list[Micro] = []
         group: list[int] = []
         for i in order:
-            more = int(self.length[[*group, i]].sum()) if pack else \
-                prefix + (len(group) + 1) * (int(self.length[i]) - prefix)
+            more = (
+                int(self.length[[*group, i]].sum())
+                if pack
+                else prefix + (len(group) + 1) * (int(self.length[i]) - prefix)
+            )
             if group and more > micro_tokens:
                 micros.append(self.packed(group) if pack else self.one(group, prefix))
                 group = []
@@ -134,25 +150,42 @@ class _Batches:
         starts = np.cumsum(lengths) - lengths
         ids = np.concatenate([self.rows[i].input_ids[:n] for i, n in zip(group, lengths, strict=True)])
         places = [self.rows[i].own[self.wanted[i]] + (at - 1) for i, at in zip(group, starts, strict=True)]
-        return self._micro(group, ids[None].astype(np.int64), places, np.ones((1, len(ids)), dtype=bool), None,
-                           torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None])
+        return self._micro(
+            group,
+            ids[None].astype(np.int64),
+            places,
+            np.ones((1, len(ids)), dtype=bool),
+            None,
+            torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None],
+        )
 
     def one(self, group: Sequence[int], prefix: int) -> Micro:
         width = int(self.length[group[-1]]) - prefix
         ids = np.zeros((len(group), width), dtype=np.int64)
         for j, i in enumerate(group):
-            ids[j, :self.length[i] - prefix] = self.rows[i].input_ids[prefix:self.length[i]]
+            ids[j, : self.length[i] - prefix] = self.rows[i].input_ids[prefix : self.length[i]]
         places = [self.rows[i].own[self.wanted[i]] + (j * width - 1 - prefix) for j, i in enumerate(group)]
         there = np.arange(width) < (self.length[list(group)] - prefix)[:, None]
         shared = torch.from_numpy(self.rows[group[0]].input_ids[:prefix]).long() if prefix else None
         return self._micro(group, ids, places, there, shared, None)
 
-    def _micro(self, group: Sequence[int], ids: NDArray, places: Sequence[NDArray], there: NDArray,
-               prefix: Tensor | None, positions: Tensor | None) -> Micro:
+    def _micro(
+        self,
+        group: Sequence[int],
+        ids: NDArray,
+        places: Sequence[NDArray],
+        there: NDArray,
+        prefix: Tensor | None,
+        positions: Tensor | None,
+    ) -> Micro:
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         return Micro(
-            ids=torch.from_numpy(ids), at=_joined(places), there=torch.from_numpy(there), prefix=prefix,
-            positions=positions, token=_joined([row.input_ids[row.own[mine]] for row, mine, _ in wanted]),
+            ids=torch.from_numpy(ids),
+            at=_joined(places),
+            there=torch.from_numpy(there),
+            prefix=prefix,
+            positions=positions,
+            token=_joined([row.input_ids[row.own[mine]] for row, mine, _ in wanted]),
             temperature=torch.from_numpy(np.concatenate([row.temperature[mine] for row, mine, _ in wanted])),
             index=_joined([mine + start for _, mine, start in wanted]),
         )

@@ -50,8 +50,9 @@ class Batch:
             live = live & (self.advantage != 0)
         if self.recipe.idle:
             live = torch.zeros_like(live)
-        return Part(batch=self, weight=torch.where(self.selected, weight, torch.zeros_like(weight)), entered=entered,
-                    live=live)
+        return Part(
+            batch=self, weight=torch.where(self.selected, weight, torch.zeros_like(weight)), entered=entered, live=live
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,9 @@ class Part:
     live: Tensor
     """(T,) bool: tokens whose loss can have a gradient; the model needs to see no others."""
 
-    def loss(self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context,
-             betas: tuple[float, ...]) -> Tensor:
+    def loss(
+        self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
+    ) -> Tensor:
         """sum of w l over the tokens `index` (n,), whose log-probs are lp (n,).
 
         Where the recipe isn't local, `index` holds whole units. betas: the coefficient of each regulariser now.
@@ -108,12 +110,19 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
         advantage, target = _advantages(recipe, stream, scored, entered, context)
     else:
         advantage, target = torch.zeros(len(stream), dtype=torch.float64), None
-    return Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, target=target,
-                 selected=recipe.select.top_entropy(entered, stream))
+    return Batch(
+        recipe=recipe,
+        stream=stream,
+        advantage=advantage,
+        entered=entered,
+        target=target,
+        selected=recipe.select.top_entropy(entered, stream),
+    )
 
 
-def _advantages(recipe: Recipe, stream: Stream, scored: Tensor, entered: Tensor,
-                context: Context) -> tuple[Tensor, Tensor | None]:
+def _advantages(
+    recipe: Recipe, stream: Stream, scored: Tensor, entered: Tensor, context: Context
+) -> tuple[Tensor, Tensor | None]:
     x = recipe.reward(stream, context)
     per_turn = recipe.reward.per == "turn"
     ours = scored[stream.turns.episode] if per_turn else scored
@@ -143,7 +152,9 @@ def betas(recipe: Recipe) -> tuple[float, ...]:
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:
     """A recipe that needs a model which isn't there is refused before anything is computed."""
     if recipe.needs_reference and not reference:
-        raise BadBatch(f"recipe {recipe.name!r} compares with a reference model: pass reference=... to the trainer, or "
-                       "set its beta to 0")
+        raise BadBatch(
+            f"recipe {recipe.name!r} compares with a reference model: pass reference=... to the trainer, or "
+            "set its beta to 0"
+        )
     if recipe.needs_value and not critic:
         raise BadBatch(f"recipe {recipe.name!r} needs a value per token: pass critic=... to the trainer")

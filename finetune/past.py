@@ -50,8 +50,10 @@ class Past:
                 return cls._of_control(run, store, scratch, lineage)
             raise Unknown(f"{run} has no {CONFIG} that says how its weights were trained")
         results = _results(run)
-        player = next((name for name in results.get("players", {})
-                       if lineage_of(results.get("lineage", ""), name) == lineage), None)  # fmt: skip
+        player = next(
+            (name for name in results.get("players", {}) if lineage_of(results.get("lineage", ""), name) == lineage),
+            None,
+        )
         own = results if player is not None else {**results, "lineage": lineage}
         training, base = _begin(run, RunDir(scratch, own, store, resumed=True))
         if player is None:
@@ -119,8 +121,10 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
     from .train import TrainConfig, train_training
 
     config = _read(TrainConfig, run)
-    players = {name: player if player.frozen else player.model_copy(update={"engine": _here(player.engine)})
-               for name, player in config.players.items()}  # fmt: skip
+    players = {
+        name: player if player.frozen else player.model_copy(update={"engine": _here(player.engine)})
+        for name, player in config.players.items()
+    }
     config = config.model_copy(update={"engine": _here(config.engine), "players": players})
     try:
         training = train_training(config, directory)
@@ -128,6 +132,8 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
         raise Unknown(f"the base weights are gone: {error}") from error
     found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
     if begun not in (None, found):
-        raise Unknown(f"the base weights are gone: the run began with weights of digest {begun}, those in "
-                      f"{config.engine.model} have {found} now")  # fmt: skip
+        raise Unknown(
+            f"the base weights are gone: the run began with weights of digest {begun}, those in "
+            f"{config.engine.model} have {found} now"
+        )
     return training, f"the model in {config.engine.model}"

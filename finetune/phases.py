@@ -50,8 +50,10 @@ class Phases:
     def __post_init__(self) -> None:
         self._reference: Frozen | None = frozen(self.model) if self.recipe.needs_reference else None
         if self.loop.critic is not None and not self.recipe.needs_value:
-            raise BadRecipe(f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
-                            "it out, or take a recipe with credit 'gae', as `ppo`")
+            raise BadRecipe(
+                f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
+                "it out, or take a recipe with credit 'gae', as `ppo`"
+            )
         self._recipes = recipes_by_phase(self.recipe)
 
     def trainer(self, phase: str, work: Any = None, ranks: Ranks | None = None) -> Trainer:
@@ -61,12 +63,21 @@ class Phases:
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work or self.model
         return Trainer(
-            work, recipe, lr=optimiser.lr, betas=optimiser.betas, weight_decay=optimiser.weight_decay,
-            grad_clip=optimiser.grad_clip, schedule=optimiser.schedule, micro_tokens=optimiser.micro_tokens,
-            ema=optimiser.ema, **_memory(optimiser), reference=self._reference if recipe.needs_reference else None,
+            work,
+            recipe,
+            lr=optimiser.lr,
+            betas=optimiser.betas,
+            weight_decay=optimiser.weight_decay,
+            grad_clip=optimiser.grad_clip,
+            schedule=optimiser.schedule,
+            micro_tokens=optimiser.micro_tokens,
+            ema=optimiser.ema,
+            **_memory(optimiser),
+            reference=self._reference if recipe.needs_reference else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
-            critic_first=self._critic_config.first if recipe.needs_value else 0, ranks=ranks,
-        )  # fmt: skip
+            critic_first=self._critic_config.first if recipe.needs_value else 0,
+            ranks=ranks,
+        )
 
     @property
     def _critic_config(self) -> CriticConfig:
@@ -76,16 +87,29 @@ class Phases:
         """A fresh critic on the policy as it is now: a resumed run makes the same one, then loads its weights."""
         config = self._critic_config
         optimiser = config.optimiser
-        critic = Critic.of(self.model, normalised=config.normalised) if config.body == "own" else \
-            Critic.on(work, normalised=config.normalised)
+        critic = (
+            Critic.of(self.model, normalised=config.normalised)
+            if config.body == "own"
+            else Critic.on(work, normalised=config.normalised)
+        )
         return CriticTrainer(
-            critic, loss=Value(clip=config.clip), lr=optimiser.lr, betas=optimiser.betas,
-            weight_decay=optimiser.weight_decay, grad_clip=optimiser.grad_clip, schedule=optimiser.schedule,
-            micro_tokens=optimiser.micro_tokens, **_memory(optimiser), passes=config.passes, ranks=ranks,
-        )  # fmt: skip
+            critic,
+            loss=Value(clip=config.clip),
+            lr=optimiser.lr,
+            betas=optimiser.betas,
+            weight_decay=optimiser.weight_decay,
+            grad_clip=optimiser.grad_clip,
+            schedule=optimiser.schedule,
+            micro_tokens=optimiser.micro_tokens,
+            **_memory(optimiser),
+            passes=config.passes,
+            ranks=ranks,
+        )
 
 
 def _memory(optimiser: OptimiserConfig) -> dict[str, Any]:
     """What the forward passes of a trainer keep, and in which dtype."""
-    return {"autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
-            "gradient_checkpointing": optimiser.gradient_checkpointing}  # fmt: skip
+    return {
+        "autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
+        "gradient_checkpointing": optimiser.gradient_checkpointing,
+    }

@@ -73,8 +73,12 @@ class Plan:
 
     def info(self) -> dict[str, Any]:
         """What a `use` record says of it; settings at their defaults are left out."""
-        own = {"phase": self.phase, "tapes": list(self.tapes), "oldest": self.oldest,
-               "rewards": list(self.rewards) if self.rewards is not None else None}
+        own = {
+            "phase": self.phase,
+            "tapes": list(self.tapes),
+            "oldest": self.oldest,
+            "rewards": list(self.rewards) if self.rewards is not None else None,
+        }
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name not in own and value != one.default:

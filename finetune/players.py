@@ -56,8 +56,14 @@ class Player:
 
     def line(self, stats: UpdateStats) -> dict[str, Any]:
         """What a line of metrics says of its update."""
-        told = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "skipped": stats.skipped,
-                "mismatch": stats.mismatch, "ess": stats.ess}  # fmt: skip
+        told = {
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "lr": stats.lr,
+            "skipped": stats.skipped,
+            "mismatch": stats.mismatch,
+            "ess": stats.ess,
+        }
         own = {f"players/{self.called}/{what}": value for what, value in told.items()}
         return own | reward_by_agent(stats.stream)
 
@@ -83,8 +89,9 @@ def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lin
     if not players:
         return
     if agents is None:
-        raise BadPlayers("with other players the loop must know whom it trains itself: name its own agents in "
-                         "loop.agents")
+        raise BadPlayers(
+            "with other players the loop must know whom it trains itself: name its own agents in loop.agents"
+        )
     every = [*agents, *(path for player in players for path in player.agents)]
     twice = sorted({path for path in every if every.count(path) > 1})
     if twice:
@@ -93,5 +100,7 @@ def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lin
         if player.history.lineage == lineage:
             raise BadPlayers(f"a player has the loop's own lineage {lineage!r}: give each policy another")
         if player.history.updates > updates:
-            raise BrokenHistory(f"lineage {player.history.lineage!r} has {player.history.updates} updates, the loop's "
-                                f"{lineage!r} only {updates}: the run directory is incomplete")
+            raise BrokenHistory(
+                f"lineage {player.history.lineage!r} has {player.history.updates} updates, the loop's "
+                f"{lineage!r} only {updates}: the run directory is incomplete"
+            )

@@ -61,14 +61,27 @@ class Level(Value):
     value: float
 
 
-def plot_curve(path: str | PathLike[str], curves: Sequence[Curve], *, levels: Sequence[Level] = (), title: str = "",
-               xlabel: str = "update", ylabel: str = "reward") -> None:  # fmt: skip
+def plot_curve(
+    path: str | PathLike[str],
+    curves: Sequence[Curve],
+    *,
+    levels: Sequence[Level] = (),
+    title: str = "",
+    xlabel: str = "update",
+    ylabel: str = "reward",
+) -> None:
     """Write the curves as a PNG of 1600 x 900 pixels."""
     _draw(path, "png", curves, levels, title, xlabel, ylabel)
 
 
-def curve_svg(curves: Sequence[Curve], *, levels: Sequence[Level] = (), xlabel: str = "update",
-              ylabel: str = "reward", size: tuple[float, float] = WIDE) -> str:  # fmt: skip
+def curve_svg(
+    curves: Sequence[Curve],
+    *,
+    levels: Sequence[Level] = (),
+    xlabel: str = "update",
+    ylabel: str = "reward",
+    size: tuple[float, float] = WIDE,
+) -> str:
     """The curves as an `<svg>` element, coloured by the CSS variables `--ink`, `--faint`, `--series-1` ... of the page.
 
     Names are escaped; nothing in it runs or is fetched. `size`: width and height, to which letters of 10 points stand.
@@ -95,8 +108,16 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Level], title: str, xlabel: str,
-          ylabel: str, size: tuple[float, float] = WIDE) -> None:  # fmt: skip
+def _draw(
+    target: Any,
+    form: str,
+    curves: Sequence[Curve],
+    levels: Sequence[Level],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    size: tuple[float, float] = WIDE,
+) -> None:
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -106,18 +127,26 @@ def _draw(target: Any, form: str, curves: Sequence[Curve], levels: Sequence[Leve
         raise MissingExtra("matplotlib", "train", "drawing a curve") from error
     # Text is never mathematics: a name with a `$` in it stays as it is.
     style: dict[Any, Any] = {
-        "font.size": 10, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "tapereel",
-        "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+        "font.size": 10,
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "tapereel",
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
         "axes.unicode_minus": False,
-    }  # fmt: skip
+    }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         longest = int(LETTERS * size[0])
         _lines(axes, curves, levels, longest)
-        axes.set(**{name: _label(text, longest) for name, text in
-                    (("title", title), ("xlabel", xlabel), ("ylabel", ylabel))})
+        axes.set(
+            **{name: _label(text, longest) for name, text in (("title", title), ("xlabel", xlabel), ("ylabel", ylabel))}
+        )
         if all(float(x).is_integer() for curve in curves for x in curve.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if _is_share(curves, levels):

@@ -44,8 +44,9 @@ class Policy:
         model = copying.deepcopy(self.model)
         if samples_with(self.attention) != self.attention:
             model.set_attn_implementation(samples_with(self.attention))
-        return EmbeddedEngine(model, self.renderer, version=version, slots=self.slots, capacity=self.capacity,
-                              copy=False)  # fmt: skip
+        return EmbeddedEngine(
+            model, self.renderer, version=version, slots=self.slots, capacity=self.capacity, copy=False
+        )
 
     async def sampler(self, version: str) -> EmbeddedEngine | RemoteEngine:
         """The engine of the loop, with the weights as they are now."""
@@ -60,12 +61,21 @@ class Policy:
             raise
         return engine
 
-    def history(self, store: Store, lineage: str, directory: Path, make_trainer: Callable[[str], Trainer],
-                loop: LoopConfig) -> History:  # fmt: skip
+    def history(
+        self, store: Store, lineage: str, directory: Path, make_trainer: Callable[[str], Trainer], loop: LoopConfig
+    ) -> History:
         """Its history of that lineage, with checkpoints in `directory`."""
-        return History(store, lineage, directory, self.model, make_trainer, renderer=self.renderer,
-                       tokenizer=self.tokenizer, keep=loop.keep_checkpoints,
-                       keep_bytes=loop.keep_checkpoint_bytes)  # fmt: skip
+        return History(
+            store,
+            lineage,
+            directory,
+            self.model,
+            make_trainer,
+            renderer=self.renderer,
+            tokenizer=self.tokenizer,
+            keep=loop.keep_checkpoints,
+            keep_bytes=loop.keep_checkpoint_bytes,
+        )
 
 
 def load_policy(engine: TrainedConfig, seed: int) -> Policy:
@@ -76,13 +86,16 @@ def load_policy(engine: TrainedConfig, seed: int) -> Policy:
     # Adapters are drawn on the CPU: the same ones whatever trains them.
     model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
     servers = None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True)
-    return Policy(placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention,
-                  servers)  # fmt: skip
+    return Policy(
+        placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention, servers
+    )
 
 
 def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:
     """BrokenHistory where the run did not begin with weights of that digest; notes it in a new one's results."""
     begun = results.setdefault("base", digest)
     if begun != digest:
-        raise BrokenHistory(f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} "
-                            "now: its updates don't apply to them")  # fmt: skip
+        raise BrokenHistory(
+            f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} "
+            "now: its updates don't apply to them"
+        )

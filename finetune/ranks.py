@@ -104,8 +104,10 @@ class Ranks:
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """The optimiser goes on from a state that `whole` put together."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = {k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
-                 for k, entry in state["state"].items()}  # fmt: skip
+        parts = {
+            k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
+            for k, entry in state["state"].items()
+        }
         optimizer.load_state_dict({**state, "state": parts})
 
 
@@ -115,14 +117,18 @@ class Group(Ranks):
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         if not distributed.is_initialized():
-            raise RuntimeError("torch.distributed isn't initialised: start with torchrun or accelerate launch, or call "
-                               "torch.distributed.init_process_group")
+            raise RuntimeError(
+                "torch.distributed isn't initialised: start with torchrun or accelerate launch, or call "
+                "torch.distributed.init_process_group"
+            )
         self.group = group
         self.size = distributed.get_world_size(group)
         self.rank = distributed.get_rank(group)
         if "cpu:" not in distributed.get_backend_config(group):
-            raise RuntimeError(f"the process group speaks {distributed.get_backend_config(group)} only, and counts are "
-                               "added up in main memory: initialise it with backend 'cpu:gloo,cuda:nccl'")
+            raise RuntimeError(
+                f"the process group speaks {distributed.get_backend_config(group)} only, and counts are "
+                "added up in main memory: initialise it with backend 'cpu:gloo,cuda:nccl'"
+            )
 
     def add_up(self, x: Tensor) -> Tensor:
         out = x.clone()
@@ -172,9 +178,11 @@ class Group(Ranks):
             if isinstance(error, RankLost) or not lost:
                 raise
             cause = re.split(r"\. This is typically|\n", str(error))[0]
-            raise RankLost(f"rank {self.rank} of {self.size} waited for {what}: another process ended, or was silent "
-                           "for longer than the time limit. Mend what that one said last, and go on with --resume "
-                           f"({cause})") from error
+            raise RankLost(
+                f"rank {self.rank} of {self.size} waited for {what}: another process ended, or was silent "
+                "for longer than the time limit. Mend what that one said last, and go on with --resume "
+                f"({cause})"
+            ) from error
 
 
 class Sharded(Group):

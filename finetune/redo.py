@@ -49,8 +49,10 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
     made now. Differs or GoneTape where it isn't what was recorded."""
     use = epochs[0]
     if use.update != history.updates:
-        raise BrokenHistory(f"lineage {history.lineage!r}: update {history.updates} is not in the ledger, but update "
-                            f"{use.update} is; the run directory is incomplete")
+        raise BrokenHistory(
+            f"lineage {history.lineage!r}: update {history.updates} is not in the ledger, but update "
+            f"{use.update} is; the run directory is incomplete"
+        )
     info: Any = use.info
     with with_threads((info.get("on") or {}).get("threads")):
         try:
@@ -90,26 +92,45 @@ def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
     now: Any = again.info.get("on") or {}
     if then.get("recipe") in (None, now.get("recipe")):
         return error
-    return Differs(use, "recipe", "was made by another recipe than the configuration gives now, and applied again "
-                   f"trains on other tokens or weights than recorded: {error.sentence}", recorded=then["recipe"],
-                   found=now.get("recipe"))  # fmt: skip
+    return Differs(
+        use,
+        "recipe",
+        "was made by another recipe than the configuration gives now, and applied again "
+        f"trains on other tokens or weights than recorded: {error.sentence}",
+        recorded=then["recipe"],
+        found=now.get("recipe"),
+    )
 
 
 def _compare(use: Use, again: Use) -> None:
     for k in range(max(len(use.items), len(again.items))):
         then, now = (list(u.items[k]) if k < len(u.items) else None for u in (use, again))
         if then != now:
-            raise Differs(use, "items", f"applied again trains on other tokens or weights than recorded: {_item(now)} "
-                          f"where the record has {_item(then)}; the code, the tapes or the configuration changed",
-                          recorded=then, found=now)  # fmt: skip
+            raise Differs(
+                use,
+                "items",
+                f"applied again trains on other tokens or weights than recorded: {_item(now)} "
+                f"where the record has {_item(then)}; the code, the tapes or the configuration changed",
+                recorded=then,
+                found=now,
+            )
     for field in ("stale", "filtered", "context", "skipped", "lr", "loss", "grad_norm"):
         then, now = use.info.get(field), again.info.get(field)
         if field in use.info and then != now:
             name = field.replace("_", " ")
-            what = f"sets other tokens aside as {name}" if isinstance(now, list) else \
-                f"has {name} {now!r}, the record says {then!r}"
-            raise Differs(use, field, f"applied again {what}: the weights, a tape, the code or the configuration "
-                          f"changed{_elsewhere(use, again)}", recorded=then, found=now)  # fmt: skip
+            what = (
+                f"sets other tokens aside as {name}"
+                if isinstance(now, list)
+                else f"has {name} {now!r}, the record says {then!r}"
+            )
+            raise Differs(
+                use,
+                field,
+                f"applied again {what}: the weights, a tape, the code or the configuration "
+                f"changed{_elsewhere(use, again)}",
+                recorded=then,
+                found=now,
+            )
 
 
 def _item(item: Any) -> str:
@@ -121,12 +142,14 @@ def _item(item: Any) -> str:
 
 def elsewhere(then: Any, now: Any) -> str:
     """What of torch and the machine is other than at the update; empty where all is the same."""
-    names = [f"{name} {now.get(name)} and not {value}" for name, value in (then or {}).items()
-             if name != "recipe" and now.get(name) != value]  # fmt: skip
+    names = [
+        f"{name} {now.get(name)} and not {value}"
+        for name, value in (then or {}).items()
+        if name != "recipe" and now.get(name) != value
+    ]
     return ", ".join(names)
 
 
 def _elsewhere(use: Use, again: Use) -> str:
     other = elsewhere(use.info.get("on"), again.info.get("on"))
     return f" (here is {other})" if other else ""
-

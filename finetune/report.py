@@ -144,21 +144,31 @@ LONG_TAPE, LONG_STEP = 40, 4000
 """Steps of a tape, and characters and tokens of a step, that are on the page."""
 
 
-def tape_page(tape: Tape, caption: str, decode: Callable[[int], str] | None = None, *,
-              commands: tuple[str, ...] = ()) -> TapePage:  # fmt: skip
+def tape_page(
+    tape: Tape, caption: str, decode: Callable[[int], str] | None = None, *, commands: tuple[str, ...] = ()
+) -> TapePage:
     """A closed tape as it is shown, of a long one its two ends; `decode` gives the text of one token id, and without it
     no tokens are shown."""
     entries = tape.entries
     lines = step_lines(tape)
     shown = lines if len(lines) <= LONG_TAPE else [*lines[: LONG_TAPE // 2], *lines[-LONG_TAPE // 2 :]]
     steps = tuple(
-        StepPage(line=line.model_copy(update={"text": _begin(line.text)}),
-                 tokens=_tokens(tape, entries[line.index].calls, decode) if decode is not None else ())
+        StepPage(
+            line=line.model_copy(update={"text": _begin(line.text)}),
+            tokens=_tokens(tape, entries[line.index].calls, decode) if decode is not None else (),
+        )
         for line in shown
-    )  # fmt: skip
+    )
     task = "" if tape.task is None else tape.task if isinstance(tape.task, str) else json.dumps(tape.task)
-    return TapePage(caption=caption, summary=summarise(tape), task=task, steps=steps, episode=episode_rewards(tape),
-                    left_out=len(lines) - len(shown), commands=commands)  # fmt: skip
+    return TapePage(
+        caption=caption,
+        summary=summarise(tape),
+        task=task,
+        steps=steps,
+        episode=episode_rewards(tape),
+        left_out=len(lines) - len(shown),
+        commands=commands,
+    )
 
 
 def write_report(path: str | PathLike[str], data: ReportData) -> None:
@@ -168,11 +178,27 @@ def write_report(path: str | PathLike[str], data: ReportData) -> None:
 
 def render_report(data: ReportData) -> str:
     """The page as text."""
-    drawn = [(plot, curve_svg(plot.curves, levels=plot.levels, xlabel=plot.xlabel, ylabel=plot.ylabel,
-                              size=SMALL if plot.small else WIDE))
-             for plot in data.plots]  # fmt: skip
-    filters = {"number": _number, "shade": _shade, "token": _token_text, "parts": _parts, "percent": _percent,
-               "counted": counted}  # fmt: skip
+    drawn = [
+        (
+            plot,
+            curve_svg(
+                plot.curves,
+                levels=plot.levels,
+                xlabel=plot.xlabel,
+                ylabel=plot.ylabel,
+                size=SMALL if plot.small else WIDE,
+            ),
+        )
+        for plot in data.plots
+    ]
+    filters = {
+        "number": _number,
+        "shade": _shade,
+        "token": _token_text,
+        "parts": _parts,
+        "percent": _percent,
+        "counted": counted,
+    }
     return render_page("report.html.jinja", filters, r=data, plots=drawn, shades=SHADES)
 
 
@@ -185,9 +211,13 @@ def render_page(template: str, filters: Mapping[str, Callable[..., Any]], **valu
     except ImportError as error:
         raise MissingExtra("jinja2", "train", "writing a page") from error
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, finalize=_shown,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
     environment.filters.update(filters, svg=Markup)
     return environment.get_template(template).render(**values)
 
@@ -237,5 +267,7 @@ def _parts(values: dict[str, float]) -> list[tuple[str, float, float, int]]:
     whole = sum(values.values())
     ordered = sorted(values.items(), key=lambda item: -item[1])
     colours = [0 if not value else min(i, 7) for i, (_, value) in enumerate(ordered, start=1)]
-    return [(name.replace("_", " "), value, value / whole if whole else 0.0, colour)
-            for (name, value), colour in zip(ordered, colours, strict=True)]  # fmt: skip
+    return [
+        (name.replace("_", " "), value, value / whole if whole else 0.0, colour)
+        for (name, value), colour in zip(ordered, colours, strict=True)
+    ]

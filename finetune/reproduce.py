@@ -115,8 +115,9 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     """
     run = Path(run)
     if not run.is_dir():
-        raise UsageError(f"there is no folder {run}: name the directory of a run that trained, or of a checkpoint in "
-                         "one")  # fmt: skip
+        raise UsageError(
+            f"there is no folder {run}: name the directory of a run that trained, or of a checkpoint in one"
+        )
     if checkpoint is None and (run / STATE).exists():
         run, checkpoint = _run_of(run.resolve()), run.resolve()
     found = _one(run, run / "checkpoints", checkpoint, progress)
@@ -136,10 +137,23 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
         try:
             past = Past.of(run, store, Path(scratch), lineage)
         except Unknown as error:
-            return Reproduction(run=str(run), checkpoint=str(wanted.path), lineage=lineage, outcome="unverifiable",
-                                base="unknown", updates=0, of=wanted.update, reason=str(error))  # fmt: skip
-        return retrace(past.history, until=wanted.update, files=[*(among if checkpoint is None else ()), wanted],
-                       base=past.base, progress=progress)  # fmt: skip
+            return Reproduction(
+                run=str(run),
+                checkpoint=str(wanted.path),
+                lineage=lineage,
+                outcome="unverifiable",
+                base="unknown",
+                updates=0,
+                of=wanted.update,
+                reason=str(error),
+            )
+        return retrace(
+            past.history,
+            until=wanted.update,
+            files=[*(among if checkpoint is None else ()), wanted],
+            base=past.base,
+            progress=progress,
+        )
 
 
 def _run_of(checkpoint: Path) -> Path:
@@ -164,8 +178,14 @@ def find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoi
     raise UsageError(f"{run} has no checkpoint {text!r}; there are {'... ' if len(found) > 5 else ''}{there}")
 
 
-def retrace(history: History, *, until: int | None = None, files: Sequence[Checkpoint] = (), base: str = "as given",
-            progress: Progress = silent) -> Reproduction:  # fmt: skip
+def retrace(
+    history: History,
+    *,
+    until: int | None = None,
+    files: Sequence[Checkpoint] = (),
+    base: str = "as given",
+    progress: Progress = silent,
+) -> Reproduction:
     """Apply the recorded updates below `until` (default: all) to `history`, whose model has the base weights, and
     compare what comes out with the records and with the weights in `files`."""
     return _Walk(history, until, files, base, progress).report()
@@ -174,8 +194,9 @@ def retrace(history: History, *, until: int | None = None, files: Sequence[Check
 class _Walk:
     """One reproduction."""
 
-    def __init__(self, history: History, until: int | None, files: Sequence[Checkpoint], base: str,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(
+        self, history: History, until: int | None, files: Sequence[Checkpoint], base: str, progress: Progress
+    ) -> None:
         self.history, self.base, self.progress = history, base, progress
         self.ledger: Ledger = history.store.ledger(history.lineage)
         self.until = self.ledger.next_update if until is None else until
@@ -197,8 +218,15 @@ class _Walk:
                 self._apply(epochs)
                 self.progress("applying the recorded updates again", k + 1, len(steps), "")
         except Differs as error:
-            return self._differs(Difference(update=error.update, field=error.field, sentence=str(error),
-                                            recorded=error.recorded, found=error.found))  # fmt: skip
+            return self._differs(
+                Difference(
+                    update=error.update,
+                    field=error.field,
+                    sentence=str(error),
+                    recorded=error.recorded,
+                    found=error.found,
+                )
+            )
         except GoneTape as error:
             return self._made("unverifiable", reason=str(error))
         except _Other as error:
@@ -206,8 +234,11 @@ class _Walk:
         except BrokenHistory as error:
             return self._made("unverifiable", reason=str(error))
         if self.history.updates < self.until:
-            return self._made("unverifiable", reason=f"the ledger ends at update {self.history.updates}, the "
-                              f"checkpoint has {self.until}: the tapes of the others are elsewhere")  # fmt: skip
+            return self._made(
+                "unverifiable",
+                reason=f"the ledger ends at update {self.history.updates}, the "
+                f"checkpoint has {self.until}: the tapes of the others are elsewhere",
+            )
         return self._made("verified")
 
     def _apply(self, epochs: list[Use]) -> None:
@@ -217,8 +248,10 @@ class _Walk:
         self.other = elsewhere(on, here) or self.other
         _, again = apply_again(self.history, epochs)
         if len(again) != len(epochs):
-            raise BrokenHistory(f"update {epochs[0].update} has {len(again)} epochs, {len(epochs)} are in the ledger; "
-                                "the run is at work, or died there: resume it")  # fmt: skip
+            raise BrokenHistory(
+                f"update {epochs[0].update} has {len(again)} epochs, {len(epochs)} are in the ledger; "
+                "the run is at work, or died there: resume it"
+            )
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
@@ -231,11 +264,19 @@ class _Walk:
         self.digest = weights_digest(copied_weights(self.history.model))
         if published is not None:
             if n == 0 and published != self.digest:
-                raise BrokenHistory(f"the base weights here ({self.base}) fold to {self.digest}, those that the run "
-                                    f"began with to {published}")  # fmt: skip
+                raise BrokenHistory(
+                    f"the base weights here ({self.base}) fold to {self.digest}, those that the run "
+                    f"began with to {published}"
+                )
             if published != self.digest:
-                raise _Other(n - 1, "weights", f"the weights after it fold to {self.digest}, version "
-                             f"{version_name(lineage, n)} was published with {published}", published, self.digest)
+                raise _Other(
+                    n - 1,
+                    "weights",
+                    f"the weights after it fold to {self.digest}, version "
+                    f"{version_name(lineage, n)} was published with {published}",
+                    published,
+                    self.digest,
+                )
             self.counts["published"] += 1
         if file is not None:
             self._file(file)
@@ -249,14 +290,24 @@ class _Walk:
         except BadCheckpoint as error:
             raise _Other(file.update - 1, "checkpoint", str(error), self.digest, None) from error
         if found != self.digest:
-            raise _Other(file.update - 1, "checkpoint", f"the weights in {file.path} fold to {found}, base weights and "
-                         f"tapes give {self.digest}", self.digest, found)  # fmt: skip
+            raise _Other(
+                file.update - 1,
+                "checkpoint",
+                f"the weights in {file.path} fold to {found}, base weights and tapes give {self.digest}",
+                self.digest,
+                found,
+            )
         self._trainer(file)
         pinned = taught_by(use for use in self.ledger.uses if use.update < file.update)
         if "taught" in file.state and taught != pinned:
             tape = next(name for name in [*taught, *pinned] if taught.get(name) != pinned.get(name))
-            raise _Other(file.update - 1, "taught", f"{file.path} was taught by tape {tape} as {taught.get(tape)}, the "
-                         f"ledger says {pinned.get(tape)}", list(pinned.get(tape, ())), list(taught.get(tape, ())))
+            raise _Other(
+                file.update - 1,
+                "taught",
+                f"{file.path} was taught by tape {tape} as {taught.get(tape)}, the ledger says {pinned.get(tape)}",
+                list(pinned.get(tape, ())),
+                list(taught.get(tape, ())),
+            )
 
     def _trainer(self, file: Checkpoint) -> None:
         """Compare the state that the next update goes on from, but for random numbers, which no update draws."""
@@ -264,33 +315,53 @@ class _Walk:
         if not phase:
             return
         if trainer is None or phase != self.history.phase:
-            raise _Other(file.update - 1, "trainer", f"{file.path} is of phase {phase!r}, its last update was of "
-                         f"{self.history.phase!r}", self.history.phase, phase)  # fmt: skip
+            raise _Other(
+                file.update - 1,
+                "trainer",
+                f"{file.path} is of phase {phase!r}, its last update was of {self.history.phase!r}",
+                self.history.phase,
+                phase,
+            )
         try:
             saved = {name: value for name, value in file.trainer_state().items() if name != "rng"}
         except BadCheckpoint as error:
             raise _Other(file.update - 1, "trainer", str(error), None, None) from error
         derived = trainer.state_dict()
         for place, then, now in _unlike(saved, {name: derived.get(name) for name in saved}):
-            raise _Other(file.update - 1, "trainer", f"{place} of the trainer's state in {file.path} is {then}, base "
-                         f"weights and tapes give {now}", now, then)  # fmt: skip
+            raise _Other(
+                file.update - 1,
+                "trainer",
+                f"{place} of the trainer's state in {file.path} is {then}, base weights and tapes give {now}",
+                now,
+                then,
+            )
         self.counts["trainers"] += 1
 
     def _differs(self, difference: Difference) -> Reproduction:
         if self.other and difference.field in ("loss", "grad_norm", "weights", "checkpoint", "trainer"):
-            return self._made("unverifiable", reason=f"update {difference.update} comes out otherwise, but here is "
-                              f"{self.other}, where last bits may differ: {difference.sentence}")  # fmt: skip
+            return self._made(
+                "unverifiable",
+                reason=f"update {difference.update} comes out otherwise, but here is "
+                f"{self.other}, where last bits may differ: {difference.sentence}",
+            )
         return self._made("diverged", difference=difference)
 
     def _made(self, outcome: Any, **more: Any) -> Reproduction:
         done = outcome == "verified"
         return Reproduction(
-            run=str(self.history.store.path), checkpoint=str(self.last.path) if self.last else None,
-            lineage=self.history.lineage, outcome=outcome, base=self.base,
-            updates=self.history.updates if done else min(self.history.updates, self._equal(more)), of=self.until,
-            tapes=len(self.history.taught), digest=self.digest if done else None,
-            seconds=time.perf_counter() - self.started, **self.counts, **more,
-        )  # fmt: skip
+            run=str(self.history.store.path),
+            checkpoint=str(self.last.path) if self.last else None,
+            lineage=self.history.lineage,
+            outcome=outcome,
+            base=self.base,
+            updates=self.history.updates if done else min(self.history.updates, self._equal(more)),
+            of=self.until,
+            tapes=len(self.history.taught),
+            digest=self.digest if done else None,
+            seconds=time.perf_counter() - self.started,
+            **self.counts,
+            **more,
+        )
 
     @staticmethod
     def _equal(more: dict[str, Any]) -> int:

@@ -20,9 +20,13 @@ tapereel reproduce runs/demo update-000400 --json
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory of `tapereel demo` or `tapereel train`, or a checkpoint in one")
-    parser.add_argument("checkpoint", nargs="?", metavar="CKPT",
-                        help="a checkpoint's directory, its name, or its update; without it, the run's last and every "
-                             "other on the way, those of its players too")  # fmt: skip
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        metavar="CKPT",
+        help="a checkpoint's directory, its name, or its update; without it, the run's last and every "
+        "other on the way, those of its players too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,8 +35,11 @@ def run(args: argparse.Namespace) -> int:
 
     with live_progress() as progress:
         found = reproduce(args.run, args.checkpoint, progress=progress)
-    others = (line for name, one in found.players.items()
-              for line in (safe(f"the player {name} ({one.lineage}): {one}"), _table(one)))  # fmt: skip
+    others = (
+        line
+        for name, one in found.players.items()
+        for line in (safe(f"the player {name} ({one.lineage}): {one}"), _table(one))
+    )
     answer(args, found, safe(str(found)), _table(found), *others)
     return found.exit_code
 

@@ -46,8 +46,9 @@ class Policy:
 class Policies:
     """From policy versions to weights: the run's checkpoints and model folders, or one that is given."""
 
-    def __init__(self, run: Path, published: Sequence[Publish], *, only: str | None = None,
-                 begun: Sequence[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
+    ) -> None:
         """only: a checkpoint or model folder that all tokens are put to, whatever the tapes say of them. begun: the
         folders that the run was begun with."""
         self.run = run
@@ -111,8 +112,9 @@ class Scored:
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
-def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE,
-            renderer: Any | None = None) -> list[Verdict]:  # fmt: skip
+def requery(
+    tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE, renderer: Any | None = None
+) -> list[Verdict]:
     """The verdict on each tape. Many at once share forward passes."""
     made = [rows(tape, renderer=renderer) if _tokens(tape) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
@@ -186,8 +188,15 @@ def _divergence(tape: Tape, one: Scored) -> Divergence:
     old, now = float(row.old[worst]), float(one.logprob[worst])
     record = next((k for k, c in tape._log.call_order if c.call == call.call), None)
     return Divergence(
-        tape=tape.id, turn=int(row.turn[worst]), record=record, call=call.call, by=call.by, field=f"logprobs[{at}]",
-        recorded=old, observed=now, cause=Likely.WEIGHTS,
+        tape=tape.id,
+        turn=int(row.turn[worst]),
+        record=record,
+        call=call.call,
+        by=call.by,
+        field=f"logprobs[{at}]",
+        recorded=old,
+        observed=now,
+        cause=Likely.WEIGHTS,
         sentence=f"call {call.call}, token {at}: the tape says {old:.4f}, sampled by version {version}; the weights in "
-                 f"{one.policy} say {now:.4f}, and are {one.gap.mean():.3g} nats off in the mean",
-    )  # fmt: skip
+        f"{one.policy} say {now:.4f}, and are {one.gap.mean():.3g} nats off in the mean",
+    )

@@ -24,10 +24,18 @@ tapereel requery runs/digits 019a3c --model runs/digits-model --json
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", default=[], help="ids of tapes, or their first characters; without any, "
-                        "all that a model sampled")  # fmt: skip
-    parser.add_argument("--model", metavar="DIR", help="a checkpoint or model folder that must have sampled every "
-                        "token (default: those of each token's own version, where the run keeps them)")  # fmt: skip
+    parser.add_argument(
+        "tape",
+        nargs="*",
+        default=[],
+        help="ids of tapes, or their first characters; without any, all that a model sampled",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="a checkpoint or model folder that must have sampled every "
+        "token (default: those of each token's own version, where the run keeps them)",
+    )
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...)")
     add_keep_argument(parser)
     parser.add_argument("--tolerance", type=float, metavar="NATS", help="difference of log-probs that is none (1e-4)")
@@ -50,18 +58,32 @@ def run(args: argparse.Namespace) -> int:
         torn = torn_tails(store)
         every = chosen_tapes(store, args.tape, args.split)
         ids = every if args.tape else _sampled(store, args.split)
-        policies = Policies(store.path, [stored.record for stored in store.run_records("publish")], only=args.model,
-                            begun=_begun(args.run))  # fmt: skip
+        policies = Policies(
+            store.path,
+            [stored.record for stored in store.run_records("publish")],
+            only=args.model,
+            begun=_begun(args.run),
+        )
         for k in range(0, len(ids), BATCH):
             tapes = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
             verdicts = requery(tapes, policies, tolerance=tolerance)
             found += [verdict.of(tape) for verdict, tape in zip(verdicts, tapes, strict=True)]
             progress("requery", len(found), len(ids), "")
-    verdicts = Verdicts(verb="requery", run=str(args.run), verdicts=tuple(found), torn=tuple(torn),
-                        seconds=round(time.perf_counter() - started, 3))  # fmt: skip
-    reason = None if ids else (
-        f"none of the {len(every):,} tapes that ended holds a token that a model sampled, so there is nothing to put "
-        "to any weights: scripts and text-only engines record text")  # fmt: skip
+    verdicts = Verdicts(
+        verb="requery",
+        run=str(args.run),
+        verdicts=tuple(found),
+        torn=tuple(torn),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+    reason = (
+        None
+        if ids
+        else (
+            f"none of the {len(every):,} tapes that ended holds a token that a model sampled, so there is nothing to "
+            "put to any weights: scripts and text-only engines record text"
+        )
+    )
     return tell(args, verdicts, *([reason] if reason else _lines(found, tolerance)), data={"reason": reason})
 
 
@@ -84,7 +106,7 @@ def _lines(found: list[Verdict], tolerance: float) -> list[str]:
         return []
     mean = sum(v.measured["mean"] * v.checked["tokens"] for v in compared) / n
     largest = max(v.measured["largest"] for v in compared)
-    return [f"log-probs of {n:,} tokens differ by {mean:.2g} nats in the mean and {largest:.2g} at most "
-            f"(tolerance {tolerance:g})"]  # fmt: skip
-
-
+    return [
+        f"log-probs of {n:,} tokens differ by {mean:.2g} nats in the mean and {largest:.2g} at most "
+        f"(tolerance {tolerance:g})"
+    ]

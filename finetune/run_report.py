@@ -32,8 +32,10 @@ from .report import End, Fact, Plot, ReportData, Score, TapePage, tape_page, wri
 REPORT = "report.html"
 EVERY = 60.0
 """Seconds between two reports of a run at work, at least."""
-UNTAUGHT = ("No token was trained on, so the model is what it was: nothing was scored, or all attempts of each group "
-            "earned the same. `tapereel audit` says which.")
+UNTAUGHT = (
+    "No token was trained on, so the model is what it was: nothing was scored, or all attempts of each group "
+    "earned the same. `tapereel audit` says which."
+)
 
 
 @dataclass
@@ -102,26 +104,42 @@ class Reporter:
         books, metrics = store.books(), self.run.path / METRICS
         lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
         return ReportData(
-            title=self.title, subtitle=f"{self.recipe}, lineage {results['lineage']}, in {run}",
-            notes=self._notes(len(lines), books, over, cut), facts=self._facts(results, lines, books),
-            plots=(reward_plot(self.recipe, metrics, results, self.agents),
-                   *(Plot(title=title, curves=tuple(curves), ylabel="", caption=caption, small=True)
-                     for title, caption, curves in loss_curves(metrics))),
-            scores=held_out_scores(results), seconds=self._seconds(results, over), tokens=books.tokens,
+            title=self.title,
+            subtitle=f"{self.recipe}, lineage {results['lineage']}, in {run}",
+            notes=self._notes(len(lines), books, over, cut),
+            facts=self._facts(results, lines, books),
+            plots=(
+                reward_plot(self.recipe, metrics, results, self.agents),
+                *(
+                    Plot(title=title, curves=tuple(curves), ylabel="", caption=caption, small=True)
+                    for title, caption, curves in loss_curves(metrics)
+                ),
+            ),
+            scores=held_out_scores(results),
+            seconds=self._seconds(results, over),
+            tokens=books.tokens,
             ends=tuple(End(status=end.status, cause=end.cause or "", episodes=end.episodes) for end in books.ends),
-            faults=self._faults_of(store), tapes=self._tapes(store), config=(self.run.path / CONFIG).read_text(),
-            versions=_versions(store), checks=checks(run), next=next_commands(run),
-        )  # fmt: skip
+            faults=self._faults_of(store),
+            tapes=self._tapes(store),
+            config=(self.run.path / CONFIG).read_text(),
+            versions=_versions(store),
+            checks=checks(run),
+            next=next_commands(run),
+        )
 
     def _notes(self, done: int, books: Books, over: bool, cut: str | None) -> tuple[str, ...]:
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         notes = []
         if not over:
-            notes.append(f"The run is at work: {done} of {self.updates} updates were made at {when}. This page is "
-                         "written again at evaluations and checkpoints.")
+            notes.append(
+                f"The run is at work: {done} of {self.updates} updates were made at {when}. This page is "
+                "written again at evaluations and checkpoints."
+            )
         elif cut is not None:
-            notes.append(f"The run was ended after {done} of {self.updates} updates, at {when}, by {cut}. The same "
-                         "command with --resume goes on with it.")
+            notes.append(
+                f"The run was ended after {done} of {self.updates} updates, at {when}, by {cut}. The same "
+                "command with --resume goes on with it."
+            )
         if over and done and not books.tokens["trained"] and not books.authored_trained:
             notes.append(UNTAUGHT)
         if not books.closes:
@@ -133,20 +151,23 @@ class Reporter:
         rewards = [line["reward"] for line in lines if line.get("reward") is not None]
         if rewards:
             ends = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
-            facts.append(Fact(label="reward of the updates", value=arrow(*ends),
-                              note="means of the first and the last five"))
+            facts.append(
+                Fact(label="reward of the updates", value=arrow(*ends), note="means of the first and the last five")
+            )
         measured = [results.get(when) for when in ("before", "after")]
         if any(measured):
             before, after = (part["sampled"]["mean"] if part else None for part in measured)
             n = next(part["sampled"]["n"] for part in measured if part)
-            facts.append(Fact(label="held-out reward", value=arrow(before, after),
-                              note=f"{n} episodes, none of them trained on"))
+            facts.append(
+                Fact(label="held-out reward", value=arrow(before, after), note=f"{n} episodes, none of them trained on")
+            )
         return (
-            *facts, Fact(label="updates", value=f"{len(lines)} of {self.updates}"),
+            *facts,
+            Fact(label="updates", value=f"{len(lines)} of {self.updates}"),
             Fact(label="tokens", value=f"{books.sampled:,}", note=f"sampled; {books.tokens['trained']:,} trained on"),
             Fact(label="episodes on tape", value=f"{books.begun:,}"),
             Fact(label="seconds", value=f"{self._total(results, over='total' in results.get('seconds', {})):,.0f}"),
-        )  # fmt: skip
+        )
 
     def _total(self, results: Mapping[str, Any], over: bool) -> float:
         known = results.get("seconds", {}).get("total", 0.0)
@@ -175,17 +196,22 @@ class Reporter:
         closed = store.summaries(split="train", closed=True)
         scored = [summary for summary in closed if summary.reward is not None]
         chosen: dict[str, list[str]] = {}
-        for what, found in (("the best", max(scored, key=_reward, default=None)),
-                            ("the worst", min(reversed(scored), key=_reward, default=None)),
-                            ("the newest", closed[-1] if closed else None)):  # fmt: skip
+        for what, found in (
+            ("the best", max(scored, key=_reward, default=None)),
+            ("the worst", min(reversed(scored), key=_reward, default=None)),
+            ("the newest", closed[-1] if closed else None),
+        ):
             if found is not None:
                 chosen.setdefault(found.id, []).append(what)
         return tuple(
-            tape_page(store.tape(tape, refresh=False), f"{' and '.join(whats)} of the tapes to train on",
-                      self.decode if self.tokenizer is not None else None,
-                      commands=(command("view", run), command("show", run, tape), command("explain", run, tape)))
+            tape_page(
+                store.tape(tape, refresh=False),
+                f"{' and '.join(whats)} of the tapes to train on",
+                self.decode if self.tokenizer is not None else None,
+                commands=(command("view", run), command("show", run, tape), command("explain", run, tape)),
+            )
             for tape, whats in chosen.items()
-        )  # fmt: skip
+        )
 
     def decode(self, token: int) -> str:
         """The text of a token id."""
@@ -210,22 +236,39 @@ def reporting(reporter: Reporter) -> Iterator[Reporter]:
         reporter.run.listeners.remove(reporter.on_line)
 
 
-def reward_plot(name: str, metrics: Path, results: Mapping[str, Any], agents: Sequence[str] = (),
-                others: Sequence[Curve] = ()) -> Plot:  # fmt: skip
+def reward_plot(
+    name: str, metrics: Path, results: Mapping[str, Any], agents: Sequence[str] = (), others: Sequence[Curve] = ()
+) -> Plot:
     """Reward per update, that of each agent and of `others`, and the held-out rewards."""
     curves = [reward_curve(name, metrics), *agent_curves(agents, metrics), *others, *held_out_curve(dict(results))]
-    return Plot(title="Mean reward of each update's episodes", curves=tuple(curves),
-                levels=held_out_levels(dict(results), "sampled"), xlabel="update", ylabel="mean reward",
-                caption="Thin: each update; thick: mean over five.")  # fmt: skip
+    return Plot(
+        title="Mean reward of each update's episodes",
+        curves=tuple(curves),
+        levels=held_out_levels(dict(results), "sampled"),
+        xlabel="update",
+        ylabel="mean reward",
+        caption="Thin: each update; thick: mean over five.",
+    )
 
 
 def held_out_scores(results: Mapping[str, Any]) -> tuple[Score, ...]:
     """A line for each evaluation that was made, in order."""
     between = results.get("evaluations", {})
-    rows = [("before", results.get("before")), *((f"after update {k}", between[k]) for k in sorted(between, key=int)),
-            ("after", results.get("after"))]  # fmt: skip
-    return tuple(Score(name=name, sampled=part["sampled"]["mean"], n=part["sampled"]["n"],
-                       greedy=part["greedy"]["mean"] if "greedy" in part else None) for name, part in rows if part)
+    rows = [
+        ("before", results.get("before")),
+        *((f"after update {k}", between[k]) for k in sorted(between, key=int)),
+        ("after", results.get("after")),
+    ]
+    return tuple(
+        Score(
+            name=name,
+            sampled=part["sampled"]["mean"],
+            n=part["sampled"]["n"],
+            greedy=part["greedy"]["mean"] if "greedy" in part else None,
+        )
+        for name, part in rows
+        if part
+    )
 
 
 def arrow(before: float | None, after: float | None) -> str:

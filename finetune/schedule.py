@@ -13,9 +13,9 @@ from ..tapes.value import Value
 class Schedule(Value):
     """factor(k) times the learning rate is what update k (from 0) uses.
 
-        warm-up  (k + 1) / warmup                           for k < warmup
-        then, with p = (k - warmup) / (total - warmup), at most 1:
-        constant 1,  linear 1 - (1 - floor) p,  cosine floor + (1 - floor) (1 + cos(pi p)) / 2
+    warm-up  (k + 1) / warmup                           for k < warmup
+    then, with p = (k - warmup) / (total - warmup), at most 1:
+    constant 1,  linear 1 - (1 - floor) p,  cosine floor + (1 - floor) (1 + cos(pi p)) / 2
     """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
@@ -29,8 +29,9 @@ class Schedule(Value):
     @model_validator(mode="after")
     def _ends(self) -> Schedule:
         if self.kind != "constant" and (self.total is None or self.total <= self.warmup):
-            raise ValueError(f"a {self.kind} schedule needs `total` updates, more than the warm-up's {self.warmup}; "
-                             f"got {self.total}")
+            raise ValueError(
+                f"a {self.kind} schedule needs `total` updates, more than the warm-up's {self.warmup}; got {self.total}"
+            )
         return self
 
     def factor(self, k: int) -> float:

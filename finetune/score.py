@@ -36,22 +36,38 @@ class Scores(NamedTuple):
     """(T,) entropy of that distribution in nats; None unless asked for."""
 
 
-def forward(model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False,
-            float32: bool = False) -> Scores:
+def forward(
+    model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False, float32: bool = False
+) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
-    return read_out(model, states(parts(model)[0], micro), micro, entropy=entropy, unit_temperature=unit_temperature,
-                    float32=float32)
+    return read_out(
+        model,
+        states(parts(model)[0], micro),
+        micro,
+        entropy=entropy,
+        unit_temperature=unit_temperature,
+        float32=float32,
+    )
 
 
-def read_out(model: nn.Module, hidden: Tensor, micro: Micro, *, entropy: bool = False,
-             unit_temperature: bool = False, float32: bool = False) -> Scores:
+def read_out(
+    model: nn.Module,
+    hidden: Tensor,
+    micro: Micro,
+    *,
+    entropy: bool = False,
+    unit_temperature: bool = False,
+    float32: bool = False,
+) -> Scores:
     """Scores from hidden states (n, D) that `states` gave. float32: the output layer's product in float32, whatever
     the dtype of its weights."""
     _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
     if not bool((temperature > 0).all()):
-        raise ValueError("a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
-                         "tapes out of RL data, or score with temperature 1")
+        raise ValueError(
+            "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
+            "tapes out of RL data, or score with temperature 1"
+        )
     # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
     with torch.autocast(hidden.device.type, enabled=False):
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if float32 else output.weight.dtype
@@ -76,9 +92,19 @@ def states(body: nn.Module, micro: Micro) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(device))
 
 
-def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: bool = False,
-          unit_temperature: bool = False, micro_tokens: int = MICRO_TOKENS, live: Tensor | None = None,
-          ranks: Ranks | None = None, float32: bool = False, pack: bool = False) -> Scores:
+def score(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    ref: bool = False,
+    entropy: bool = False,
+    unit_temperature: bool = False,
+    micro_tokens: int = MICRO_TOKENS,
+    live: Tensor | None = None,
+    ranks: Ranks | None = None,
+    float32: bool = False,
+    pack: bool = False,
+) -> Scores:
     """Scores of all own tokens of `rows`, in row order, without gradient.
 
     ref: with the LoRA adapters of a peft model switched off. unit_temperature: T = 1 whatever was recorded.
@@ -93,8 +119,10 @@ def score(model: nn.Module, rows: Sequence[Row], *, ref: bool = False, entropy: 
     with torch.no_grad(), without_adapters(model) if ref else nullcontext():
         share = shares_prefixes(model) and not ranks.sharded
         for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
-            part = ranks.run(model, partial(forward, model, micro, entropy=entropy, unit_temperature=unit_temperature,
-                                            float32=float32))
+            part = ranks.run(
+                model,
+                partial(forward, model, micro, entropy=entropy, unit_temperature=unit_temperature, float32=float32),
+            )
             lp[micro.index] = part.logprob.to(lp.device)
             if h is not None and part.entropy is not None:
                 h[micro.index] = part.entropy.to(h.device)
@@ -111,13 +139,17 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
     base = _base(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
-        raise UnsupportedModel(f"the output layer of {type(base).__name__} is a {type(output).__name__}, not a Linear: "
-                               "leave it out of the adapters' targets")
+        raise UnsupportedModel(
+            f"the output layer of {type(base).__name__} is a {type(output).__name__}, not a Linear: "
+            "leave it out of the adapters' targets"
+        )
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         value = getattr(base.config, name, None)
         if value not in (None, 1, 1.0):
-            raise UnsupportedModel(f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
-                                   "which score doesn't know")
+            raise UnsupportedModel(
+                f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
+                "which score doesn't know"
+            )
     return base.get_decoder(), output
 
 
@@ -148,8 +180,10 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
-            raise UnsupportedModel(f"gradient checkpointing runs the model in training mode, where {name} drops "
-                                   f"{module.p:.0%} of its inputs at random: set its dropout to 0")
+            raise UnsupportedModel(
+                f"gradient checkpointing runs the model in training mode, where {name} drops "
+                f"{module.p:.0%} of its inputs at random: set its dropout to 0"
+            )
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
 

@@ -166,8 +166,10 @@ class Stream:
             raise BadBatch(f"episode {twice!r} is given twice: each tape is one episode, however many rows it has")
         unknown = next((row.taught_by for row in rows if row.taught_by not in index), None)
         if unknown is not None:
-            raise BadBatch(f"a row belongs to tape {unknown!r}, which isn't among the {len(episodes)} episodes: "
-                           "give the Episode of each row's tape")
+            raise BadBatch(
+                f"a row belongs to tape {unknown!r}, which isn't among the {len(episodes)} episodes: "
+                "give the Episode of each row's tape"
+            )
         sizes = np.array([len(row.own) for row in rows], dtype=np.int64)
         of_row = np.array([index[row.taught_by] for row in rows], dtype=np.int64)
         turns, first = _turns(rows, of_row, episodes)
@@ -221,8 +223,10 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
     old = _join([row.old for row in rows], dtype)
     if bool((old > LOGPROB_SLACK).any()):
         row = next(row for row in rows if np.any(row.old > LOGPROB_SLACK))
-        raise BadBatch(f"tape {row.tape!r} has a log-prob of {float(np.nanmax(row.old)):.4g}, above 0 by more than "
-                       f"{LOGPROB_SLACK}: the engine that sampled it reports something else than log-probs")
+        raise BadBatch(
+            f"tape {row.tape!r} has a log-prob of {float(np.nanmax(row.old)):.4g}, above 0 by more than "
+            f"{LOGPROB_SLACK}: the engine that sampled it reports something else than log-probs"
+        )
     return torch.where(old > 0, torch.zeros_like(old), old)
 
 
@@ -235,16 +239,18 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
     first = np.concatenate([[0], np.cumsum(counts)])
     reward = np.zeros(int(first[-1]))
     for i, episode in enumerate(episodes):
-        part = reward[first[i]:first[i + 1]]
+        part = reward[first[i] : first[i + 1]]
         if episode.reward is None:
             part[:] = np.nan
         elif episode.turn_rewards is None or not len(episode.turn_rewards):
             part[-1] = episode.reward
         else:
-            part[:len(episode.turn_rewards)] = episode.turn_rewards
+            part[: len(episode.turn_rewards)] = episode.turn_rewards
             if not np.isclose(part.sum(), episode.reward, rtol=1e-6, atol=1e-6):
-                raise BadBatch(f"tape {episode.tape!r}: its turns' rewards add up to {part.sum():g}, its reward is "
-                               f"{episode.reward:g}: put what isn't a turn's own on the last turn")
+                raise BadBatch(
+                    f"tape {episode.tape!r}: its turns' rewards add up to {part.sum():g}, its reward is "
+                    f"{episode.reward:g}: put what isn't a turn's own on the last turn"
+                )
     owner = np.repeat(np.arange(len(episodes)), counts)
     return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner)), first
 
@@ -255,8 +261,10 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
     np.add.at(own, of_row, sizes)
     for row, i in zip(rows, of_row, strict=True):
         if row.group != episodes[i].group:
-            raise BadBatch(f"tape {row.tape!r} is in group {episodes[i].group!r} by its episode and in {row.group!r} "
-                           "by its row: group by one id")
+            raise BadBatch(
+                f"tape {row.tape!r} is in group {episodes[i].group!r} by its episode and in {row.group!r} "
+                "by its row: group by one id"
+            )
     cut = [e.status in (Status.TRUNCATED, Status.LIMIT) for e in episodes]
     beyond = [e.bootstrap if c and e.bootstrap is not None else 0.0 for e, c in zip(episodes, cut, strict=True)]
     return Episodes(
@@ -265,11 +273,13 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
         trains=torch.tensor([e.trains for e in episodes], dtype=torch.bool),
         cut=torch.tensor(cut, dtype=torch.bool),
         bootstrap=torch.tensor(beyond, dtype=torch.float64),
-        length=torch.tensor([n if e.length is None else e.length for e, n in zip(episodes, own, strict=True)],
-                            dtype=torch.int64),
+        length=torch.tensor(
+            [n if e.length is None else e.length for e, n in zip(episodes, own, strict=True)], dtype=torch.int64
+        ),
         group=torch.tensor([groups(e.group) for e in episodes], dtype=torch.int64),
-        fork=torch.tensor([forks(("group", e.group) if e.fork is None else ("fork", e.fork)) for e in episodes],
-                          dtype=torch.int64),
+        fork=torch.tensor(
+            [forks(("group", e.group) if e.fork is None else ("fork", e.fork)) for e in episodes], dtype=torch.int64
+        ),
         groups=tuple(groups.names),
         components=tuple(e.components for e in episodes),
     )

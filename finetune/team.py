@@ -43,8 +43,11 @@ class Team:
     def __init__(self, players: Mapping[str, PlayerConfig] | None = None, *, seed: int = 0) -> None:
         """Loads those that are trained."""
         self.players = dict(players or {})
-        self.policies = {name: load_policy(cast(TrainedConfig, player.engine), seed)
-                         for name, player in self.players.items() if not player.frozen}  # fmt: skip
+        self.policies = {
+            name: load_policy(cast(TrainedConfig, player.engine), seed)
+            for name, player in self.players.items()
+            if not player.frozen
+        }
         self.histories: dict[str, History] = {}
         """Of those that are trained; each model has its base weights until it is restored."""
         self.frozen: dict[str, Made] = {}
@@ -55,8 +58,13 @@ class Team:
         for name, policy in self.policies.items():
             self._check_begun(run, name, weights_digest(policy.model.state_dict()))
             phases = Phases(policy.model, self.players[name].loop_of(loop), recipe, NO_WARM_START)
-            self.histories[name] = policy.history(run.store, lineage_of(run.results["lineage"], name),
-                                                  run.path / "checkpoints" / name, phases.trainer, loop)  # fmt: skip
+            self.histories[name] = policy.history(
+                run.store,
+                lineage_of(run.results["lineage"], name),
+                run.path / "checkpoints" / name,
+                phases.trainer,
+                loop,
+            )
 
     def _check_begun(self, run: RunDir, name: str, digest: str) -> None:
         own = run.results.setdefault("players", {}).setdefault(name, {})
@@ -112,8 +120,9 @@ class Team:
 
     def measuring(self, lead: Engine) -> Engine:
         """`lead` and the others, each with the weights that it has now."""
-        return self._seated(lead, {name: policy.copy(self.histories[name].version)
-                                   for name, policy in self.policies.items()})  # fmt: skip
+        return self._seated(
+            lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
+        )
 
     async def playing(self, lead: Engine) -> tuple[Any, list[Player]]:
         """(`lead` and the others, as the loop samples; those who learn). Closing the engine closes all but the frozen

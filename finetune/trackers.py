@@ -68,8 +68,11 @@ class Axes:
     def points(self, line: Mapping[str, Any]) -> list[Point]:
         """The points of a line; what is no finite number has none."""
         update = int(line.get("updates", line["update"]))
-        values = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)
-                  and isfinite(v) and k not in ("update", "updates")}  # fmt: skip
+        values = {
+            k: float(v)
+            for k, v in line.items()
+            if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v) and k not in ("update", "updates")
+        }
         if line.get("phase") == "evaluation":
             return [_point("eval", update, "update", values)]
         sampled = {k: v for k, v in values.items() if k.split("/")[0] in ROLLOUT}
@@ -77,8 +80,10 @@ class Axes:
         if not sampled:
             return [_point("train", update, "update", trained)]
         self.episodes += int(values.get("episodes", 0))
-        return [_point("rollout", self.episodes, "episodes_so_far", sampled),
-                _point("train", update, "update", trained)]  # fmt: skip
+        return [
+            _point("rollout", self.episodes, "episodes_so_far", sampled),
+            _point("train", update, "update", trained),
+        ]
 
 
 def _point(axis: Literal["rollout", "train", "eval"], step: int, name: str, values: Mapping[str, float]) -> Point:
@@ -88,8 +93,14 @@ def _point(axis: Literal["rollout", "train", "eval"], step: int, name: str, valu
 class Trackers:
     """The trackers of one run. `close()` at its end."""
 
-    def __init__(self, names: Sequence[TrackerName], directory: Path, *, past: Iterable[Mapping[str, Any]] = (),
-                 make: Callable[[str, Path], Tracker] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        names: Sequence[TrackerName],
+        directory: Path,
+        *,
+        past: Iterable[Mapping[str, Any]] = (),
+        make: Callable[[str, Path], Tracker] | None = None,
+    ) -> None:
         """past: the lines that an earlier process of the run wrote; they are counted and not drawn again."""
         self.failures: dict[str, int] = {}
         """tracker -> points that it did not take."""
@@ -124,8 +135,10 @@ class Trackers:
             return work()
         except Exception as error:  # whatever a tracker raises, a full disk or a server gone, training goes on
             if name not in self.failures:
-                say(f"tracker {name} FAILED and training goes on without it ({type(error).__name__}: {error}); "
-                    "metrics.jsonl is complete")
+                say(
+                    f"tracker {name} FAILED and training goes on without it ({type(error).__name__}: {error}); "
+                    "metrics.jsonl is complete"
+                )
             self.failures[name] = self.failures.get(name, 0) + lost
             return None
 
@@ -172,16 +185,32 @@ def start_tracker(name: str, directory: Path) -> Tracker:
     elif name == "wandb":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry, which offline runs send too
         known.setdefault("wandb", secrets.token_hex(4))
-        given = {"run_name": "tapereel", "name": run, "id": known["wandb"], "dir": str(folder), "resume": "allow",
-                 "save_code": False, "mode": os.environ.get("WANDB_MODE", "offline")}  # fmt: skip
+        given = {
+            "run_name": "tapereel",
+            "name": run,
+            "id": known["wandb"],
+            "dir": str(folder),
+            "resume": "allow",
+            "save_code": False,
+            "mode": os.environ.get("WANDB_MODE", "offline"),
+        }
     elif name == "trackio":
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
-        given = {"run_name": "tapereel", "name": run, "resume": "allow", "embed": False,
-                 "space_id": os.environ.get("TRACKIO_SPACE_ID")}  # fmt: skip
+        given = {
+            "run_name": "tapereel",
+            "name": run,
+            "resume": "allow",
+            "embed": False,
+            "space_id": os.environ.get("TRACKIO_SPACE_ID"),
+        }
     else:
         os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-        given = {"experiment_name": "tapereel", "run_name": run, "run_id": known.get("mlflow"),
-                 "logging_dir": str(folder / "mlflow")}  # fmt: skip
+        given = {
+            "experiment_name": "tapereel",
+            "run_name": run,
+            "run_id": known.get("mlflow"),
+            "logging_dir": str(folder / "mlflow"),
+        }
     tracker: Any = LOGGER_TYPE_TO_CLASS[name](**given)
     tracker.start()
     if name == "mlflow":

@@ -188,10 +188,18 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progres
 
 
 def train_training(
-    config: TrainConfig, directory: RunDir, policy: Policy | None = None, team: Team | None = None, *,
-    agent: Any = None, env: Any = None, train_tasks: Sequence[Task] = (), held_out: Sequence[Task] = (),
-    progress: Progress = silent, crew: Crew | None = None,
-) -> Training:  # fmt: skip
+    config: TrainConfig,
+    directory: RunDir,
+    policy: Policy | None = None,
+    team: Team | None = None,
+    *,
+    agent: Any = None,
+    env: Any = None,
+    train_tasks: Sequence[Task] = (),
+    held_out: Sequence[Task] = (),
+    progress: Progress = silent,
+    crew: Crew | None = None,
+) -> Training:
     """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
     recorded. `policy` and `team`: the models that the configuration names, where they are loaded already."""
     evaluation = config.evaluation
@@ -200,13 +208,26 @@ def train_training(
     if evaluation.greedy:
         every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
     return Training(
-        directory, policy or load_policy(config.engine, config.seed), agent, env, train_tasks, held_out, config.loop,
-        get_recipe(config.loop.recipe, config.loop.changes), config.warm or NO_WARM_START,
-        evaluations=every if held_out else {}, concurrent=evaluation.concurrency, attempts=evaluation.attempts,
-        k=evaluation.k, success=evaluation.success, seed=config.seed, progress=progress, crew=crew,
+        directory,
+        policy or load_policy(config.engine, config.seed),
+        agent,
+        env,
+        train_tasks,
+        held_out,
+        config.loop,
+        get_recipe(config.loop.recipe, config.loop.changes),
+        config.warm or NO_WARM_START,
+        evaluations=every if held_out else {},
+        concurrent=evaluation.concurrency,
+        attempts=evaluation.attempts,
+        k=evaluation.k,
+        success=evaluation.success,
+        seed=config.seed,
+        progress=progress,
+        crew=crew,
         team=team or Team(config.players, seed=config.seed),
         measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
-    )  # fmt: skip
+    )
 
 
 class _Run:
@@ -220,8 +241,10 @@ class _Run:
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
-            raise UsageError("several processes compute the updates of one policy, and players that learn have theirs "
-                             "computed by one: start a single process, or set players.NAME.frozen")  # fmt: skip
+            raise UsageError(
+                "several processes compute the updates of one policy, and players that learn have theirs "
+                "computed by one: start a single process, or set players.NAME.frozen"
+            )
         self.policy = load_policy(config.engine, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
@@ -238,14 +261,20 @@ class _Run:
         check_trackers(self.config.trackers)
         engines = ("engine", *(f"players.{name}.engine" for name in self.config.players))
         free = (*(f"{engine}.{name}" for engine in engines for name in ("threads", "device")), "processes", "trackers")
-        changes = {UPDATES: lengthening(self.config.loop, self.config.warm.updates if self.config.warm else 0,
-                                        self.config.players)}  # fmt: skip
-        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free,
-                      changes=changes) as directory:  # fmt: skip
+        changes = {
+            UPDATES: lengthening(
+                self.config.loop, self.config.warm.updates if self.config.warm else 0, self.config.players
+            )
+        }
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free, changes=changes) as directory:
             self.report = Reporter(
-                directory, f"Training {self.scene.agent.name}", self.recipe.name, self.config.loop.updates,
-                self.config.loop.checkpoint_every, tokenizer=self.policy.tokenizer,
-            )  # fmt: skip
+                directory,
+                f"Training {self.scene.agent.name}",
+                self.recipe.name,
+                self.config.loop.updates,
+                self.config.loop.checkpoint_every,
+                tokenizer=self.policy.tokenizer,
+            )
             with reporting(self.report):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
                     self.work(directory)
@@ -258,10 +287,17 @@ class _Run:
     def work(self, directory: RunDir) -> None:
         self._same_model(directory)
         self.training = training = train_training(
-            self.config, directory, self.policy, self.team, agent=self.scene.agent, env=self.scene.env,
-            train_tasks=self.train_tasks, held_out=self.held_out, progress=self.progress,
+            self.config,
+            directory,
+            self.policy,
+            self.team,
+            agent=self.scene.agent,
+            env=self.scene.env,
+            train_tasks=self.train_tasks,
+            held_out=self.held_out,
+            progress=self.progress,
             crew=self.crew,
-        )  # fmt: skip
+        )
         self.report.agents = training.trained
         tapes = training.shown = self._imitated(directory)
         training.draw = self._drawn(directory)
@@ -280,8 +316,9 @@ class _Run:
         return drawn(config, self.train_tasks, directory.results[RATES], self.config.seed)
 
     def _same_model(self, directory: RunDir) -> None:
-        check_begun(directory.results, weights_digest(self.policy.model.state_dict()), directory.path,
-                    self.config.engine.model)  # fmt: skip
+        check_begun(
+            directory.results, weights_digest(self.policy.model.state_dict()), directory.path, self.config.engine.model
+        )
 
     def tapes_to_imitate(self) -> Sequence[str]:
         """Ids of the tapes in the other run; none without a warm start."""
@@ -290,8 +327,10 @@ class _Run:
             return ()
         tapes = choose(warm.tapes, self.policy.renderer, split=warm.split, min_reward=warm.min_reward)
         if len(tapes) < warm.batch:
-            raise UsageError(f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
-                             "more, or make the batch smaller")
+            raise UsageError(
+                f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
+                "more, or make the batch smaller"
+            )
         return tapes
 
     def _imitated(self, directory: RunDir) -> Sequence[str]:
@@ -329,23 +368,30 @@ class _Run:
         results, history = directory.results, self.training.history
         lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
         return TrainSummary(
-            run=str(self.out), lineage=results["lineage"], recipe=self.recipe.name,
+            run=str(self.out),
+            lineage=results["lineage"],
+            recipe=self.recipe.name,
             updates=history.updates - self.training.warm.updates,
             reward=_ends(lines, "reward"),
             agents={path: _ends(lines, f"reward/{path}") for path in self.training.trained},
-            players={name: self._player(name) for name in self.config.players}, held_out=_held_out(results),
-            seconds=results["seconds"], tokens=self.training.token_counts(), episodes=results["books"]["begun"],
+            players={name: self._player(name) for name in self.config.players},
+            held_out=_held_out(results),
+            seconds=results["seconds"],
+            tokens=self.training.token_counts(),
+            episodes=results["books"]["begun"],
             books_close=results["books_close"],
-            model=_model(history), report=str(self.report.path),
-        )  # fmt: skip
+            model=_model(history),
+            report=str(self.report.path),
+        )
 
     def _player(self, name: str) -> PlayerSummary:
         player, history = self.config.players[name], self.team.histories.get(name)
         if history is None:
             folder = getattr(player.engine, "model", None)
             return PlayerSummary(agents=player.agents, lineage=None, updates=0, model=folder)
-        return PlayerSummary(agents=player.agents, lineage=history.lineage, updates=history.updates,
-                             model=_model(history))  # fmt: skip
+        return PlayerSummary(
+            agents=player.agents, lineage=history.lineage, updates=history.updates, model=_model(history)
+        )
 
 
 class _Evaluations:
@@ -394,15 +440,18 @@ def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], S
         held_out = load_tasks(config.tasks, config.task_row)
         common = overlap(tasks, held_out)
         if common:
-            raise UsageError(f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out "
-                             "others")  # fmt: skip
+            raise UsageError(
+                f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out others"
+            )
         train = tasks
     elif config.fraction:
         train, held_out = tasks.split(1 - config.fraction, config.fraction)
         if not len(train) or not len(held_out):
-            raise UsageError(f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
-                             f"train on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for "
-                             "no evaluation")  # fmt: skip
+            raise UsageError(
+                f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
+                f"train on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for "
+                "no evaluation"
+            )
     else:
         return list(tasks), []
     return list(train), list(held_out)[: config.limit]

@@ -57,14 +57,16 @@ def _untaught(summary: TrainSummary) -> bool:
 def _table(summary: TrainSummary) -> Any:
     made = table("mean reward", "#before", "#after")
     held_out = summary.held_out
-    made.add_row("the loop's first and last five updates", _number(summary.reward["first"]),
-                 _number(summary.reward["last"]))  # fmt: skip
+    made.add_row(
+        "the loop's first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"])
+    )
     for path, ends in summary.agents.items():
         made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]))
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
-            made.add_row(f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")),
-                         _number(held_out[f"{prefix}after"]))  # fmt: skip
+            made.add_row(
+                f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")), _number(held_out[f"{prefix}after"])
+            )
     return made
 
 

@@ -112,14 +112,23 @@ class Trainer:
         self.gradient_checkpointing = gradient_checkpointing
         be_still(model, checkpointing=gradient_checkpointing)
 
-    def update(self, rows: Sequence[Row], episodes: Sequence[Episode],
-               demonstrations: Sequence[Row] = ()) -> UpdateStats:
+    def update(
+        self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
+    ) -> UpdateStats:
         """One optimiser step on one rollout batch, groups whole; demonstrations are for a recipe with an `nll`."""
         return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
 
-    def updates(self, rows: Sequence[Row], episodes: Sequence[Episode], *, epochs: int = 1, minibatches: int = 1,
-                seed: int | None = None, batches: Sequence[int] = (),
-                demonstrations: Sequence[Row] = ()) -> Iterator[UpdateStats]:  # fmt: skip
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Iterator[UpdateStats]:
         """Several optimiser steps on one rollout batch; advantages are computed once, over the whole.
 
         Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
@@ -127,8 +136,9 @@ class Trainer:
         in `prepare`.
         """
         shown = _cut_rows(demonstrations, minibatches)
-        prepared = self.prepare(rows, episodes, several=epochs * minibatches > 1, batches=batches,
-                                demonstrations=shown[0])
+        prepared = self.prepare(
+            rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=shown[0]
+        )
         beside = [prepared.demonstrations, *map(self.demonstrations_of, shown[1:])]
         for _ in range(epochs):
             for part, own in zip(self._cut(len(episodes), minibatches, seed), beside, strict=True):
@@ -149,8 +159,15 @@ class Trainer:
             cuts.append(mask)
         return cuts
 
-    def prepare(self, rows: Sequence[Row], episodes: Sequence[Episode], *, several: bool = False,
-                batches: Sequence[int] = (), demonstrations: Sequence[Row] = ()) -> Prepared:
+    def prepare(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        several: bool = False,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Prepared:
         """Advantages and everything else that is computed once per rollout batch.
 
         several: more than one step will follow, so that a recomputed anchor must be written down now. batches: episodes
@@ -168,15 +185,18 @@ class Trainer:
             stream = stream.having(anchor=now.logprob, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = prepare(recipe, rows, episodes, stream, context, batches)
-        return Prepared(rows=rows, batch=batch, sums=context.sums,
-                        demonstrations=self.demonstrations_of(demonstrations))
+        return Prepared(
+            rows=rows, batch=batch, sums=context.sums, demonstrations=self.demonstrations_of(demonstrations)
+        )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
         wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
         if wanted != self.ranks.any(bool(rows)):
-            raise BadBatch(f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
-                           f"{len(rows)} demonstrations: give both or neither")
+            raise BadBatch(
+                f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
+                f"{len(rows)} demonstrations: give both or neither"
+            )
         if not wanted:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
@@ -190,8 +210,16 @@ class Trainer:
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
         with casting(self.model, self.autocast):
-            return score(model, rows, unit_temperature=self._unit, micro_tokens=self.micro_tokens, ranks=self.ranks,
-                         float32=self._float32, pack=self.pack, **options)
+            return score(
+                model,
+                rows,
+                unit_temperature=self._unit,
+                micro_tokens=self.micro_tokens,
+                ranks=self.ranks,
+                float32=self._float32,
+                pack=self.pack,
+                **options,
+            )
 
     @property
     def _unit(self) -> bool:
@@ -233,8 +261,9 @@ class Trainer:
         found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
 
-    def _gradient(self, prepared: Prepared, episodes: Tensor | None,
-                  clip: float | None) -> tuple[objective.Part, Accumulated, float]:
+    def _gradient(
+        self, prepared: Prepared, episodes: Tensor | None, clip: float | None
+    ) -> tuple[objective.Part, Accumulated, float]:
         """(what is trained on, what it came to, the gradient's norm); the gradient is left on the weights."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
@@ -243,16 +272,26 @@ class Trainer:
             self._add_demonstrations(prepared.demonstrations, done)
         return part, done, self._agree(done, clip)
 
-    def _account(self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float,
-                 lr: float) -> UpdateStats:  # fmt: skip
+    def _account(
+        self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float, lr: float
+    ) -> UpdateStats:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums()
         sums.merge(prepared.sums)
         sums.merge(done.sums)
         batch = prepared.batch
-        return UpdateStats(step=self.steps, skipped=done.skipped, loss=done.loss, grad_norm=norm, lr=lr, sums=sums,
-                           stream=batch.stream, weight=part.weight, advantage=batch.advantage,
-                           shown=self._shown(prepared))
+        return UpdateStats(
+            step=self.steps,
+            skipped=done.skipped,
+            loss=done.loss,
+            grad_norm=norm,
+            lr=lr,
+            sums=sums,
+            stream=batch.stream,
+            weight=part.weight,
+            advantage=batch.advantage,
+            shown=self._shown(prepared),
+        )
 
     def _shown(self, prepared: Prepared) -> tuple[Sequence[Row], Stream, Tensor] | None:
         if prepared.demonstrations is None:
@@ -279,8 +318,11 @@ class Trainer:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
         done = Accumulated()
         share = not self._balance and not self.ranks.sharded and shares_prefixes(self.model)
-        micros = self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, share=share,
-                                        pack=self.pack and not self._balance))
+        micros = self.ranks.rounds(
+            plan(
+                rows, live=part.live, micro_tokens=self.micro_tokens, share=share, pack=self.pack and not self._balance
+            )
+        )
         balance = None
         if self._balance:
             balance = self.ranks.run(self.model, partial(load, self.model, micros, self.ranks.add_up))
@@ -301,8 +343,16 @@ class Trainer:
             torch.autograd.backward(tensors, pulls)
         return done
 
-    def _pulls(self, micro: Micro, scores: Scores, aux: Tensor | None, whole: list[Tensor] | None,
-               part: objective.Part, context: Context, done: Accumulated) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _pulls(
+        self,
+        micro: Micro,
+        scores: Scores,
+        aux: Tensor | None,
+        whole: list[Tensor] | None,
+        part: objective.Part,
+        context: Context,
+        done: Accumulated,
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
         """(what to go back from, with which gradients; None: 1). Says in `done` where something isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
@@ -365,8 +415,14 @@ class Trainer:
         return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Demonstrations))
 
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
-        lp, entropy = read_out(self.model, hidden, micro, entropy=self.recipe.needs_entropy,
-                               unit_temperature=self._unit, float32=self._float32)
+        lp, entropy = read_out(
+            self.model,
+            hidden,
+            micro,
+            entropy=self.recipe.needs_entropy,
+            unit_temperature=self._unit,
+            float32=self._float32,
+        )
         return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
@@ -406,11 +462,17 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that the next update depends on: tensors, numbers and strings only."""
         moments = self.moments
-        return self.ranks.whole({
-            "optimizer": self.optimizer.state_dict(), "steps": self.steps, "skips": dict(self.skips),
-            "betas": list(self.betas), "moments": [moments.n, moments.mean, moments.m2],
-            "averaged": dict(self.averaged), "critic": self.critic.state_dict() if self.critic else None,
-        })  # fmt: skip
+        return self.ranks.whole(
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "steps": self.steps,
+                "skips": dict(self.skips),
+                "betas": list(self.betas),
+                "moments": [moments.n, moments.mean, moments.m2],
+                "averaged": dict(self.averaged),
+                "critic": self.critic.state_dict() if self.critic else None,
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`, bit for bit once the model has the weights of then."""

@@ -168,11 +168,14 @@ class Training:
 
         with self.run.timed("restore"):
             again, others = self.team.restore(self.progress)
-            again += self.history.restore(lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
-                                          report=report)  # fmt: skip
+            again += self.history.restore(
+                lambda done, of: self.progress("re-applying recorded updates", done, of, ""), report=report
+            )
         # A line may be on the disk whose update is not: that update is made anew, and tells again.
-        drop_metrics(self.run.path / METRICS,
-                     lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates)
+        drop_metrics(
+            self.run.path / METRICS,
+            lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates,
+        )
         if self.history.updates == 0 and self.history.version not in self.history.published:
             # Pins the base weights: what a later reader re-derives starts from these.
             self.history.store.append_layer(self.history.publish_record("base")[1])
@@ -211,10 +214,18 @@ class Training:
             self.progress("imitating recorded tapes (SFT)", done, target, f"loss {line['loss']:.3f}")
 
         if self.loop.agents is not None:
-            check_speaks(self.loop.agents, (row for tape in tapes[:self.warm.batch] for row in source(tape)[0]))
+            check_speaks(self.loop.agents, (row for tape in tapes[: self.warm.batch] for row in source(tape)[0]))
         with self.run.timed("sft"):
-            warm_start(self.warm, store=self.run.store, history=self.history, tapes=tapes, source=source,
-                       seed=self.seed, agents=self.loop.agents, on_update=report)  # fmt: skip
+            warm_start(
+                self.warm,
+                store=self.run.store,
+                history=self.history,
+                tapes=tapes,
+                source=source,
+                seed=self.seed,
+                agents=self.loop.agents,
+                on_update=report,
+            )
         self.run.save()
 
     async def before(self) -> None:
@@ -261,8 +272,16 @@ class Training:
         results["idle_share"] = loop.idle_share
         self.run.save()
 
-    async def run_loop(self, history: History, config: LoopConfig, on_update: Callable[[UpdateReport], None], *,
-                       name: str, start: int, stop: Callable[[], bool] = lambda: False) -> Loop:  # fmt: skip
+    async def run_loop(
+        self,
+        history: History,
+        config: LoopConfig,
+        on_update: Callable[[UpdateReport], None],
+        *,
+        name: str,
+        start: int,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Loop:
         """The loop by `config` on `history` and in its store, which began at update `start`; `stop` as in `Loop`."""
         engine = await self.policy.sampler(history.version)
         try:
@@ -283,11 +302,22 @@ class Training:
             self.progress(name, update.update - start, config.updates, f"reward {reward}{nothing}")
 
         loop = Loop(
-            config, store=history.store, history=history, engine=engine, agent=self.agent, env=self.env,
-            tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]), recipe=self.recipe,
-            shown=self.shown, players=players, seed=self.seed, start=start, on_update=report, stop=stop,
+            config,
+            store=history.store,
+            history=history,
+            engine=engine,
+            agent=self.agent,
+            env=self.env,
+            tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]),
+            recipe=self.recipe,
+            shown=self.shown,
+            players=players,
+            seed=self.seed,
+            start=start,
+            on_update=report,
+            stop=stop,
             settled=self.settled,
-        )  # fmt: skip
+        )
         self.at_work = loop
         try:
             await loop.run()
@@ -329,14 +359,29 @@ class Training:
             earned.clear()
             with self.run.timed("evaluation"):
                 result = await evaluate(
-                    self.agent, self.env, self.held_out, engine=engine, sampling=sampling, seed=self.seed,
-                    split=f"eval-{when}-{name}", limits=self.loop.limits, journal=self.run.store.writer,
-                    concurrent=self.concurrent, on_tape=count,
-                    attempts=self.attempts, k=self.k, success=self.success,
-                )  # fmt: skip
+                    self.agent,
+                    self.env,
+                    self.held_out,
+                    engine=engine,
+                    sampling=sampling,
+                    seed=self.seed,
+                    split=f"eval-{when}-{name}",
+                    limits=self.loop.limits,
+                    journal=self.run.store.writer,
+                    concurrent=self.concurrent,
+                    on_tape=count,
+                    attempts=self.attempts,
+                    k=self.k,
+                    success=self.success,
+                )
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
-            found[name] = {"mean": result.mean, "error": result.error, "n": result.scored,
-                           "metrics": result.metrics, **scores}  # fmt: skip
+            found[name] = {
+                "mean": result.mean,
+                "error": result.error,
+                "n": result.scored,
+                "metrics": result.metrics,
+                **scores,
+            }
             if earned:
                 found[name]["agents"] = {path: sum(own) / len(own) if own else None for path, own in earned.items()}
         return found
@@ -344,5 +389,10 @@ class Training:
     def token_counts(self) -> dict[str, int]:
         """The token books of `results["books"]`, as `--json` prints them."""
         books = self.run.results["books"]
-        return {"sampled": books["sampled"], **books["tokens"], "authored": books["authored"],
-                "authored_trained": books["authored_trained"], "applied": books["applied"]}  # fmt: skip
+        return {
+            "sampled": books["sampled"],
+            **books["tokens"],
+            "authored": books["authored"],
+            "authored_trained": books["authored_trained"],
+            "applied": books["applied"],
+        }

@@ -21,8 +21,9 @@ class Asked(Environment[Answer]):
     async def reset(self, task: Task) -> Prompt:
         prompt: Any = task.public.get("prompt") if isinstance(task.public, dict) else None
         if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt or not all(map(_chat, prompt)):
-            raise BadPrompt(f"the prompt {prompt!r:.80} is no list of chat messages: write "
-                            '[{"role": "user", "content": "..."}]')  # fmt: skip
+            raise BadPrompt(
+                f'the prompt {prompt!r:.80} is no list of chat messages: write [{{"role": "user", "content": "..."}}]'
+            )
         messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
         return Prompt(text=messages[-1]["content"], messages=tuple(messages))
 
@@ -40,5 +41,8 @@ class Ask(Agent):
 
 
 def _chat(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and \
-        isinstance(message.get("content"), str)
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )

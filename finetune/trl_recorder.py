@@ -89,8 +89,10 @@ class _Sample:
         found = rows(tape, renderer=renderer)
         if len(found) > 1:
             why = next((call.split for call in tape.calls if call.split), "another agent, or another conversation")
-            raise NotForTRL(f"tape {tape.id} is {len(found)} token sequences, and TRL trains on one per completion: "
-                            f"{why}. Use one agent whose prompts only grow")  # fmt: skip
+            raise NotForTRL(
+                f"tape {tape.id} is {len(found)} token sequences, and TRL trains on one per completion: "
+                f"{why}. Use one agent whose prompts only grow"
+            )
         self.row: Row | None = found[0] if found and self.trains else None
         self.id = tape.id
         self._end = renderer.end_ids[0]
@@ -110,13 +112,13 @@ class _Sample:
         mask = np.zeros(len(self.ids), dtype=int)
         if self.row is not None:
             mask[self.row.own] = 1
-        return mask[self.first:].tolist()
+        return mask[self.first :].tolist()
 
     @property
     def logprobs(self) -> list[float]:
         if self.row is None:
             return [0.0]
-        return np.nan_to_num(self.row.aligned(self.row.old, 0.0)[self.first:], nan=0.0).tolist()
+        return np.nan_to_num(self.row.aligned(self.row.old, 0.0)[self.first :], nan=0.0).tolist()
 
 
 class TRLRecorder:
@@ -183,8 +185,10 @@ class TRLRecorder:
         """TRL's reward function `f(prompts, completions, **columns)` as it is, with its scores on the tapes. It gets
         one more column, `tape`: their ids. Episodes that may not be trained on stay unscored."""
         if not callable(function) or isinstance(function, torch.nn.Module):
-            raise NotForTRL(f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "
-                            "scores are TRL's alone")  # fmt: skip
+            raise NotForTRL(
+                f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "
+                "scores are TRL's alone"
+            )
 
         @functools.wraps(function)
         async def later(*args: Any, tape: Sequence[str] = (), **columns: Any) -> list[Any]:
@@ -223,12 +227,23 @@ class TRLRecorder:
 
         sampling = _sampling(trainer.args)
         episode = Episode(
-            self.agent, self.env(), Task.of(self.task(prompt)), engine=self._engine,
-            seed=derive_seed(self.seed, group, attempt), env_seed=derive_seed(self.seed, group, "env"), group=group,
-            attempt=attempt, split=split, limits=self.limits or Limits(turns=8, tokens=sampling.max_tokens),
-            sampling=sampling, journal=self.store.writer, fork=None, tape_id=new_tape_id(), retries=2,
+            self.agent,
+            self.env(),
+            Task.of(self.task(prompt)),
+            engine=self._engine,
+            seed=derive_seed(self.seed, group, attempt),
+            env_seed=derive_seed(self.seed, group, "env"),
+            group=group,
+            attempt=attempt,
+            split=split,
+            limits=self.limits or Limits(turns=8, tokens=sampling.max_tokens),
+            sampling=sampling,
+            journal=self.store.writer,
+            fork=None,
+            tape_id=new_tape_id(),
+            retries=2,
             recorder=recorder,
-        )  # fmt: skip
+        )
         await episode.run()
         return _Sample(recorders[0], self._renderer)
 
@@ -242,8 +257,9 @@ class TRLRecorder:
         mode = "start" if self._engine is None else "reprefill"
         self.store.append_layer(Publish(version=version, digest=weights_digest(weights), mode=mode, at=time.time()))
         if self._engine is None:
-            self._engine = EmbeddedEngine(model, self._renderer, version=version, slots=self.slots,
-                                          capacity=self.capacity)  # fmt: skip
+            self._engine = EmbeddedEngine(
+                model, self._renderer, version=version, slots=self.slots, capacity=self.capacity
+            )
         else:
             await self._engine.publish(weights, version)
         self._version = version
@@ -271,8 +287,9 @@ class TRLRecorder:
         self._let_go()
         self._lr = known(float(self._trainer.optimizer.param_groups[0]["lr"]))
         for k in range(len(inputs["completion_ids"])):
-            ids = torch.cat([inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()]
-                             for part in ("prompt", "completion")])  # fmt: skip
+            ids = torch.cat(
+                [inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()] for part in ("prompt", "completion")]
+            )
             key = ids.cpu().numpy().astype(np.int32).tobytes()
             found = [s for s in self._batch.values() if np.array(s.ids, np.int32).tobytes() == key]
             if found and found[0].row is not None:
@@ -288,12 +305,20 @@ class TRLRecorder:
         total = sum(len(s.row.own) for s in self._step if s.row is not None)
         items = [(*part, 1 / total) for part in _ranges(self._step)]
         info: dict[str, Any] = {
-            "phase": "trl", "tapes": [s.id for s in self._step], "oldest": None, "rewards": None, "stale": [],
-            "filtered": [list(part) for part in _ranges(left)], "skipped": None, "by": "trl",
-            "lr": self._lr, "loss": known(self._loss),
-        }  # fmt: skip
-        self.store.append_layer(Use(lineage=self.lineage, update=trainer.state.global_step - 1, items=tuple(items),
-                                    info=info))  # fmt: skip
+            "phase": "trl",
+            "tapes": [s.id for s in self._step],
+            "oldest": None,
+            "rewards": None,
+            "stale": [],
+            "filtered": [list(part) for part in _ranges(left)],
+            "skipped": None,
+            "by": "trl",
+            "lr": self._lr,
+            "loss": known(self._loss),
+        }
+        self.store.append_layer(
+            Use(lineage=self.lineage, update=trainer.state.global_step - 1, items=tuple(items), info=info)
+        )
         self._step, self._loss = [], 0.0
         if whole:
             self._seen, self._passed = Counter(), 0
@@ -307,15 +332,23 @@ class TRLRecorder:
         if self._trainer is not None:
             raise NotForTRL("a recorder serves one trainer: make another one for the next")
         if trainer.accelerator.num_processes > 1:
-            raise NotForTRL(f"{trainer.accelerator.num_processes} processes train, and the ledger of updates has one "
-                            "writer: train in one")  # fmt: skip
+            raise NotForTRL(
+                f"{trainer.accelerator.num_processes} processes train, and the ledger of updates has one "
+                "writer: train in one"
+            )
         if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
             raise NotForTRL("adapters can't be sampled from here: train the weights themselves")
         _sampling(trainer.args)
         self._trainer, self._renderer = trainer, Renderer(trainer.processing_class)
         for old in self.store.lineages().living:
-            self.store.append_layer(Void(lineage=old, update=trainer.state.global_step - 1, into=self.lineage,
-                                         reason="another trainer goes on in this run"))  # fmt: skip
+            self.store.append_layer(
+                Void(
+                    lineage=old,
+                    update=trainer.state.global_step - 1,
+                    into=self.lineage,
+                    reason="another trainer goes on in this run",
+                )
+            )
         compute, recorder = trainer.compute_loss, self
 
         @functools.wraps(compute)
@@ -377,8 +410,10 @@ def _sampling(args: Any) -> Sampling:
     for name, plain in wanted.items():
         value = getattr(args, name, plain)
         if value not in (plain, None, 0.0 if name == "min_p" else plain):
-            raise NotForTRL(f"{name}={value} in the trainer's arguments: what it gives isn't drawn from the policy, so "
-                            f"its log-probs can't be trained on; leave it at {plain}")  # fmt: skip
+            raise NotForTRL(
+                f"{name}={value} in the trainer's arguments: what it gives isn't drawn from the policy, so "
+                f"its log-probs can't be trained on; leave it at {plain}"
+            )
     if getattr(args, "use_vllm", False):
         raise NotForTRL("use_vllm=True: here the tokens come from an embedded engine; set it to False")
     return Sampling(temperature=args.temperature, max_tokens=args.max_completion_length or 256)

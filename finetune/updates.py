@@ -70,10 +70,16 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     last = steps[-1]
     weight = torch.stack([step.weight for step in of]).sum(0)
     return UpdateStats(
-        step=last.step, skipped=None if applied else last.skipped, loss=sum(step.loss for step in of) / len(of),
-        grad_norm=sum(step.grad_norm for step in of) / len(of), lr=last.lr, sums=sums, stream=last.stream,
-        weight=weight, advantage=last.advantage,
-    )  # fmt: skip
+        step=last.step,
+        skipped=None if applied else last.skipped,
+        loss=sum(step.loss for step in of) / len(of),
+        grad_norm=sum(step.grad_norm for step in of) / len(of),
+        lr=last.lr,
+        sums=sums,
+        stream=last.stream,
+        weight=weight,
+        advantage=last.advantage,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

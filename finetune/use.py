@@ -44,15 +44,18 @@ def pin_of(tape: Tape) -> Pin:
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
     """The tape with the layers that `pin` names and no younger ones. ChangedTape where its content isn't the same."""
     if tape.digest != pin[0]:
-        raise ChangedTape(f"tape {tape.id} has digest {tape.digest} now; the update read it with {pin[0]}: a record of "
-                          "it was changed")  # fmt: skip
+        raise ChangedTape(
+            f"tape {tape.id} has digest {tape.digest} now; the update read it with {pin[0]}: a record of it was changed"
+        )
     if len(pin) == 1 and not tape.layers:
         return tape
     layers = {_layer_digest(layer): layer for layer in tape.layers}
     gone = [digest for digest in pin[1:] if digest not in layers]
     if gone:
-        raise ChangedTape(f"tape {tape.id} has no layer of digest {gone[0]} any more, which the update read: a label, "
-                          "reward or tokens layer was changed or removed")  # fmt: skip
+        raise ChangedTape(
+            f"tape {tape.id} has no layer of digest {gone[0]} any more, which the update read: a label, "
+            "reward or tokens layer was changed or removed"
+        )
     return Tape.of(tape.bodies, layers=[layers[digest] for digest in pin[1:]], parent=tape.parent)
 
 
@@ -80,11 +83,20 @@ def known(number: float) -> float | None:
 def computed_on(trainer: Trainer) -> dict[str, Any]:
     """What the bits of an update depend on beside tapes and weights: the recipe, torch, and what it runs on."""
     device = next(trainer.model.parameters()).device
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else \
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    chip = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    )
     recipe = hashlib.sha256(to_json(trainer.recipe.model_dump(mode="json"))).hexdigest()
-    return {"recipe": recipe, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": device.type,
-            "chip": chip, "ranks": trainer.ranks.size}  # fmt: skip
+    return {
+        "recipe": recipe,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "chip": chip,
+        "ranks": trainer.ranks.size,
+    }
 
 
 def version_name(lineage: str, n: int) -> str:
@@ -128,8 +140,9 @@ def episode_of(tape: Tape) -> Episode:
 
 def _kept_out(tape: Tape) -> tuple[Range, ...]:
     others = {layer.call for layer in tape.layers if isinstance(layer, Label) and layer.use != "agent"}
-    return tuple((tape.id, call.call, 0, len(call.completion)) for call in tape.calls
-                 if call.call in others and call.completion)  # fmt: skip
+    return tuple(
+        (tape.id, call.call, 0, len(call.completion)) for call in tape.calls if call.call in others and call.completion
+    )
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
@@ -200,8 +213,16 @@ def left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()
     cuts = np.cumsum([len(row.own) for row in rows])[:-1]
-    return [entry for row, part in zip(rows, np.split(chosen, cuts), strict=True) if part.any()
-            for entry in _ranges(row, part)] if rows else []  # fmt: skip
+    return (
+        [
+            entry
+            for row, part in zip(rows, np.split(chosen, cuts), strict=True)
+            if part.any()
+            for entry in _ranges(row, part)
+        ]
+        if rows
+        else []
+    )
 
 
 def _ranges(row: Row, chosen: np.ndarray) -> list[Range]:

@@ -49,10 +49,21 @@ class TrainingInsight:
             return {"missing": f"the tape has {records:,} records; only those of up to {LONGEST:,} are explained"}
         found = self._explainer.explain(tape)
         return {
-            "verdict": found.verdict, "notes": list(found.notes), "advantages": self._advantages(found),
-            "rows": [{"begins": row.begins, "split": row.split, "repeated": row.repeated, "own": row.own,
-                      "tokens": len(row.tokens)} for row in found.rows], **self._ratios(tape),
-        }  # fmt: skip
+            "verdict": found.verdict,
+            "notes": list(found.notes),
+            "advantages": self._advantages(found),
+            "rows": [
+                {
+                    "begins": row.begins,
+                    "split": row.split,
+                    "repeated": row.repeated,
+                    "own": row.own,
+                    "tokens": len(row.tokens),
+                }
+                for row in found.rows
+            ],
+            **self._ratios(tape),
+        }
 
     def _ratios(self, tape: str) -> dict[str, Any]:
         """Probability by the named weights over that at sampling, for each sampled completion token."""

@@ -19,8 +19,9 @@ from ..tapes.store import Store
 TRAINABLE_SPLITS = ("train", "demo")
 
 
-def choose(source: str | Path, renderer: Any, *, split: str | None = None,
-           min_reward: float | None = None) -> list[str]:  # fmt: skip
+def choose(
+    source: str | Path, renderer: Any, *, split: str | None = None, min_reward: float | None = None
+) -> list[str]:
     """Ids of the tapes of the run `source` that may be imitated and fit, in the order of their begin.
 
     UsageError where nothing fits, where a tape was tokenized for another model, or where `split` is one that is held
@@ -62,8 +63,10 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any)
 def _check_tokens(tape: Tape, renderer: Any, source: str | Path) -> None:
     recorded = tape.begin.versions.get("tokenizer")
     if recorded is not None and recorded != renderer.tokenizer_hash:
-        raise UsageError(f"tape {tape.id} of {source} was recorded with another tokenizer ({recorded[:12]}) than the "
-                         f"model's ({renderer.tokenizer_hash[:12]}): its tokens mean other text to this model")
+        raise UsageError(
+            f"tape {tape.id} of {source} was recorded with another tokenizer ({recorded[:12]}) than the "
+            f"model's ({renderer.tokenizer_hash[:12]}): its tokens mean other text to this model"
+        )
 
 
 def _copy(tape: Tape, source: Store, into: Store, renderer: Any, there: set[str]) -> None:
@@ -84,6 +87,7 @@ def _missing_tokens(tape: Tape, renderer: Any) -> Sequence[Tokens]:
     for call in tape.calls:
         if call.completion is None and call.call not in layered and call.finish != "error":
             prompt, completion = renderer.authored(tape.call_messages(call), call.reply)
-            made.append(Tokens(tape=tape.id, call=call.call, prompt=prompt, completion=completion,
-                               tokenizer=renderer.hash))  # fmt: skip
+            made.append(
+                Tokens(tape=tape.id, call=call.call, prompt=prompt, completion=completion, tokenizer=renderer.hash)
+            )
     return made

@@ -4,8 +4,9 @@ Needs pydantic and the standard library, nothing else; knows nothing of environm
 """
 
 if __name__ == "tapes":
-    raise ImportError("import tapereel.tapes, not tapes: the repository root is the package `tapereel` "
-                      "(pip install -e .)")
+    raise ImportError(
+        "import tapereel.tapes, not tapes: the repository root is the package `tapereel` (pip install -e .)"
+    )
 
 from .errors import (
     Corrupt,
@@ -36,8 +37,33 @@ from .steps import (
 from .tape import Tape
 
 __all__ = [
-    "Action", "Answer", "Call", "Cause", "CauseType", "Corrupt", "DuplicateKind", "HiddenFromAgent", "Message",
-    "MissingExtra", "Misread", "NotATape", "Observation", "Reasoning", "Sampling", "Status", "Step", "StillOpen",
-    "StoreFailed", "Tape", "TapereelError", "Task", "Text", "Thought", "ToolCall", "ToolCalls", "ToolOffer",
-    "ToolResult", "ToolResults",
-]  # fmt: skip
+    "Action",
+    "Answer",
+    "Call",
+    "Cause",
+    "CauseType",
+    "Corrupt",
+    "DuplicateKind",
+    "HiddenFromAgent",
+    "Message",
+    "MissingExtra",
+    "Misread",
+    "NotATape",
+    "Observation",
+    "Reasoning",
+    "Sampling",
+    "Status",
+    "Step",
+    "StillOpen",
+    "StoreFailed",
+    "Tape",
+    "TapereelError",
+    "Task",
+    "Text",
+    "Thought",
+    "ToolCall",
+    "ToolCalls",
+    "ToolOffer",
+    "ToolResult",
+    "ToolResults",
+]

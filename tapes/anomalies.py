@@ -167,8 +167,9 @@ class Anomalies:
 
     def update(self, body: Mapping[str, Any], only: Container[str] | None) -> None:
         """A `use` record; counted when it trained on one of `only`."""
-        tapes = [tape for tape in dict.fromkeys(item[0] for item in body.get("items") or ())
-                 if only is None or tape in only]  # fmt: skip
+        tapes = [
+            tape for tape in dict.fromkeys(item[0] for item in body.get("items") or ()) if only is None or tape in only
+        ]
         apart = (body.get("info") or {}).get("mismatch")
         if not isinstance(apart, int | float) or not tapes:
             return
@@ -185,8 +186,17 @@ class Anomalies:
                 self._note("log-prob mismatch", lineage, tapes, most=apart)
         self._uses.clear()
 
-    def ended(self, tape: str, group: str | None, attempt: int, status: Status, usable: bool, actions: int,
-              repeats: tuple[int, str], rewards: Sequence[Scored]) -> None:  # fmt: skip
+    def ended(
+        self,
+        tape: str,
+        group: str | None,
+        attempt: int,
+        status: Status,
+        usable: bool,
+        actions: int,
+        repeats: tuple[int, str],
+        rewards: Sequence[Scored],
+    ) -> None:
         """A tape ended; `repeats` is its longest row of equal actions, and their kind."""
         self._ended += 1
         if status in (Status.TRUNCATED, Status.LIMIT):
@@ -211,8 +221,7 @@ class Anomalies:
         elif not actions and one.value:
             self._note("reward without action", one.name, [tape])
 
-    def _group(self, group: _Group, attempt: int, usable: bool, sums: Mapping[str, float],
-               whole: float) -> None:  # fmt: skip
+    def _group(self, group: _Group, attempt: int, usable: bool, sums: Mapping[str, float], whole: float) -> None:
         group.running[attempt] -= 1
         group.tapes[attempt] = group.tapes.get(attempt, False) or usable
         if usable and sums:
@@ -237,16 +246,40 @@ class Anomalies:
             if n > 1 and of["low"] == of["high"]:
                 made.append(_anomaly("constant reward", name, n, of["scores"], f"always {of['low']:g}", tapes))
             elif (compared := self._compared(name)) and all(compared):
-                made.append(_anomaly("flat in groups", name, len(compared), len(compared),
-                                     "the same on all tapes of each group, other in other groups", tapes))
+                made.append(
+                    _anomaly(
+                        "flat in groups",
+                        name,
+                        len(compared),
+                        len(compared),
+                        "the same on all tapes of each group, other in other groups",
+                        tapes,
+                    )
+                )
             if 0 < of["evidence"] < of["scores"]:
-                made.append(_anomaly("reward without evidence", name, of["scores"] - of["evidence"], of["scores"],
-                                     "other scores of this component have evidence", self._bare.get(name, [])))
+                made.append(
+                    _anomaly(
+                        "reward without evidence",
+                        name,
+                        of["scores"] - of["evidence"],
+                        of["scores"],
+                        "other scores of this component have evidence",
+                        self._bare.get(name, []),
+                    )
+                )
         compared = [group for group in self._groups.values() if group.equal is not None and group.equal[1] > 1]
         flat = [group for group in compared if group.equal is not None and group.equal[2]]
         if flat:
-            made.append(_anomaly("flat groups", "", len(flat), len(compared), "all their tapes have the same reward",
-                                 self._first(flat)))  # fmt: skip
+            made.append(
+                _anomaly(
+                    "flat groups",
+                    "",
+                    len(flat),
+                    len(compared),
+                    "all their tapes have the same reward",
+                    self._first(flat),
+                )
+            )
         return made
 
     def _compared(self, name: str) -> list[bool]:
@@ -258,28 +291,35 @@ class Anomalies:
         return [tape for group in groups[: self._examples] for tape in group.first[:1]]
 
     def _told(self) -> list[Anomaly]:
-        asked = {"cut completions": self._completions, "cut episodes": self._ended, "unknown log-probs": self._tokens,
-                 "impossible log-probs": self._tokens, "log-prob mismatch": self._updates, "retries": self._calls,
-                 "failed calls": self._calls, "repeated actions": self._ended}  # fmt: skip
+        asked = {
+            "cut completions": self._completions,
+            "cut episodes": self._ended,
+            "unknown log-probs": self._tokens,
+            "impossible log-probs": self._tokens,
+            "log-prob mismatch": self._updates,
+            "retries": self._calls,
+            "failed calls": self._calls,
+            "repeated actions": self._ended,
+        }
         said = {
             "cut completions": "completions that reached their limit of tokens",
             "cut episodes": "episodes that ended as truncated or at a limit",
             "unknown log-probs": "sampled tokens without a log-prob",
             "impossible log-probs": "log-probs above 0, up to {most:.3g}",
             "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
-                                 "more than the age of their tokens explains",
+            "more than the age of their tokens explains",
             "retries": "calls that were tried again, up to {most:.0f} tries",
             "failed calls": "calls whose last try failed",
             "failed tries": "tries of calls that failed so",
             "repeated actions": "episodes that do the same action up to {most:.0f} times in a row",
             "reward that is no number": "NaN or an infinity; in none of the sums",
             "reward without action": "scores other than 0 on tapes that did nothing",
-        }  # fmt: skip
+        }
         return [
             _anomaly(kind, what, odd.count, asked.get(kind), said[kind].format(most=odd.most), odd.tapes)
             for (kind, what), odd in self._odd.items()
             if kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * asked[kind]
-        ]  # fmt: skip
+        ]
 
     def _closing(self) -> list[Anomaly]:
         never, short = [], []
@@ -288,10 +328,15 @@ class Anomalies:
                 never.append(group)
             elif not all(group.tapes.values()):
                 short.append(group)
-        told = (("group never closed", never, "an attempt still runs, or one before the last is missing"),
-                ("group closed short", short, "an attempt never ended in a way that can be trained on"))
-        return [_anomaly(kind, "", len(groups), len(self._groups), why, self._first(groups))
-                for kind, groups, why in told if groups]  # fmt: skip
+        told = (
+            ("group never closed", never, "an attempt still runs, or one before the last is missing"),
+            ("group closed short", short, "an attempt never ended in a way that can be trained on"),
+        )
+        return [
+            _anomaly(kind, "", len(groups), len(self._groups), why, self._first(groups))
+            for kind, groups, why in told
+            if groups
+        ]
 
 
 def _age(version: str, lineage: str, update: int) -> int:

@@ -32,13 +32,16 @@ _EVERY = 2_000
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the books are of all")
-    parser.add_argument("--limit", type=int, metavar="N",
-                        help="only the newest N tapes that fit, and the others of their groups")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, metavar="N",
-                        help="tell of actions done N times in a row (default 3)")  # fmt: skip
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the newest N tapes that fit, and the others of their groups"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="tell of actions done N times in a row (default 3)"
+    )
     parser.add_argument("--strict", action="store_true", help="fail on anomalies too")
-    parser.add_argument("--markdown", nargs="?", const=STDOUT, metavar="FILE",
-                        help="write it as Markdown, to stdout without FILE")  # fmt: skip
+    parser.add_argument(
+        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="write it as Markdown, to stdout without FILE"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,8 +56,16 @@ def run(args: argparse.Namespace) -> int:
     found = sections(books, audit)
     verdict = "the books close" if books.closes else "the books do NOT close"
     broken = [f"broken: {safe(text)}" for text in books.findings]
-    data = {"run": str(args.run), "split": args.split, "limit": args.limit, "closes": books.closes, "torn": torn,
-            "sum": sum(books.tokens.values()), **books.model_dump(), "audit": audit.model_dump()}  # fmt: skip
+    data = {
+        "run": str(args.run),
+        "split": args.split,
+        "limit": args.limit,
+        "closes": books.closes,
+        "torn": torn,
+        "sum": sum(books.tokens.values()),
+        **books.model_dump(),
+        "audit": audit.model_dump(),
+    }
     shown = [*map(safe, torn), *terminal(found), *broken, verdict]
     if args.markdown is not None:
         document = markdown(f"Audit of {args.run}", found, "; ".join([*torn, verdict, *broken]))
@@ -78,8 +89,14 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {value}: must be at least {least}")
 
 
-def audit_run(store: Store, *, split: str | None = None, limit: int | None = None, repeats: int = 3,
-              progress: Progress | None = None) -> tuple[Books, Audit]:  # fmt: skip
+def audit_run(
+    store: Store,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    repeats: int = 3,
+    progress: Progress | None = None,
+) -> tuple[Books, Audit]:
     """The books of the whole run, and the audit of its tapes: those of `split`, and of these the newest `limit` with
     the others of their groups. Reads every record once."""
     from .auditing import AuditFold

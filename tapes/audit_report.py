@@ -81,16 +81,28 @@ def _cell(text: str) -> str:
 
 def sections(books: Books, audit: Audit) -> list[Section]:
     """Everything, in the order in which it is read."""
-    return [_tokens(books), _ends(books, audit), _lengths(audit, "turns"), _lengths(audit, "tokens"),
-            *_costs(audit), _components(audit), _earned(audit), _anomalies(audit)]  # fmt: skip
+    return [
+        _tokens(books),
+        _ends(books, audit),
+        _lengths(audit, "turns"),
+        _lengths(audit, "tokens"),
+        *_costs(audit),
+        _components(audit),
+        _earned(audit),
+        _anomalies(audit),
+    ]
 
 
 def _tokens(books: Books) -> Section:
-    rows = [(place.replace("_", " "), f"{n:,}", _share(n / books.sampled if books.sampled else None))
-            for place, n in books.tokens.items()]  # fmt: skip
+    rows = [
+        (place.replace("_", " "), f"{n:,}", _share(n / books.sampled if books.sampled else None))
+        for place, n in books.tokens.items()
+    ]
     rows += [("together", f"{sum(books.tokens.values()):,}", ""), ("sampled", f"{books.sampled:,}", "")]
-    notes = [f"beside these: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
-             f"{books.applied:,} token-updates applied"]  # fmt: skip
+    notes = [
+        f"beside these: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
+        f"{books.applied:,} token-updates applied"
+    ]
     if books.textual:
         notes.append(f"{books.textual:,} calls of engines that give text only: their tokens can't be counted")
     return Section("sampled tokens", ("tokens", "#number", "#share"), rows, notes=tuple(notes))
@@ -98,23 +110,40 @@ def _tokens(books: Books) -> Section:
 
 def _ends(books: Books, audit: Audit) -> Section:
     rows = [
-        (end.status if end.cause is None else f"{end.status} ({end.cause})", f"{end.episodes:,}", f"{end.unscored:,}",
-         "if scored" if end.trainable else "never", f"{end.sampled:,}", f"{end.seconds:,.1f}", _some(end.tapes))
+        (
+            end.status if end.cause is None else f"{end.status} ({end.cause})",
+            f"{end.episodes:,}",
+            f"{end.unscored:,}",
+            "if scored" if end.trainable else "never",
+            f"{end.sampled:,}",
+            f"{end.seconds:,.1f}",
+            _some(end.tapes),
+        )
         for end in audit.ends
-    ]  # fmt: skip
-    told = (f"{audit.tapes:,} episodes began, {audit.tapes - audit.open:,} ended and {audit.open:,} are open; "
-            f"{audit.unscored:,} of those that ended are unscored, which is not 0")  # fmt: skip
+    ]
+    told = (
+        f"{audit.tapes:,} episodes began, {audit.tapes - audit.open:,} ended and {audit.open:,} are open; "
+        f"{audit.unscored:,} of those that ended are unscored, which is not 0"
+    )
     whole = f"the whole run: {books.begun:,} began, {books.ended:,} ended, {books.open:,} are open"
     notes = (told,) if audit.tapes == books.begun else (told, whole)
-    return Section("how episodes ended", ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
-                   rows, "no episode ended", notes, wide=("tapes",))  # fmt: skip
+    return Section(
+        "how episodes ended",
+        ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
+        rows,
+        "no episode ended",
+        notes,
+        wide=("tapes",),
+    )
 
 
 def _lengths(audit: Audit, length: str) -> Section:
-    rows = [(name, f"{ended:,}", f"{lost:,}", _share(lost / ended))
-            for name, (ended, lost) in audit.lost_by(length).items()]  # fmt: skip
-    return Section(f"attrition by length in {length}", (length, "#ended", "#never trained on", "#share"), rows,
-                   "no episode ended")  # fmt: skip
+    rows = [
+        (name, f"{ended:,}", f"{lost:,}", _share(lost / ended)) for name, (ended, lost) in audit.lost_by(length).items()
+    ]
+    return Section(
+        f"attrition by length in {length}", (length, "#ended", "#never trained on", "#share"), rows, "no episode ended"
+    )
 
 
 def _costs(audit: Audit) -> list[Section]:
@@ -128,54 +157,111 @@ def _costs(audit: Audit) -> list[Section]:
     paths = [(by, engine or UNKNOWN, *_spent(parts)) for (by, engine), parts in by_path.items()]
     versions = [(version, *_spent(parts)) for version, parts in by_version.items()]
     notes = tuple(
-        f"{n:,} of {sum(one.calls for one in audit.spent):,} calls {why}" for n, why in (
+        f"{n:,} of {sum(one.calls for one in audit.spent):,} calls {why}"
+        for n, why in (
             (sum(one.uncounted for one in audit.spent), "don't say how many tokens they took"),
             (sum(one.untimed for one in audit.spent), "have no time"),
             (sum(one.unpriced for one in audit.spent), "have no price"),
-        ) if n
-    )  # fmt: skip
+        )
+        if n
+    )
     return [
-        Section("cost by agent and engine", ("agent", "engine", *headings), paths[:MOST], "no calls",
-                (*notes, *_more(len(paths), "agents and engines"))),
-        Section("cost by policy version", ("version", *headings), versions[-MOST:], "no call names a version",
-                _more(len(versions), "versions, the oldest")),
-    ]  # fmt: skip
+        Section(
+            "cost by agent and engine",
+            ("agent", "engine", *headings),
+            paths[:MOST],
+            "no calls",
+            (*notes, *_more(len(paths), "agents and engines")),
+        ),
+        Section(
+            "cost by policy version",
+            ("version", *headings),
+            versions[-MOST:],
+            "no call names a version",
+            _more(len(versions), "versions, the oldest"),
+        ),
+    ]
 
 
 def _spent(parts: Sequence[Spent]) -> tuple[str, ...]:
     prompt, completion = _sum(one.prompt for one in parts), _sum(one.completion for one in parts)
     seconds, cost = _sum(one.seconds for one in parts), _sum(one.cost for one in parts)
-    return (f"{sum(one.calls for one in parts):,}", _number(prompt, ",.0f"), _number(completion, ",.0f"),
-            _number(seconds, ",.1f"), _number(cost, ",.4f"))  # fmt: skip
+    return (
+        f"{sum(one.calls for one in parts):,}",
+        _number(prompt, ",.0f"),
+        _number(completion, ",.0f"),
+        _number(seconds, ",.1f"),
+        _number(cost, ",.4f"),
+    )
 
 
 def _components(audit: Audit) -> Section:
     rows = [
-        (one.name if one.layer is None else f"{one.name} (layer {one.layer or 'without a name'})",
-         f"{one.scores:,}", _number(one.low, ".4g"), _number(one.mean, ".4g"), _number(one.high, ".4g"),
-         "metric" if one.metric else f"{one.total:,.2f}", _share(one.share), f"{one.evidence:,}")
+        (
+            one.name if one.layer is None else f"{one.name} (layer {one.layer or 'without a name'})",
+            f"{one.scores:,}",
+            _number(one.low, ".4g"),
+            _number(one.mean, ".4g"),
+            _number(one.high, ".4g"),
+            "metric" if one.metric else f"{one.total:,.2f}",
+            _share(one.share),
+            f"{one.evidence:,}",
+        )
         for one in audit.components
-    ]  # fmt: skip
+    ]
     unknown = sum(one.unknown for one in audit.components)
     notes = (f"{unknown:,} values are no number and in none of the sums",) if unknown else ()
-    return Section("reward by component", ("component", "#scores", "#low", "#mean", "#high", "#total", "#share",
-                                           "#with evidence"), rows[:MOST], "nothing was scored",
-                   (*notes, *_more(len(rows), "components")))  # fmt: skip
+    return Section(
+        "reward by component",
+        ("component", "#scores", "#low", "#mean", "#high", "#total", "#share", "#with evidence"),
+        rows[:MOST],
+        "nothing was scored",
+        (*notes, *_more(len(rows), "components")),
+    )
 
 
 def _earned(audit: Audit) -> Section:
-    rows = [(one.name, one.kind if one.kind is not None else "(the episode)", f"{one.scores:,}", f"{one.mean:.4g}",
-             f"{one.total:,.2f}", _share(one.share), _some(one.tapes)) for one in audit.earned]  # fmt: skip
-    return Section("what earned it", ("component", "action", "#scores", "#mean", "#total", "#share", "most on tapes"),
-                   rows[:MOST], "nothing was scored", _more(len(rows), "actions"), wide=("most on tapes",))  # fmt: skip
+    rows = [
+        (
+            one.name,
+            one.kind if one.kind is not None else "(the episode)",
+            f"{one.scores:,}",
+            f"{one.mean:.4g}",
+            f"{one.total:,.2f}",
+            _share(one.share),
+            _some(one.tapes),
+        )
+        for one in audit.earned
+    ]
+    return Section(
+        "what earned it",
+        ("component", "action", "#scores", "#mean", "#total", "#share", "most on tapes"),
+        rows[:MOST],
+        "nothing was scored",
+        _more(len(rows), "actions"),
+        wide=("most on tapes",),
+    )
 
 
 def _anomalies(audit: Audit) -> Section:
-    rows = [(f"{one.kind}: {one.what}" if one.what else one.kind, f"{one.count:,}",
-             "" if one.of is None else f"{one.of:,}", one.detail, _some(one.tapes))
-            for one in audit.anomalies]  # fmt: skip
-    return Section("anomalies", ("anomaly", "#number", "#of", "what it is", "tapes"), rows[:MOST],
-                   "nothing odd was found", _more(len(rows), "anomalies"), wide=("anomaly", "what it is", "tapes"))
+    rows = [
+        (
+            f"{one.kind}: {one.what}" if one.what else one.kind,
+            f"{one.count:,}",
+            "" if one.of is None else f"{one.of:,}",
+            one.detail,
+            _some(one.tapes),
+        )
+        for one in audit.anomalies
+    ]
+    return Section(
+        "anomalies",
+        ("anomaly", "#number", "#of", "what it is", "tapes"),
+        rows[:MOST],
+        "nothing odd was found",
+        _more(len(rows), "anomalies"),
+        wide=("anomaly", "what it is", "tapes"),
+    )
 
 
 def _more(n: int, what: str) -> tuple[str, ...]:

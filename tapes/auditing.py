@@ -190,8 +190,9 @@ class _Tape:
 class AuditFold:
     """Feed it every record of a run, in order; `audit()` when fed."""
 
-    def __init__(self, *, only: Container[str] | None = None, repeats: int = 3,
-                 inherited: Callable[[str], int] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, *, only: Container[str] | None = None, repeats: int = 3, inherited: Callable[[str], int] | None = None
+    ) -> None:
         """only: ids of the tapes that count; None for all.
 
         repeats: how many equal actions in a row are told. inherited: how many steps a fork, by its id, has from its
@@ -209,13 +210,15 @@ class AuditFold:
     def add(self, t: str, tape: str | None, body: bytes) -> None:
         """One record, by its `t` and `tape`. NotATape when it can't be read."""
         name = tape or ""
-        if t == "use" or (t in ("begin", "step", "call", "reward", "end")
-                          and (self._only is None or name in self._only)):  # fmt: skip
+        if t == "use" or (
+            t in ("begin", "step", "call", "reward", "end") and (self._only is None or name in self._only)
+        ):
             try:
                 self._add(t, name, read_body(body))
             except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise NotATape(f"a {t} of tape {tape} can't be audited: {error}; `tapereel verify` lists all that "
-                               "can't be read") from error
+                raise NotATape(
+                    f"a {t} of tape {tape} can't be audited: {error}; `tapereel verify` lists all that can't be read"
+                ) from error
 
     def _add(self, t: str, name: str, body: dict[str, Any]) -> None:
         if t == "use":
@@ -245,13 +248,23 @@ class AuditFold:
         cause = body["cause"]["type"] if body.get("cause") else None
         status = Status(body.get("status"))
         usable = trains(status, CauseType(cause) if cause else None)
-        of = self._ends.setdefault((status.value, cause), {
-            "trainable": usable, "episodes": 0, "unscored": 0, "sampled": 0, "seconds": 0.0, "turns": {}, "tokens": {},
-            "tapes": [],
-        })  # fmt: skip
+        of = self._ends.setdefault(
+            (status.value, cause),
+            {
+                "trainable": usable,
+                "episodes": 0,
+                "unscored": 0,
+                "sampled": 0,
+                "seconds": 0.0,
+                "turns": {},
+                "tokens": {},
+                "tapes": [],
+            },
+        )
         scored = not tape.failed and any(one.weight for one in tape.rewards)
-        rewards = [one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one
-                   for one in tape.rewards]  # fmt: skip
+        rewards = [
+            one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one for one in tape.rewards
+        ]
         self._unscored += not scored
         of["episodes"] += 1
         of["unscored"] += not scored
@@ -279,16 +292,30 @@ class AuditFold:
         whole = sum(end - start for _, start, end in spans) if body.get("spans") else 0
         for k, (version, start, end) in enumerate(spans):
             part = (end - start) / whole if whole else 1 / len(spans)
-            self._spend((str(body.get("by")), body.get("engine") or "", version), k == 0,
-                        prompt=0 if k and prompt is not None else prompt, completion=None if n is None else end - start,
-                        seconds=_part(seconds, part), cost=_part(usage.get("cost"), part))  # fmt: skip
+            self._spend(
+                (str(body.get("by")), body.get("engine") or "", version),
+                k == 0,
+                prompt=0 if k and prompt is not None else prompt,
+                completion=None if n is None else end - start,
+                seconds=_part(seconds, part),
+                cost=_part(usage.get("cost"), part),
+            )
         self._odd.call(tape.id, body)
 
     def _spend(self, key: tuple[str, str, str | None], first: bool, **amounts: float | None) -> None:
-        of = self._spent.setdefault(key, {
-            "calls": 0, "prompt": None, "completion": None, "uncounted": 0, "seconds": None, "untimed": 0, "cost": None,
-            "unpriced": 0,
-        })  # fmt: skip
+        of = self._spent.setdefault(
+            key,
+            {
+                "calls": 0,
+                "prompt": None,
+                "completion": None,
+                "uncounted": 0,
+                "seconds": None,
+                "untimed": 0,
+                "cost": None,
+                "unpriced": 0,
+            },
+        )
         if first:
             of["calls"] += 1
             of["uncounted"] += amounts["prompt"] is None or amounts["completion"] is None
@@ -299,8 +326,10 @@ class AuditFold:
                 of[name] = (of[name] or 0) + value
 
     def _component(self, one: Scored, layer: str | None) -> None:
-        of = self._components.setdefault((layer, one.name, not one.weight), {
-            "scores": 0, "unknown": 0, "evidence": 0, "low": None, "high": None, "sum": 0.0, "total": 0.0})  # fmt: skip
+        of = self._components.setdefault(
+            (layer, one.name, not one.weight),
+            {"scores": 0, "unknown": 0, "evidence": 0, "low": None, "high": None, "sum": 0.0, "total": 0.0},
+        )
         of["scores"] += 1
         of["evidence"] += one.evidence
         if not math.isfinite(one.value):
@@ -328,24 +357,43 @@ class AuditFold:
     def audit(self) -> Audit:
         """What everything fed so far comes to."""
         return Audit(
-            tapes=self._tapes, open=len(self._open), unscored=self._unscored,
-            ends=tuple(Ended(status=status, cause=cause, **of) for (status, cause), of in
-                       sorted(self._ends.items(), key=lambda item: (item[0][0], item[0][1] or ""))),
-            spent=tuple(Spent(by=by, engine=engine, version=version, **of)
-                        for (by, engine, version), of in self._spent.items()),
-            components=self._all_components(), earned=self._all_earned(), anomalies=self._odd.found(self._components),
-        )  # fmt: skip
+            tapes=self._tapes,
+            open=len(self._open),
+            unscored=self._unscored,
+            ends=tuple(
+                Ended(status=status, cause=cause, **of)
+                for (status, cause), of in sorted(self._ends.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+            ),
+            spent=tuple(
+                Spent(by=by, engine=engine, version=version, **of) for (by, engine, version), of in self._spent.items()
+            ),
+            components=self._all_components(),
+            earned=self._all_earned(),
+            anomalies=self._odd.found(self._components),
+        )
 
     def _all_components(self) -> tuple[Component, ...]:
         whole = math.fsum(abs(of["total"]) for (layer, _, _), of in self._components.items() if layer is None)
         made = []
-        for (layer, name, metric), of in sorted(self._components.items(), key=lambda item: (item[0][0] or "",
-                                                                                            *item[0][1:])):
+        for (layer, name, metric), of in sorted(
+            self._components.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
+        ):
             n = of["scores"] - of["unknown"]
-            made.append(Component(
-                name=name, layer=layer, metric=metric, scores=of["scores"], unknown=of["unknown"],
-                evidence=of["evidence"], low=of["low"], mean=of["sum"] / n if n else None, high=of["high"],
-                total=of["total"], share=abs(of["total"]) / whole if whole and layer is None and not metric else None))
+            made.append(
+                Component(
+                    name=name,
+                    layer=layer,
+                    metric=metric,
+                    scores=of["scores"],
+                    unknown=of["unknown"],
+                    evidence=of["evidence"],
+                    low=of["low"],
+                    mean=of["sum"] / n if n else None,
+                    high=of["high"],
+                    total=of["total"],
+                    share=abs(of["total"]) / whole if whole and layer is None and not metric else None,
+                )
+            )
         return tuple(made)
 
     def _all_earned(self) -> tuple[Earned, ...]:
@@ -353,16 +401,27 @@ class AuditFold:
         for (name, _), of in self._earned.items():
             whole[name] = whole.get(name, 0.0) + abs(of["total"])
         return tuple(
-            Earned(name=name, kind=kind, scores=of["scores"], mean=of["total"] / of["scores"], total=of["total"],
-                   share=abs(of["total"]) / whole[name] if whole[name] else None,
-                   tapes=tuple(tape for _, tape in of["most"]))
+            Earned(
+                name=name,
+                kind=kind,
+                scores=of["scores"],
+                mean=of["total"] / of["scores"],
+                total=of["total"],
+                share=abs(of["total"]) / whole[name] if whole[name] else None,
+                tapes=tuple(tape for _, tape in of["most"]),
+            )
             for (name, kind), of in sorted(self._earned.items(), key=lambda item: (item[0][0], item[0][1] or ""))
-        )  # fmt: skip
+        )
 
 
 def _scored(body: dict[str, Any], kind: str | None) -> Scored:
-    return Scored(name=str(body.get("name", "reward")), kind=kind, value=float(body["value"]),
-                  weight=float(body.get("weight", 1.0)), evidence=body.get("evidence") is not None)  # fmt: skip
+    return Scored(
+        name=str(body.get("name", "reward")),
+        kind=kind,
+        value=float(body["value"]),
+        weight=float(body.get("weight", 1.0)),
+        evidence=body.get("evidence") is not None,
+    )
 
 
 def _part(value: float | None, part: float) -> float | None:

@@ -28,8 +28,17 @@ from .segment import peek, read_body
 from .value import Value
 
 PLACES = (
-    "trained", "context", "stale", "filtered", "unscored", "errored", "cancelled", "held_out", "unused", "in_flight",
-)  # fmt: skip
+    "trained",
+    "context",
+    "stale",
+    "filtered",
+    "unscored",
+    "errored",
+    "cancelled",
+    "held_out",
+    "unused",
+    "in_flight",
+)
 
 
 class Lost(Value):
@@ -175,22 +184,35 @@ class BooksFold:
         odd = list(self._odd)
         marks, applied = self._marks(odd)
         tokens = {
-            "trained": self._by_fate(marks, 0), "stale": self._by_fate(marks, 1), "filtered": self._by_fate(marks, 2),
-            "context": self._by_fate(marks, 3), "unscored": self._unscored(marks), "errored": self._errored(),
-            "cancelled": self._cancelled(), "held_out": self._held_out(), "unused": self._unused(marks),
+            "trained": self._by_fate(marks, 0),
+            "stale": self._by_fate(marks, 1),
+            "filtered": self._by_fate(marks, 2),
+            "context": self._by_fate(marks, 3),
+            "unscored": self._unscored(marks),
+            "errored": self._errored(),
+            "cancelled": self._cancelled(),
+            "held_out": self._held_out(),
+            "unused": self._unused(marks),
             "in_flight": self._in_flight(),
-        }  # fmt: skip
+        }
         if sum(tokens.values()) != self._sampled:
             odd.append(f"{self._sampled} tokens were sampled, {sum(tokens.values())} are accounted for")
         still = sum(not tape.ended for tape in self._tapes.values())
         if self._begun != self._ended + still:
             odd.append(f"{self._begun} episodes began, {self._ended} ended and {still} are open")
         return Books(
-            sampled=self._sampled, tokens={place: tokens[place] for place in PLACES},
+            sampled=self._sampled,
+            tokens={place: tokens[place] for place in PLACES},
             authored=sum(sum(tape.authored.values()) for tape in self._tapes.values()),
-            authored_trained=self._authored_trained(marks), textual=self._textual, applied=applied,
-            begun=self._begun, ended=self._ended, open=still, ends=self._ends(), findings=tuple(odd),
-        )  # fmt: skip
+            authored_trained=self._authored_trained(marks),
+            textual=self._textual,
+            applied=applied,
+            begun=self._begun,
+            ended=self._ended,
+            open=still,
+            ends=self._ends(),
+            findings=tuple(odd),
+        )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
         """For each call that an update named: its tokens, a bit for each fate. Says what was named that isn't there."""
@@ -216,15 +238,24 @@ class BooksFold:
                 found[use.lineage, use.update, use.epoch] = use
         return list(found.values())
 
-    def _mark(self, use: Use, bit: int, fate: Fate, marks: dict[tuple[str, str], bytearray],
-              fresh: dict[tuple[str, str], bytearray], odd: list[str]) -> int:  # fmt: skip
+    def _mark(
+        self,
+        use: Use,
+        bit: int,
+        fate: Fate,
+        marks: dict[tuple[str, str], bytearray],
+        fresh: dict[tuple[str, str], bytearray],
+        odd: list[str],
+    ) -> int:
         count = 0
         for name, call, start, end in ranges(use, fate):
             tape = self._tapes.get(name)
             n = None if tape is None else tape.calls.get(call, tape.authored.get(call))
             if n is None or not 0 <= start <= end <= n:
-                odd.append(f"update {use.update} of {use.lineage} names tokens [{start}, {end}) of call {call} of tape "
-                           f"{name}, which has {'no such call' if n is None else f'{n} tokens'}")
+                odd.append(
+                    f"update {use.update} of {use.lineage} names tokens [{start}, {end}) of call {call} of tape "
+                    f"{name}, which has {'no such call' if n is None else f'{n} tokens'}"
+                )
                 continue
             mark = marks.setdefault((name, call), bytearray(n))
             mine = fresh.setdefault((name, call), bytearray(n))
@@ -247,12 +278,16 @@ class BooksFold:
     def _by_fate(self, marks: dict[tuple[str, str], bytearray], bit: int) -> int:
         """Sampled tokens whose first fate is this one."""
         below = (1 << bit) - 1
-        return sum(sum(1 for m in mark if m & (1 << bit) and not m & below) for (name, call), mark in marks.items()
-                   if call in self._tapes[name].calls)
+        return sum(
+            sum(1 for m in mark if m & (1 << bit) and not m & below)
+            for (name, call), mark in marks.items()
+            if call in self._tapes[name].calls
+        )
 
     def _authored_trained(self, marks: dict[tuple[str, str], bytearray]) -> int:
-        return sum(sum(m & 1 for m in mark) for (name, call), mark in marks.items()
-                   if call in self._tapes[name].authored)
+        return sum(
+            sum(m & 1 for m in mark) for (name, call), mark in marks.items() if call in self._tapes[name].authored
+        )
 
     def _unnamed(self, marks: dict[tuple[str, str], bytearray], *, scored: bool) -> int:
         """Tokens that no update named, of tapes that could be trained on."""
@@ -274,12 +309,16 @@ class BooksFold:
         return sum(tape.sampled for tape in self._tapes.values() if tape.held_out and tape.ended)
 
     def _cancelled(self) -> int:
-        return sum(tape.sampled for tape in self._tapes.values()
-                   if not tape.held_out and tape.status == Status.CANCELLED)
+        return sum(
+            tape.sampled for tape in self._tapes.values() if not tape.held_out and tape.status == Status.CANCELLED
+        )
 
     def _errored(self) -> int:
-        return sum(tape.sampled for tape in self._tapes.values()
-                   if tape.ended and not tape.held_out and tape.status != Status.CANCELLED and not tape.trainable)
+        return sum(
+            tape.sampled
+            for tape in self._tapes.values()
+            if tape.ended and not tape.held_out and tape.status != Status.CANCELLED and not tape.trainable
+        )
 
     def _in_flight(self) -> int:
         return sum(tape.sampled for tape in self._tapes.values() if not tape.ended)
@@ -290,11 +329,16 @@ class BooksFold:
             if tape.ended:
                 groups.setdefault((tape.status, tape.cause), []).append(tape)
         return tuple(
-            Lost(status=status or "", cause=cause, trainable=tapes[0].trainable, episodes=len(tapes),
-                 turns=dict(Counter(bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
-                 sampled=sum(tape.sampled for tape in tapes))
+            Lost(
+                status=status or "",
+                cause=cause,
+                trainable=tapes[0].trainable,
+                episodes=len(tapes),
+                turns=dict(Counter(bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
+                sampled=sum(tape.sampled for tape in tapes),
+            )
             for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0] or "", item[0][1] or ""))
-        )  # fmt: skip
+        )
 
 
 def bucket(length: int) -> str:

@@ -42,8 +42,9 @@ Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
 def add_tape_arguments(parser: argparse.ArgumentParser, *, turn: bool = False) -> None:
     """Which tapes, and how."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("tape", nargs="*", default=[],
-                        help="ids of tapes, or their first characters; without any, all that ended")  # fmt: skip
+    parser.add_argument(
+        "tape", nargs="*", default=[], help="ids of tapes, or their first characters; without any, all that ended"
+    )
     if turn:
         parser.add_argument("--turn", type=int, metavar="K", help="this turn alone, counted from 0")
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
@@ -53,8 +54,9 @@ def add_tape_arguments(parser: argparse.ArgumentParser, *, turn: bool = False) -
 
 def add_keep_argument(parser: argparse.ArgumentParser) -> None:
     """Whether the verdicts stay."""
-    parser.add_argument("--no-keep", action="store_true",
-                        help="leave no file with the verdicts in the run, for `tapereel view`")  # fmt: skip
+    parser.add_argument(
+        "--no-keep", action="store_true", help="leave no file with the verdicts in the run, for `tapereel view`"
+    )
 
 
 def check_run(args: argparse.Namespace, verb: str, plan: Plan) -> Verdicts:
@@ -75,8 +77,14 @@ def check_run(args: argparse.Namespace, verb: str, plan: Plan) -> Verdicts:
             found[verdict.tape] = verdict
             counts[verdict.outcome] += 1
             progress(verb, len(found), len(ids), ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    return Verdicts(verb=verb, run=str(args.run), verdicts=tuple(found[name] for name in ids), torn=tuple(torn),
-                    turn=getattr(args, "turn", None), seconds=round(time.perf_counter() - started, 3))  # fmt: skip
+    return Verdicts(
+        verb=verb,
+        run=str(args.run),
+        verdicts=tuple(found[name] for name in ids),
+        torn=tuple(torn),
+        turn=getattr(args, "turn", None),
+        seconds=round(time.perf_counter() - started, 3),
+    )
 
 
 def chosen_tapes(store: Store, names: Sequence[str], split: str | None) -> list[str]:
@@ -95,8 +103,11 @@ def check_split(store: Store, split: str | None) -> None:
 
 def torn_tails(store: Store) -> list[str]:
     """A sentence for each segment whose last bytes can't be read: what they held is in no verdict."""
-    return [f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, and what they held is left out here: "
-            f"see tapereel verify {store.path}" for torn in store.refresh().values()]  # fmt: skip
+    return [
+        f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, and what they held is left out here: "
+        f"see tapereel verify {store.path}"
+        for torn in store.refresh().values()
+    ]
 
 
 def _verdicts(run: Path, plan: Plan, ids: Sequence[str], jobs: int) -> Iterator[Verdict]:

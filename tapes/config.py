@@ -40,17 +40,22 @@ class Config(BaseModel):
         """A group that is set in part keeps the rest of the field's default, which the group's own may differ from."""
         if not isinstance(data, Mapping):
             return data
-        partly = {name: _merged(_given(info.default), data[name]) for name, info in cls.model_fields.items()
-                  if isinstance(data.get(name), Mapping) and _is_group(info)}  # fmt: skip
+        partly = {
+            name: _merged(_given(info.default), data[name])
+            for name, info in cls.model_fields.items()
+            if isinstance(data.get(name), Mapping) and _is_group(info)
+        }
         return {**data, **partly}
 
     @field_validator("*")
     @classmethod
     def _no_secret_in_an_address(cls, value: Any) -> Any:
         if any(holds_secret(text) for text in _texts(value)):
-            raise ValueError("an address with a user, a password or a key in it would be recorded; leave that out, and "
-                             "name the environment variable that holds it: by key_variable where there is one, or in a "
-                             "module of your own that this setting names")  # fmt: skip
+            raise ValueError(
+                "an address with a user, a password or a key in it would be recorded; leave that out, and "
+                "name the environment variable that holds it: by key_variable where there is one, or in a "
+                "module of your own that this setting names"
+            )
         return value
 
 
@@ -60,8 +65,11 @@ def _is_group(info: FieldInfo) -> bool:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(below[key], above[key]) for key in below
-            if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)}  # fmt: skip
+    both = {
+        key: _merged(below[key], above[key])
+        for key in below
+        if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)
+    }
     return {**below, **above, **both}
 
 
@@ -114,8 +122,9 @@ class _Layers:
         return ", ".join(sorted(inside)) or "nowhere"
 
 
-def load_config(base: type[ModelT] | ModelT, file: str | PathLike[str] | None = None,
-                sets: Sequence[str] = ()) -> ModelT:  # fmt: skip
+def load_config(
+    base: type[ModelT] | ModelT, file: str | PathLike[str] | None = None, sets: Sequence[str] = ()
+) -> ModelT:
     """The configuration that `base` (a model, or an instance whose values come first), `file` and `sets` make."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
@@ -137,8 +146,14 @@ def dump_config(config: BaseModel) -> str:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """`--config`, `--set` and `--dry-run`, for a verb whose work is described by a configuration."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets",
-                        help="one setting, as in --set seed=3, on top of the file; repeatable")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="one setting, as in --set seed=3, on top of the file; repeatable",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
 
 
@@ -189,8 +204,12 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
         return cls.model_validate(layers.data)
     except ValidationError as error:
         first = error
-    texts = [keys for e in first.errors() if (keys := _path(layers.data, e["loc"])) in layers.raw
-             and e["type"] in ("string_type", "enum", "literal_error")]  # fmt: skip
+    texts = [
+        keys
+        for e in first.errors()
+        if (keys := _path(layers.data, e["loc"])) in layers.raw
+        and e["type"] in ("string_type", "enum", "literal_error")
+    ]
     for keys in texts:  # `--set name=123` means the text where the field is text
         layers.put(keys, layers.raw[keys], layers.where(keys))
     try:
@@ -247,9 +266,11 @@ def _given(value: Any, whole: bool = False) -> Any:
     """What was set in Python, and every one-word field, which tells the members of a union apart; all of a group, since
     what isn't there would be taken from the default of its place."""
     if isinstance(value, BaseModel):
-        return {info.alias or name: _given(getattr(value, name), _is_group(info))
-                for name, info in type(value).model_fields.items()
-                if whole or name in value.model_fields_set or get_origin(info.annotation) is Literal}  # fmt: skip
+        return {
+            info.alias or name: _given(getattr(value, name), _is_group(info))
+            for name, info in type(value).model_fields.items()
+            if whole or name in value.model_fields_set or get_origin(info.annotation) is Literal
+        }
     if isinstance(value, dict):
         return {key: _given(item) for key, item in value.items()}
     return value
@@ -258,8 +279,10 @@ def _given(value: Any, whole: bool = False) -> Any:
 def _refuse_open_models(cls: type[BaseModel]) -> None:
     for model in dict.fromkeys([cls, *(model for _, inner in _walk(cls, (), ()) for model in inner)]):
         if model.model_config.get("extra") != "forbid":
-            raise TypeError(f"{model.__qualname__} would ignore an unknown setting; give it "
-                            'model_config = ConfigDict(extra="forbid"), or subclass Config')
+            raise TypeError(
+                f"{model.__qualname__} would ignore an unknown setting; give it "
+                'model_config = ConfigDict(extra="forbid"), or subclass Config'
+            )
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:

@@ -39,11 +39,13 @@ _Dumper.add_representer(str, _Dumper.text)
 _OURS = {
     "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     "tag:yaml.org,2002:float": (
-        re.compile(r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-                   r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+        re.compile(
+            r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+            r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+        ),
         "-+.0123456789",
     ),
-}  # fmt: skip
+}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag not in _OURS and not tag.endswith(":timestamp")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -141,12 +141,15 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
     parting = parting_of(first, second)
     shared = min(len(a), len(b)) if parting is None or parting.step is None else parting.step
     return TapeDiff(
-        first=summarise(first), second=summarise(second),
-        same_task=first.begin.task_hash == second.begin.task_hash, shared=shared,
-        shared_turns=first.turns if shared == len(a) else a[shared].turn, parting=parting,
+        first=summarise(first),
+        second=summarise(second),
+        same_task=first.begin.task_hash == second.begin.task_hash,
+        shared=shared,
+        shared_turns=first.turns if shared == len(a) else a[shared].turn,
+        parting=parting,
         settings=tuple(_settings(first, second)),
         steps=tuple(zip_longest(step_lines(first)[shared:], step_lines(second)[shared:])),
-    )  # fmt: skip
+    )
 
 
 def parting_of(first: Tape, second: Tape) -> Parting | None:
@@ -160,8 +163,14 @@ def parting_of(first: Tape, second: Tape) -> Parting | None:
     if len(a) != len(b):
         entry, step = (a if len(a) > both else b)[both], (first if len(a) > both else second)[both]
         told = f"{kind_of(step)}: {step}"
-        return Parting(turn=entry.turn, step=both, by=entry.by, field="step",
-                       first=told if len(a) > both else None, second=told if len(b) > both else None)  # fmt: skip
+        return Parting(
+            turn=entry.turn,
+            step=both,
+            by=entry.by,
+            field="step",
+            first=told if len(a) > both else None,
+            second=told if len(b) > both else None,
+        )
     found = _first(_end(first, earned[0]), _end(second, earned[1]))
     return None if found is None else Parting(turn=None, step=None, by=None, **found)
 
@@ -197,8 +206,15 @@ def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Ea
     for tape, own, ids in zip((first, second), earned, tokens, strict=True):
         step: Step = tape[k]
         kind, content = kind_of(step), step.content if isinstance(step, Unknown) else step.model_dump(mode="json")
-        sides.append({"by": tape.entries[k].by, "kind": kind, kind: content,
-                      "tokens": ids if compared else None, **own.get(k, {})})  # fmt: skip
+        sides.append(
+            {
+                "by": tape.entries[k].by,
+                "kind": kind,
+                kind: content,
+                "tokens": ids if compared else None,
+                **own.get(k, {}),
+            }
+        )
     return _first(*sides)
 
 
@@ -222,9 +238,20 @@ def _end(tape: Tape, earned: Earned) -> dict[str, Any]:
 def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
     sides: list[dict[str, Any]] = []
     for tape in (first, second):
-        told = tape.begin.model_dump(mode="json", include={
-            "task_hash", "agent", "env", "env_seed", "seed", "split", "sampling", "limits", "versions",
-        })  # fmt: skip
+        told = tape.begin.model_dump(
+            mode="json",
+            include={
+                "task_hash",
+                "agent",
+                "env",
+                "env_seed",
+                "seed",
+                "split",
+                "sampling",
+                "limits",
+                "versions",
+            },
+        )
         sides.append({**told, "policy": list(summarise(tape).versions)})
     for found in differences(sides[0], sides[1]):
         then, now = clipped(found.recorded, found.observed)
@@ -234,8 +261,14 @@ def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
 # Two runs
 
 
-def diff_runs(first: Store, second: Store, split: str | None = None, *, against_split: str | None = None,
-              progress: Progress = silent) -> RunDiff:  # fmt: skip
+def diff_runs(
+    first: Store,
+    second: Store,
+    split: str | None = None,
+    *,
+    against_split: str | None = None,
+    progress: Progress = silent,
+) -> RunDiff:
     """Compare by task what the closed tapes of two runs came to, `against_split` (default: `split`) of the second."""
     splits = split, against_split or split
     a, b = attempts_of(first, splits[0]), attempts_of(second, splits[1])
@@ -252,11 +285,15 @@ def diff_runs(first: Store, second: Store, split: str | None = None, *, against_
     for task in found:
         changes[task.change] += 1
     return RunDiff(
-        first=str(first.path), second=str(second.path), splits=splits, counts=changes, scored=len(scored),
+        first=str(first.path),
+        second=str(second.path),
+        splits=splits,
+        counts=changes,
+        scored=len(scored),
         mean_first=fmean(x for x, _ in scored) if scored else None,
         mean_second=fmean(y for _, y in scored) if scored else None,
         tasks=tuple(sorted((task for task in found if task.change != "same"), key=_size)),
-    )  # fmt: skip
+    )
 
 
 SHOWN_FIRST: tuple[Change, ...] = ("lost", "changed", "won", "only_first", "only_second")
@@ -289,8 +326,16 @@ def _task(task: str, a: Sequence[Summary], b: Sequence[Summary], first: Store, s
                 change, tapes = "changed", (one.id, two.id)
                 break
     name = next((s.task for s in (*a, *b) if s.task), "")
-    return TaskDiff(task=task, name=name, change=change, first=then, second=now, attempts=(len(a), len(b)),
-                    tapes=tapes, parting=parting)  # fmt: skip
+    return TaskDiff(
+        task=task,
+        name=name,
+        change=change,
+        first=then,
+        second=now,
+        attempts=(len(a), len(b)),
+        tapes=tapes,
+        parting=parting,
+    )
 
 
 def _reward(summary: Summary) -> float | None:

@@ -39,9 +39,13 @@ Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    parser.add_argument("what", nargs="+", metavar="RUN|RUN:TAPE|TAPE",
-                        help="two runs; two tapes as RUN:TAPE, or as files of one tape each; or a run and two tapes "
-                        "of it (the first characters of an id will do)")  # fmt: skip
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="RUN|RUN:TAPE|TAPE",
+        help="two runs; two tapes as RUN:TAPE, or as files of one tape each; or a run and two tapes "
+        "of it (the first characters of an id will do)",
+    )
     parser.add_argument("--split", help="of two runs, only the tapes of this split")
     parser.add_argument("--against-split", metavar="SPLIT", help="only the second run's of this one (that of --split)")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
@@ -108,22 +112,30 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
     a, b = found.first, found.second
     if not found.same_task:
         yield "The tapes are of two tasks."
-    yield (("", a.id, b.id), [
-        ("status", a.status, b.status), ("reward", number(a.reward), number(b.reward)),
-        ("turns", str(a.turns), str(b.turns)), ("forked from", a.parent or "", b.parent or ""),
-        *((setting.field, _value(setting.first), _value(setting.second)) for setting in found.settings),
-    ])  # fmt: skip
+    yield (
+        ("", a.id, b.id),
+        [
+            ("status", a.status, b.status),
+            ("reward", number(a.reward), number(b.reward)),
+            ("turns", str(a.turns), str(b.turns)),
+            ("forked from", a.parent or "", b.parent or ""),
+            *((setting.field, _value(setting.first), _value(setting.second)) for setting in found.settings),
+        ],
+    )
     if found.parting is None:
         yield f"Nothing that happened differs: {found.shared} steps, {found.shared_turns} turns."
         return
     p = found.parting
     where = "in how they end" if p.step is None else f"at step {p.step}, turn {p.turn}, by {p.by}"
-    yield (f"{found.shared} steps are alike ({found.shared_turns} whole turns); the tapes part {where}: {p.field} is "
-           f"{_value(p.first)} and {_value(p.second)}")  # fmt: skip
+    yield (
+        f"{found.shared} steps are alike ({found.shared_turns} whole turns); the tapes part {where}: {p.field} is "
+        f"{_value(p.first)} and {_value(p.second)}"
+    )
     if found.steps:
-        yield ("step", "first", "second"), [
-            (str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps[:SHOWN])
-        ]
+        yield (
+            ("step", "first", "second"),
+            [(str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps[:SHOWN])],
+        )
     if len(found.steps) > SHOWN:
         yield f"and {len(found.steps) - SHOWN:,} more steps: --json has them all"
 
@@ -136,18 +148,30 @@ def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
     for change in SHOWN_FIRST:
         tasks = [task for task in found.tasks if task.change == change]
         if tasks:
-            yield ("task", "change", "first", "second", "tapes", "part at"), [
-                (task.name or task.task[:12], change.replace("_", " "), number(task.first), number(task.second),
-                 " ".join(task.tapes or ()), _place(task.parting)) for task in tasks[:SHOWN]
-            ]  # fmt: skip
+            yield (
+                ("task", "change", "first", "second", "tapes", "part at"),
+                [
+                    (
+                        task.name or task.task[:12],
+                        change.replace("_", " "),
+                        number(task.first),
+                        number(task.second),
+                        " ".join(task.tapes or ()),
+                        _place(task.parting),
+                    )
+                    for task in tasks[:SHOWN]
+                ],
+            )
         if len(tasks) > SHOWN:
             yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has them all"
     told = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
     yield f"{sum(found.counts.values()):,} tasks, as the second run has them: {told}"
     if found.mean_first is not None and found.mean_second is not None:
-        yield (f"mean reward on the {found.scored:,} tasks that both scored: {found.mean_first:.3f} and "
-               f"{found.mean_second:.3f} ({found.mean_second - found.mean_first:+.3f}); tapereel eval "
-               "--against has intervals")  # fmt: skip
+        yield (
+            f"mean reward on the {found.scored:,} tasks that both scored: {found.mean_first:.3f} and "
+            f"{found.mean_second:.3f} ({found.mean_second - found.mean_first:+.3f}); tapereel eval "
+            "--against has intervals"
+        )
 
 
 def _place(parting: Any) -> str:
@@ -187,8 +211,9 @@ def _markdown(part: str | Rows) -> str:
         return _escaped(part)
     headings, rows = part
     lines: Sequence[Sequence[str]] = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(_escaped(cell) if k != 1 else cell for cell in line) + " |"
-                     for k, line in enumerate(lines))  # fmt: skip
+    return "\n".join(
+        "| " + " | ".join(_escaped(cell) if k != 1 else cell for cell in line) + " |" for k, line in enumerate(lines)
+    )
 
 
 def _escaped(text: str) -> str:

@@ -65,7 +65,8 @@ class MissingExtra(TapereelError, ImportError):
     """An optional package is not installed; names the extra that brings it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: "
-                         f'pip install "tapereel[{extra}]"')
+        super().__init__(
+            f'{purpose} needs the package {package!r}, which is not installed: pip install "tapereel[{extra}]"'
+        )
         self.package = package
         self.extra = extra

@@ -48,8 +48,11 @@ def tree(store: Store, tape: str | None = None) -> tuple[Fork, ...]:
         if summary.parent in tapes:
             children[summary.parent].append(summary.id)
     if tape is None:
-        return tuple(_fork(store, name, tapes, children) for name, s in tapes.items()
-                     if s.parent not in tapes and (name in children or s.parent is not None))  # fmt: skip
+        return tuple(
+            _fork(store, name, tapes, children)
+            for name, s in tapes.items()
+            if s.parent not in tapes and (name in children or s.parent is not None)
+        )
     name = store.tape(tape, refresh=False).id
     while (above := tapes[name].parent) is not None and above in tapes:
         name = above
@@ -61,11 +64,19 @@ def _fork(store: Store, name: str, tapes: dict[str, Summary], children: dict[str
     parent = begin.parent if begin is not None else None
     below = [_fork(store, child, tapes, children) for child in children.get(name, ())]
     return Fork(
-        tape=name, parent=s.parent, turn=parent.turn if parent is not None else None,
-        unverified=parent.unverified if parent is not None else None, status=s.status, reward=s.reward,
-        turns=s.actions, split=s.split, agent=s.agent, group=s.group, attempt=s.attempt,
+        tape=name,
+        parent=s.parent,
+        turn=parent.turn if parent is not None else None,
+        unverified=parent.unverified if parent is not None else None,
+        status=s.status,
+        reward=s.reward,
+        turns=s.actions,
+        split=s.split,
+        agent=s.agent,
+        group=s.group,
+        attempt=s.attempt,
         children=tuple(sorted(below, key=lambda fork: fork.turn or 0)),
-    )  # fmt: skip
+    )
 
 
 def _begin(store: Store, tape: str) -> Begin:

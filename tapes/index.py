@@ -43,9 +43,28 @@ create index if not exists tapes_by_group on tapes (group_id);
 create index if not exists tapes_by_task on tapes (task_hash);
 """
 _COLUMNS = (
-    "id", "segment", "n", "split", "task_hash", "task", "group_id", "attempt", "agent", "env", "effect", "parent",
-    "begun", "status", "cause", "ended", "reward", "calls", "actions", "sampled", "failed",
-)  # fmt: skip
+    "id",
+    "segment",
+    "n",
+    "split",
+    "task_hash",
+    "task",
+    "group_id",
+    "attempt",
+    "agent",
+    "env",
+    "effect",
+    "parent",
+    "begun",
+    "status",
+    "cause",
+    "ended",
+    "reward",
+    "calls",
+    "actions",
+    "sampled",
+    "failed",
+)
 _BATCH = 20_000
 _ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role":"action"')
 
@@ -220,9 +239,19 @@ class Index:
             pins = read_pins(chain.opened) if chain.opened else (row.pins if row is not None else "{}")
             self._db.execute(
                 "insert or replace into segments values (?,?,?,?,?,?,?,?,?,?)",
-                (name, reader.offset, last, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier,
-                 sealed.get("reason"), sealed.get("next"), pins),
-            )  # fmt: skip
+                (
+                    name,
+                    reader.offset,
+                    last,
+                    chain.n,
+                    chain.first.decode(),
+                    chain.head.decode(),
+                    chain.frontier,
+                    sealed.get("reason"),
+                    sealed.get("next"),
+                    pins,
+                ),
+            )
         return reader.broken()
 
     def _note(self, segment: str, line: Line, at: int, length: int) -> tuple[Any, ...]:
@@ -233,8 +262,10 @@ class Index:
             except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
                 if t == "begin":
                     self._tapes[tape] = self._begin(tape, {}, segment, line.n)
-                self._db.execute("insert or replace into unread values (?,?,?,?,?)",
-                                 (segment, line.n, tape, t, str(error).splitlines()[0][:300]))  # fmt: skip
+                self._db.execute(
+                    "insert or replace into unread values (?,?,?,?,?)",
+                    (segment, line.n, tape, t, str(error).splitlines()[0][:300]),
+                )
         return tape or "", segment, line.n, t, at, length
 
     def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
@@ -263,14 +294,28 @@ class Index:
     def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
         task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
         return {
-            "id": tape, "segment": segment, "n": n, "split": body.get("split", ""),
+            "id": tape,
+            "segment": segment,
+            "n": n,
+            "split": body.get("split", ""),
             "task_hash": body.get("task_hash", ""),
-            "task": task.get("id", ""), "group_id": body.get("group"), "attempt": body.get("attempt"),
-            "agent": agent.get("name", ""), "env": env.get("name", ""), "effect": env.get("effect"),
-            "parent": (body.get("parent") or {}).get("tape"), "begun": body.get("at"), "status": None, "cause": None,
-            "ended": None, "reward": None, "calls": 0, "actions": 0, "sampled": 0,
+            "task": task.get("id", ""),
+            "group_id": body.get("group"),
+            "attempt": body.get("attempt"),
+            "agent": agent.get("name", ""),
+            "env": env.get("name", ""),
+            "effect": env.get("effect"),
+            "parent": (body.get("parent") or {}).get("tape"),
+            "begun": body.get("at"),
+            "status": None,
+            "cause": None,
+            "ended": None,
+            "reward": None,
+            "calls": 0,
+            "actions": 0,
+            "sampled": 0,
             "failed": False,
-        }  # fmt: skip
+        }
 
     def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
         row["calls"] += 1
@@ -285,8 +330,9 @@ class Index:
     def _flush(self, places: list[tuple[Any, ...]]) -> None:
         self._db.executemany("insert or replace into records values (?,?,?,?,?,?)", places)
         marks = ",".join("?" * len(_COLUMNS))
-        self._db.executemany(f"insert or replace into tapes values ({marks})",
-                             [tuple(row.values()) for row in self._tapes.values()])
+        self._db.executemany(
+            f"insert or replace into tapes values ({marks})", [tuple(row.values()) for row in self._tapes.values()]
+        )
         self._tapes.clear()
 
     # Questions
@@ -297,9 +343,12 @@ class Index:
 
     def tapes(self, where: str = "1", values: Iterable[Any] = (), *, limit: int = -1, offset: int = 0) -> list[Summary]:
         """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
-        return [Summary(*row[:-1]) for row in
-                self._ask(f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?",
-                          *values, limit, offset)]  # fmt: skip
+        return [
+            Summary(*row[:-1])
+            for row in self._ask(
+                f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?", *values, limit, offset
+            )
+        ]
 
     def among(self, tapes: Iterable[str]) -> list[Summary]:
         """Summaries of those of these ids that are here, in the order in which they began."""
@@ -308,8 +357,10 @@ class Index:
     def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
         """The policy versions that sampled each of these tapes; a tape that none did is left out."""
         found: dict[str, list[str]] = {}
-        for version, tape in self._ask("select version, tape from versions where tape in "
-                                       "(select value from json_each(?))", to_json(list(tapes)).decode()):  # fmt: skip
+        for version, tape in self._ask(
+            "select version, tape from versions where tape in (select value from json_each(?))",
+            to_json(list(tapes)).decode(),
+        ):
             found.setdefault(tape, []).append(version)
         return found
 
@@ -323,20 +374,35 @@ class Index:
 
     def written(self, segment: str, since: int) -> set[tuple[str, str]]:
         """(tape, t) of a segment's records from line `since` on; the empty id where a record names no tape."""
-        return {(tape, t) for tape, t in
-                self._ask("select distinct tape, t from records where segment = ? and n >= ?", segment, since)}
+        return {
+            (tape, t)
+            for tape, t in self._ask(
+                "select distinct tape, t from records where segment = ? and n >= ?", segment, since
+            )
+        }
 
     def ids(self, prefix: str) -> list[str]:
         """Ids that start so, at most 3."""
-        rows = self._ask("select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
-                         prefix, prefix + chr(sys.maxunicode), len(prefix), prefix)  # fmt: skip
+        rows = self._ask(
+            "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
+            prefix,
+            prefix + chr(sys.maxunicode),
+            len(prefix),
+            prefix,
+        )
         return [row[0] for row in rows]
 
     def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:
         """The records that name this tape, in order; of the empty id: those that name none."""
-        return [Place(*row) for row in self._ask(
-            "select segment, n, t, offset, length from records where tape = ? order by segment, n limit ? offset ?",
-            tape, limit, offset)]  # fmt: skip
+        return [
+            Place(*row)
+            for row in self._ask(
+                "select segment, n, t, offset, length from records where tape = ? order by segment, n limit ? offset ?",
+                tape,
+                limit,
+                offset,
+            )
+        ]
 
     def met(self) -> set[tuple[str, str]]:
         """Pins (segment, hash) inside segments that were found once and need no reading again."""

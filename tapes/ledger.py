@@ -34,8 +34,10 @@ def ranges(use: Use, fate: Fate) -> Iterator[Range]:
             case [str(tape), str(call), int(start), int(end)]:
                 yield tape, call, start, end
             case _:
-                raise NotATape(f"update {use.update} of lineage {use.lineage!r} lists {entry!r} as {fate}; an entry is "
-                               "[tape, call, start, end]")
+                raise NotATape(
+                    f"update {use.update} of lineage {use.lineage!r} lists {entry!r} as {fate}; an entry is "
+                    "[tape, call, start, end]"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,14 @@ class Lineages:
         own = sorted(self.uses.get(lineage, ()), key=lambda use: (use.update, use.epoch))
         for use in own:
             if use.update <= cut and above:
-                raise NotATape(f"update {use.update} of lineage {lineage!r} lies in its past, which ends at "
-                               f"update {cut}")
+                raise NotATape(
+                    f"update {use.update} of lineage {lineage!r} lies in its past, which ends at update {cut}"
+                )
         history += own
         for a, b in pairwise(history):
             if (a.update, a.epoch) == (b.update, b.epoch):
-                raise NotATape(f"update {a.update}, epoch {a.epoch} of lineage {lineage!r} is recorded twice; "
-                               "it can have been applied once only")
+                raise NotATape(
+                    f"update {a.update}, epoch {a.epoch} of lineage {lineage!r} is recorded twice; "
+                    "it can have been applied once only"
+                )
         return history

@@ -47,9 +47,22 @@ class TapeLog:
     """The growing record of one episode. `append` is the only way in; the order of records is checked."""
 
     __slots__ = (
-        "_calls", "_conversations", "_in_turn", "begin", "bodies", "call_order", "cuts", "digests", "end", "entries",
-        "inherited", "layers", "parent", "rewards", "turn",
-    )  # fmt: skip
+        "_calls",
+        "_conversations",
+        "_in_turn",
+        "begin",
+        "bodies",
+        "call_order",
+        "cuts",
+        "digests",
+        "end",
+        "entries",
+        "inherited",
+        "layers",
+        "parent",
+        "rewards",
+        "turn",
+    )
 
     def __init__(self, begin: Begin, *, parent: Tape | None = None, body: bytes | None = None) -> None:
         self.begin = begin

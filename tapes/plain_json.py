@@ -37,8 +37,12 @@ def read_plain(text: str | bytes) -> Any:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEPTH):
-        level = [inner for outer in level if isinstance(outer, list | dict)
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]  # fmt: skip
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
     if any(isinstance(inner, list | dict) for inner in level):
         raise ValueError(f"more than {DEPTH} arrays and objects inside each other")
 

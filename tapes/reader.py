@@ -50,13 +50,17 @@ class Break:
     why: str
 
     def __str__(self) -> str:
-        return (f"segment {self.segment} is {self.verdict} at line {self.n} (byte {self.offset}, {self.size} bytes "
-                f"follow): {self.why}")
+        return (
+            f"segment {self.segment} is {self.verdict} at line {self.n} (byte {self.offset}, {self.size} bytes "
+            f"follow): {self.why}"
+        )
 
     def error(self) -> Corrupt:
         """The error for a corrupt segment."""
-        return Corrupt(f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring "
-                       "the file back from a copy, or go on in a new run")
+        return Corrupt(
+            f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring "
+            "the file back from a copy, or go on in a new run"
+        )
 
 
 class SegmentReader:
@@ -101,8 +105,14 @@ class SegmentReader:
             if evidence is None and not self._unfinished:  # of a live segment, the rest may have been written since
                 evidence = _evidence(file, self.chain, self.offset)
             size = file.seek(0, 2) - self.offset
-        return Break(self.segment, self.offset, self.chain.n, size, "corrupt" if evidence else "torn",
-                     f"{self.why}; {evidence}" if evidence else self.why)
+        return Break(
+            self.segment,
+            self.offset,
+            self.chain.n,
+            size,
+            "corrupt" if evidence else "torn",
+            f"{self.why}; {evidence}" if evidence else self.why,
+        )
 
 
 @dataclass(slots=True)

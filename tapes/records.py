@@ -311,8 +311,10 @@ class Call(Record):
         at = 0
         for version, start, end in self.spans:
             if start != at or end < start or end > n:
-                raise ValueError(f"call {self.call}: version spans {self.spans} don't partition {n} completion tokens "
-                                 f"(at {version!r})")
+                raise ValueError(
+                    f"call {self.call}: version spans {self.spans} don't partition {n} completion tokens "
+                    f"(at {version!r})"
+                )
             at = end
         if self.spans and at != n:
             raise ValueError(f"call {self.call}: version spans end at {at}, the completion has {n} tokens")

@@ -60,8 +60,9 @@ class Recovered:
     """Irreversible actions that need a person to look what became of them; never retried."""
 
 
-def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callable[[], float] = time.time,
-                 **options: Any) -> tuple[SegmentWriter, Recovered]:  # fmt: skip
+def start_writer(
+    folder: Path, index: Index, *, disk: Disk = REAL, clock: Callable[[], float] = time.time, **options: Any
+) -> tuple[SegmentWriter, Recovered]:
     """Recover what the dead left and start a writer of our own. Raises Corrupt where bytes below a frontier changed."""
     found = Recovered()
     with FolderLock(disk, folder):
@@ -95,8 +96,9 @@ def start_writer(folder: Path, index: Index, *, disk: Disk = REAL, clock: Callab
 def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
     """Lock every segment that may need something done: all but those that a seal ends and a later segment pins."""
     pinned = {(name, head) for segment in segments for name, head in read_pins(segment).items()}
-    settled = {segment.name for segment in segments
-               if segment.sealed is not None and (segment.name, segment.head) in pinned}
+    settled = {
+        segment.name for segment in segments if segment.sealed is not None and (segment.name, segment.head) in pinned
+    }
     held: dict[str, int] = {}
     for name in segment_names(disk.names(folder)):
         if name in settled:
@@ -126,8 +128,10 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
             raise broken.error()
     missing = unmet_pins(segments, index, kept)
     if missing:
-        raise Corrupt(f"{missing[0]}. Bring the segment back from a copy, or go on in a new run; "
-                      "`tapereel verify` lists all that is damaged")
+        raise Corrupt(
+            f"{missing[0]}. Bring the segment back from a copy, or go on in a new run; "
+            "`tapereel verify` lists all that is damaged"
+        )
 
 
 def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None, found: Recovered) -> None:
@@ -199,8 +203,10 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
             lines = SegmentReader(index.folder, segment.name, disk=index.disk)
             found |= {(segment.name, line.h.decode()) for _, line, _ in lines if line.h.decode() in heads}
     index.note_met(found)
-    return [f"segment {name} does not hold the line with the hash {head} that was pinned"
-            for name, head in sorted(wanted - found)]  # fmt: skip
+    return [
+        f"segment {name} does not hold the line with the hash {head} that was pinned"
+        for name, head in sorted(wanted - found)
+    ]
 
 
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
@@ -212,8 +218,15 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     return name
 
 
-def _end(tape: Summary, index: Index, folder: Path, disk: Disk, writer: SegmentWriter, found: Recovered,
-         clock: Callable[[], float]) -> None:  # fmt: skip
+def _end(
+    tape: Summary,
+    index: Index,
+    folder: Path,
+    disk: Disk,
+    writer: SegmentWriter,
+    found: Recovered,
+    clock: Callable[[], float],
+) -> None:
     """Write the end that the dead process could not."""
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]
@@ -221,8 +234,11 @@ def _end(tape: Summary, index: Index, folder: Path, disk: Disk, writer: SegmentW
     record = read_body(body)
     if tape.effect == "irreversible" and record.get("role") == "action":
         found.dangling.append(Dangling(tape.id, tape.env, str(record.get("kind"))))
-        cause = Cause(type=CauseType.OURS, message="the process died when the irreversible action "
-                      f"{record.get('kind')!r} may have been under way: somebody must look whether it happened")
+        cause = Cause(
+            type=CauseType.OURS,
+            message="the process died when the irreversible action "
+            f"{record.get('kind')!r} may have been under way: somebody must look whether it happened",
+        )
     now = clock()
     end = End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now)
     writer.append(end.body())

@@ -24,12 +24,17 @@ _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|cre
 _SHAPES = (
     (("://",), re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)"), HIDDEN),
     (("earer", "asic"), re.compile(r"\b([Bb](?:earer|asic))\s+(?=\S*[\d=])[\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
-    (("key=", "oken=", "ecret=", "word="),
-     re.compile(r"([?&](?:[\w-]*[_-])?(?:api_?key|key|token|secret|password)=)(?!\[secret\])[^&\s'\"]+"),
-     rf"\1{HIDDEN}"),
-    (("sk-", "hf_", "gh", "xox", "AKIA", "AIza"),
-     re.compile(r"\b(?:sk-|hf_|gh[pousr]_|xox[a-z]-|AKIA|AIza)[\w-]{12,}"), HIDDEN),
-)  # fmt: skip
+    (
+        ("key=", "oken=", "ecret=", "word="),
+        re.compile(r"([?&](?:[\w-]*[_-])?(?:api_?key|key|token|secret|password)=)(?!\[secret\])[^&\s'\"]+"),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        ("sk-", "hf_", "gh", "xox", "AKIA", "AIza"),
+        re.compile(r"\b(?:sk-|hf_|gh[pousr]_|xox[a-z]-|AKIA|AIza)[\w-]{12,}"),
+        HIDDEN,
+    ),
+)
 """(text that must be there at all, what is searched then, what takes its place)."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
@@ -88,8 +93,10 @@ def hide(value: ValueT) -> ValueT:
     if isinstance(value, str):
         hidden = _hidden(value, environment_secrets() if _KEYLIKE.search(value) else ())
     elif isinstance(value, dict):
-        hidden = {key: HIDDEN if isinstance(one, str) and one and names_secret(str(key)) else hide(one)
-                  for key, one in value.items()}  # fmt: skip
+        hidden = {
+            key: HIDDEN if isinstance(one, str) and one and names_secret(str(key)) else hide(one)
+            for key, one in value.items()
+        }
     elif isinstance(value, list):
         hidden = [hide(one) for one in value]
     return hidden  # type: ignore[return-value]

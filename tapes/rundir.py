@@ -74,9 +74,15 @@ class RunDir:
 
 
 @contextmanager
-def open_run(path: str | Path, config: BaseModel, *, resume: bool = False, free: Collection[str] = (),
-             changes: Mapping[str, Change] | None = None,
-             begin: Callable[[], dict[str, Any]] = dict) -> Iterator[RunDir]:  # fmt: skip
+def open_run(
+    path: str | Path,
+    config: BaseModel,
+    *,
+    resume: bool = False,
+    free: Collection[str] = (),
+    changes: Mapping[str, Change] | None = None,
+    begin: Callable[[], dict[str, Any]] = dict,
+) -> Iterator[RunDir]:
     """Begin the run at `path`, or go on with it.
 
     `begin()` gives the results that a new run starts from. The settings in `free` (dotted) may differ in a resumed
@@ -150,8 +156,10 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, A
     then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
     if then != now:
         keys = ", ".join(_differences(then, now))
-        raise ConfigError(f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
-                          "with that file as --config, or choose another --out")
+        raise ConfigError(
+            f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
+            "with that file as --config, or choose another --out"
+        )
     return json.loads((path / RESULTS).read_text(encoding="utf-8"))
 
 

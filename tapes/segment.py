@@ -138,8 +138,10 @@ class Chain:
         if self.n == 0:
             self._take_open(line)
         elif line.p != self.head:
-            raise BadLine(f"line {line.n} follows a line with the hash {line.p[:12].decode()}…, "
-                          f"but the line before has {self.head[:12].decode()}…")
+            raise BadLine(
+                f"line {line.n} follows a line with the hash {line.p[:12].decode()}…, "
+                f"but the line before has {self.head[:12].decode()}…"
+            )
         elif line.body.startswith((b'{"t":"seal"', b'{"t":"commit"', b'{"t":"open"')):
             self._take_own(line)
         self.n += 1

@@ -45,15 +45,23 @@ _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory, or a tape written as one JSON document")
     parser.add_argument("tape", nargs="?", help="id of a tape, or the start of one; without it, the tapes are listed")
-    parser.add_argument("--status", choices=[*(status.value for status in Status), RUNNING], metavar="STATUS",
-                        help="list only tapes that ended so (`finished`, `error`, ...) or are `running`")  # fmt: skip
+    parser.add_argument(
+        "--status",
+        choices=[*(status.value for status in Status), RUNNING],
+        metavar="STATUS",
+        help="list only tapes that ended so (`finished`, `error`, ...) or are `running`",
+    )
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="list the newest N that fit (default 20)")
-    parser.add_argument("--taught", metavar="CKPT",
-                        help="list only tapes that this checkpoint (its directory) was trained on")  # fmt: skip
+    parser.add_argument(
+        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (its directory) was trained on"
+    )
     parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
-    parser.add_argument("--full", action="store_true",
-                        help=f"show every step of a tape whole, not only its first {LONGEST:,} characters")  # fmt: skip
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help=f"show every step of a tape whole, not only its first {LONGEST:,} characters",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
             _show_tape(args, store.tape(args.tape))
         else:
             running = args.status == RUNNING
-            found = store.summaries(status=None if running else args.status, split=args.split,
-                                    closed=False if running else None)  # fmt: skip
+            found = store.summaries(
+                status=None if running else args.status, split=args.split, closed=False if running else None
+            )
             if args.taught is not None:
                 teachers = _teachers(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in teachers]
@@ -117,8 +126,13 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
     line = f"{counted(len(every), 'tape')} ({told})"
     if mean is not None:
         line += f"; mean reward {mean:.3f} over {len(scored)} scored"
-    data = {"run": str(args.run), "count": len(every), "statuses": counts, "mean_reward": mean,
-            "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest]}  # fmt: skip
+    data = {
+        "run": str(args.run),
+        "count": len(every),
+        "statuses": counts,
+        "mean_reward": mean,
+        "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest],
+    }
     answer(args, data, _list_table(newest), safe(line))
 
 
@@ -129,15 +143,33 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _list_table(summaries: list[Summary]) -> Table:
-    made = table("tape", "began", "task", "split", "status", "#reward", "#turns", "#tokens", "agent", "group",
-                 fold=("task", "split", "status", "agent", "group"))  # fmt: skip
+    made = table(
+        "tape",
+        "began",
+        "task",
+        "split",
+        "status",
+        "#reward",
+        "#turns",
+        "#tokens",
+        "agent",
+        "group",
+        fold=("task", "split", "status", "agent", "group"),
+    )
     for s in summaries:
         group = f"{s.group}/{s.attempt}" if s.group is not None else ""
         made.add_row(
-            _text(s.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
-            _text(_task(s)), _text(s.split),
-            _status(s.status, s.cause), number(s.reward), str(s.actions), str(s.sampled), _text(s.agent), _text(group),
-        )  # fmt: skip
+            _text(s.id),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
+            _text(_task(s)),
+            _text(s.split),
+            _status(s.status, s.cause),
+            number(s.reward),
+            str(s.actions),
+            str(s.sampled),
+            _text(s.agent),
+            _text(group),
+        )
     return made
 
 
@@ -151,8 +183,10 @@ def _task(s: Summary) -> str:
 def _head(tape: Tape, s: TapeSummary) -> list[Text]:
     first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
     lines = [first.append(f"  reward {number(s.reward)}")]
-    about = (f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
-             f"{counted(s.sampled, 'token')} sampled")  # fmt: skip
+    about = (
+        f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
+        f"{counted(s.sampled, 'token')} sampled"
+    )
     if s.authored:
         about += f", {s.authored} authored"
     lines.append(_text(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))
@@ -173,9 +207,14 @@ def _step_table(steps: list[StepLine], longest: int | None) -> Table:
         style = _STYLE[step.role] + (" dim" if step.inherited else "")
         earned = _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}})
         made.add_row(
-            str(step.index), str(step.turn), _text(step.by), _text(step.kind), _text(_begin(step.text, longest), style),
-            str(step.tokens or ""), _text(earned),
-        )  # fmt: skip
+            str(step.index),
+            str(step.turn),
+            _text(step.by),
+            _text(step.kind),
+            _text(_begin(step.text, longest), style),
+            str(step.tokens or ""),
+            _text(earned),
+        )
     return made
 
 
@@ -186,15 +225,33 @@ def _begin(text: str, longest: int | None) -> str:
 
 
 def _call_table(tape: str, calls: list[CallLine]) -> Table:
-    made = table("call", "by", "engine", "#prompt", "#kept", "#completion", "finish", "#T", "#log-prob", "versions",
-                 fold=("by", "engine", "finish", "versions"))  # fmt: skip
+    made = table(
+        "call",
+        "by",
+        "engine",
+        "#prompt",
+        "#kept",
+        "#completion",
+        "finish",
+        "#T",
+        "#log-prob",
+        "versions",
+        fold=("by", "engine", "finish", "versions"),
+    )
     for c in calls:
         versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
         made.add_row(
-            _text(c.call.removeprefix(tape)), _text(c.by), _text(c.engine), _count(c.prompt), str(c.kept),
-            _count(c.completion), _text(c.finish or ""), f"{c.temperature:g}", number(c.mean_logprob),
+            _text(c.call.removeprefix(tape)),
+            _text(c.by),
+            _text(c.engine),
+            _count(c.prompt),
+            str(c.kept),
+            _count(c.completion),
+            _text(c.finish or ""),
+            f"{c.temperature:g}",
+            number(c.mean_logprob),
             _text(versions + (f"; new row: {c.split}" if c.split else "")),
-        )  # fmt: skip
+        )
     return made
 
 

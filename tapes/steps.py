@@ -108,8 +108,7 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A question that a program outside put to the model, and the answer; long ones in short, the call has them whole.
-    """
+    """A question that an external program sent to the model, and the answer; long ones cut, the call has them whole."""
 
     asked: str
     """The messages that it added."""
@@ -248,8 +247,10 @@ def unwritable(step: Step, error: Exception) -> Unwritable:
         except (PydanticSerializationError, UnicodeEncodeError):
             value = _culprit(getattr(step, name))
             if isinstance(value, str):
-                return Unwritable(f"a step of kind {step.kind!r} can't be written: the text of its field {name!r} "
-                                  "holds half a character (a lone surrogate); decode it with errors='replace'")
+                return Unwritable(
+                    f"a step of kind {step.kind!r} can't be written: the text of its field {name!r} "
+                    "holds half a character (a lone surrogate); decode it with errors='replace'"
+                )
             cls = type(value)
             module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
             return Unwritable(

@@ -80,20 +80,23 @@ class Store:
         path = Path(path)
         disk.make_folder(path / "tapes")
         if segment_names(disk.names(path / "tapes")):
-            raise RunExists(f"{path} holds a run already: open it with Store.open(path, write=True), or choose another "
-                            "path")
+            raise RunExists(
+                f"{path} holds a run already: open it with Store.open(path, write=True), or choose another path"
+            )
         return cls.open(path, write=True, disk=disk, cache=cache, **options)
 
     @classmethod
-    def open(cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True,
-             **options: Any) -> Self:  # fmt: skip
+    def open(
+        cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True, **options: Any
+    ) -> Self:
         """Open a run; for writing, this recovers what dead writers left (`store.recovered`). NoRun where none is."""
         path = Path(path)
         try:
             disk.names(path / "tapes")
         except (FileNotFoundError, NotADirectoryError):
-            raise NoRun(f"{path} is no run: it has no folder `tapes`; name the directory that a run was written "
-                        "to") from None
+            raise NoRun(
+                f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
+            ) from None
         store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and disk is REAL else None)
         if write:
             if "durability" in options:
@@ -169,11 +172,21 @@ class Store:
         return breaks
 
     def summaries(
-        self, *, status: Status | str | None = None, split: str | None = None, task_hash: str | None = None,
-        group: str | None = None, version: str | None = None, agent: str | None = None, min_reward: float | None = None,
-        max_reward: float | None = None, since: float | None = None, until: float | None = None,
-        closed: bool | None = None, durable: bool = False,
-    ) -> list[Summary]:  # fmt: skip
+        self,
+        *,
+        status: Status | str | None = None,
+        split: str | None = None,
+        task_hash: str | None = None,
+        group: str | None = None,
+        version: str | None = None,
+        agent: str | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        since: float | None = None,
+        until: float | None = None,
+        closed: bool | None = None,
+        durable: bool = False,
+    ) -> list[Summary]:
         """What a list shows of the tapes that fit, in the order in which they began, without reading them.
 
         `version`: sampled from by one of its calls. `since`, `until`: seconds since 1970 of its begin, half-open.
@@ -183,10 +196,17 @@ class Store:
         where: list[str] = []
         values: list[Any] = []
         for clause, value in (
-            ("status = ?", status), ("split = ?", split), ("task_hash = ?", task_hash), ("group_id = ?", group),
-            ("agent = ?", agent), ("reward >= ?", min_reward), ("reward <= ?", max_reward), ("begun >= ?", since),
-            ("begun < ?", until), ("exists (select 1 from versions v where v.tape = id and v.version = ?)", version),
-        ):  # fmt: skip
+            ("status = ?", status),
+            ("split = ?", split),
+            ("task_hash = ?", task_hash),
+            ("group_id = ?", group),
+            ("agent = ?", agent),
+            ("reward >= ?", min_reward),
+            ("reward <= ?", max_reward),
+            ("begun >= ?", since),
+            ("begun < ?", until),
+            ("exists (select 1 from versions v where v.tape = id and v.version = ?)", version),
+        ):
             if value is not None:
                 where.append(clause)
                 values.append(value)
@@ -194,8 +214,10 @@ class Store:
             where.append("status is not null" if closed or durable else "status is null")
         if durable:
             mine, lines = self._own_frontier()
-            where.append("not exists (select 1 from records r join segments s on s.name = r.segment where r.tape = id "
-                         "and r.n >= s.frontier and s.sealed is null and not (r.segment = ? and r.n < ?))")
+            where.append(
+                "not exists (select 1 from records r join segments s on s.name = r.segment where r.tape = id "
+                "and r.n >= s.frontier and s.sealed is null and not (r.segment = ? and r.n < ?))"
+            )
             values += [mine, lines]
         return self.index.tapes(" and ".join(where) or "1", values)
 
@@ -233,8 +255,10 @@ class Store:
             if above.tape in seen:
                 raise NotATape(f"tape {tape} is said to be a fork of itself, by way of {above.tape}")
             if above.tape not in self.index.ids(above.tape):
-                raise NotATape(f"tape {tape} was forked from tape {above.tape}, which is not in {self.path}; bring the "
-                               "run that holds it here, or read the fork there")
+                raise NotATape(
+                    f"tape {tape} was forked from tape {above.tape}, which is not in {self.path}; bring the "
+                    "run that holds it here, or read the fork there"
+                )
             seen.add(above.tape)
             line.append(self._read(above.tape, above.records))
         found: Tape | None = None
@@ -291,8 +315,14 @@ class Store:
             broken = reader.broken()
             if broken is not None and broken.verdict == "corrupt":
                 raise broken.error()
-            places[name] = (reader.offset, chain.n, chain.first.decode(), chain.head.decode(), chain.frontier,
-                            chain.sealed is not None)
+            places[name] = (
+                reader.offset,
+                chain.n,
+                chain.first.decode(),
+                chain.head.decode(),
+                chain.frontier,
+                chain.sealed is not None,
+            )
         return found, Cursor(places)
 
     def _stored(self, reader: SegmentReader) -> Iterator[Stored]:
@@ -336,8 +366,9 @@ class Store:
                 free = self.disk.lock(handle)
                 self.disk.close(handle)
                 if not free:
-                    raise StoreFailed(f"segment {name} has a writer, which may be about to name a "
-                                      "media file; close it first")
+                    raise StoreFailed(
+                        f"segment {name} has a writer, which may be about to name a media file; close it first"
+                    )
             return self.media.collect(stored.body for stored in self.records())
 
 

@@ -30,8 +30,15 @@ class Tape(Sequence[Step]):
 
     __slots__ = ("_k", "_log", "_n", "_open", "scope")
 
-    def __init__(self, log: TapeLog, n: int | None = None, *, records: int | None = None, scope: str = "",
-                 agent_view: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        log: TapeLog,
+        n: int | None = None,
+        *,
+        records: int | None = None,
+        scope: str = "",
+        agent_view: bool = False,
+    ) -> None:
         self._log = log
         self._n = len(log.entries) if n is None else n
         self._k = len(log.bodies) if records is None else records

@@ -101,14 +101,26 @@ def summarise(tape: Tape) -> TapeSummary:
     begin, end, calls = tape.begin, tape.end, tape.calls
     versions = dict.fromkeys(version for call in calls for version, _, _ in call.spans)
     return TapeSummary(
-        id=tape.id, status=tape.status.value if tape.status else "running", cause=_cause(tape),
-        raised_at=tape.cause.frame if tape.cause is not None else None, reward=tape.reward,
-        split=begin.split, agent=begin.agent.name, env=begin.env.name, group=begin.group, attempt=begin.attempt,
-        parent=f"{begin.parent.tape}@{begin.parent.turn}" if begin.parent else None, steps=len(tape), turns=tape.turns,
-        calls=len(calls), sampled=sum(len(c.completion or ()) for c in calls if c.logprobs is not None),
-        authored=sum(len(c.completion or ()) for c in calls if c.logprobs is None), versions=tuple(versions),
-        seconds=end.seconds if end is not None else None, began=begin.at,
-    )  # fmt: skip
+        id=tape.id,
+        status=tape.status.value if tape.status else "running",
+        cause=_cause(tape),
+        raised_at=tape.cause.frame if tape.cause is not None else None,
+        reward=tape.reward,
+        split=begin.split,
+        agent=begin.agent.name,
+        env=begin.env.name,
+        group=begin.group,
+        attempt=begin.attempt,
+        parent=f"{begin.parent.tape}@{begin.parent.turn}" if begin.parent else None,
+        steps=len(tape),
+        turns=tape.turns,
+        calls=len(calls),
+        sampled=sum(len(c.completion or ()) for c in calls if c.logprobs is not None),
+        authored=sum(len(c.completion or ()) for c in calls if c.logprobs is None),
+        versions=tuple(versions),
+        seconds=end.seconds if end is not None else None,
+        began=begin.at,
+    )
 
 
 def step_lines(tape: Tape) -> list[StepLine]:
@@ -121,12 +133,19 @@ def step_lines(tape: Tape) -> list[StepLine]:
             earned[reward.name] = earned.get(reward.name, 0.0) + (reward.weight or 1.0) * reward.value
     return [
         StepLine(
-            index=i, turn=entry.turn, by=entry.by, role=role_of(entry.step), kind=kind_of(entry.step),
-            text=reads(entry.step), rewards=rewards.get(i, {}), metrics=metrics.get(i, {}),
-            tokens=sum(b - a for _, a, b in entry.calls), inherited=i < tape.inherited,
+            index=i,
+            turn=entry.turn,
+            by=entry.by,
+            role=role_of(entry.step),
+            kind=kind_of(entry.step),
+            text=reads(entry.step),
+            rewards=rewards.get(i, {}),
+            metrics=metrics.get(i, {}),
+            tokens=sum(b - a for _, a, b in entry.calls),
+            inherited=i < tape.inherited,
         )
         for i, entry in enumerate(tape.entries)
-    ]  # fmt: skip
+    ]
 
 
 def episode_rewards(tape: Tape) -> dict[str, float]:
@@ -142,13 +161,20 @@ def call_lines(tape: Tape) -> list[CallLine]:
 def _call_line(call: Call) -> CallLine:
     known = [x for x in call.logprobs or () if x == x]
     return CallLine(
-        call=call.call, by=call.by, engine=call.engine,
-        prompt=call.keep + len(call.prompt) if call.prompt is not None else None, kept=call.keep,
-        completion=len(call.completion) if call.completion is not None else None, finish=call.finish,
-        temperature=call.sampling.temperature, mean_logprob=sum(known) / len(known) if known else None,
-        spans=call.spans, split=call.split, seconds=sum(a.seconds for a in call.attempts),
+        call=call.call,
+        by=call.by,
+        engine=call.engine,
+        prompt=call.keep + len(call.prompt) if call.prompt is not None else None,
+        kept=call.keep,
+        completion=len(call.completion) if call.completion is not None else None,
+        finish=call.finish,
+        temperature=call.sampling.temperature,
+        mean_logprob=sum(known) / len(known) if known else None,
+        spans=call.spans,
+        split=call.split,
+        seconds=sum(a.seconds for a in call.attempts),
         retries=max(0, len(call.attempts) - 1),
-    )  # fmt: skip
+    )
 
 
 def _cause(tape: Tape) -> str | None:

@@ -205,8 +205,9 @@ def differences(recorded: Any, observed: Any, field: str = "") -> Iterator[Diffe
         for k, (then, now) in enumerate(zip(recorded, observed, strict=False)):
             yield from differences(then, now, f"{field}[{k}]")
         for k in range(min(len(recorded), len(observed)), max(len(recorded), len(observed))):
-            yield Difference(f"{field}[{k}]", recorded[k] if k < len(recorded) else None,
-                             observed[k] if k < len(observed) else None)  # fmt: skip
+            yield Difference(
+                f"{field}[{k}]", recorded[k] if k < len(recorded) else None, observed[k] if k < len(observed) else None
+            )
     elif not _same(recorded, observed):
         yield Difference(field, recorded, observed)
 

@@ -60,8 +60,10 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
         return None
     now = time.time()
     check = {"verb": verdicts.verb, "at": now, "turn": verdicts.turn, "given": dict(given)}
-    lines = [check, *(verdict.model_dump(mode="json", exclude_defaults=True, exclude={"divergence": {"diff"}})
-                      for verdict in kept)]  # fmt: skip
+    lines = [
+        check,
+        *(verdict.model_dump(mode="json", exclude_defaults=True, exclude={"divergence": {"diff"}}) for verdict in kept),
+    ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     data = text.encode("utf-8", "replace")
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -102,8 +104,9 @@ class Checks:
         checked it."""
         newest: dict[str, _Line] = {}
         for line in self._lines.get(tape, ()):
-            if line.check.turn is None and (line.check.verb not in newest
-                                            or line.check.at >= newest[line.check.verb].check.at):  # fmt: skip
+            if line.check.turn is None and (
+                line.check.verb not in newest or line.check.at >= newest[line.check.verb].check.at
+            ):
                 newest[line.check.verb] = line
         return ", ".join(f"{verb} {newest[verb].outcome}" for verb in sorted(newest))
 

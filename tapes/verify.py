@@ -147,10 +147,14 @@ class _Pins:
         self.of_segment.discard((name, h))
 
     def unmet(self) -> list[str]:
-        return [*self.problems,
-                *(f"segment {name} does not hold the line with the hash {head} that was pinned"
-                  for name, head in sorted(self.of_segment)),
-                *(f"no segment holds the line with the hash {head} that was pinned" for head in sorted(self.anywhere))]
+        return [
+            *self.problems,
+            *(
+                f"segment {name} does not hold the line with the hash {head} that was pinned"
+                for name, head in sorted(self.of_segment)
+            ),
+            *(f"no segment holds the line with the hash {head} that was pinned" for head in sorted(self.anywhere)),
+        ]
 
 
 def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> Report:
@@ -173,14 +177,23 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
     books = found.books.books()
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
-        run=str(path), exit_code=1 if found.broken else 2 if torn or holes or not names else 0,
-        records=found.records, episodes=books.begun,
+        run=str(path),
+        exit_code=1 if found.broken else 2 if torn or holes or not names else 0,
+        records=found.records,
+        episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
-        segments=tuple(reports), broken=tuple(found.broken), torn=tuple(torn), holes=holes,
-        set_aside=tuple(sorted(name for name in entries if ".torn-" in name)), pins=pinned,
-        media=len(found.media), unnamed_media=unnamed, open=books.open, books=books,
+        segments=tuple(reports),
+        broken=tuple(found.broken),
+        torn=tuple(torn),
+        holes=holes,
+        set_aside=tuple(sorted(name for name in entries if ".torn-" in name)),
+        pins=pinned,
+        media=len(found.media),
+        unnamed_media=unnamed,
+        open=books.open,
+        books=books,
         not_checked=tuple(_not_checked(reports, wanted)),
-    )  # fmt: skip
+    )
 
 
 def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
@@ -214,9 +227,15 @@ def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, t
     elif broken is not None and not live:
         torn.append(problem := str(broken))
     return SegmentReport(
-        name=name, lines=chain.n, size=reader.offset, head=chain.head.decode(), frontier=chain.frontier,
-        sealed=chain.sealed is not None, live=live, problem=problem,
-    )  # fmt: skip
+        name=name,
+        lines=chain.n,
+        size=reader.offset,
+        head=chain.head.decode(),
+        frontier=chain.frontier,
+        sealed=chain.sealed is not None,
+        live=live,
+        problem=problem,
+    )
 
 
 def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
@@ -234,8 +253,11 @@ def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
     """Each fork's parent, as far as it is in this run, has the digest that the fork recorded."""
-    wanted = {parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
-              for _, parent in found.forks if parent.tape in found.digests}  # fmt: skip
+    wanted = {
+        parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
+        for _, parent in found.forks
+        if parent.tape in found.digests
+    }
     met: set[tuple[str, int]] = set()
     if wanted:
         for tape, n, digest in _digests(folder, names, disk, wanted):
@@ -243,8 +265,10 @@ def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> No
                 met.add((tape, n))
     for fork, parent in found.forks:
         if parent.tape in wanted and (parent.tape, parent.records) not in met:
-            found.broken.append(f"tape {fork} was forked from tape {parent.tape} with the digest {parent.digest} after "
-                                f"{parent.records} records, which that tape does not have")
+            found.broken.append(
+                f"tape {fork} was forked from tape {parent.tape} with the digest {parent.digest} after "
+                f"{parent.records} records, which that tape does not have"
+            )
 
 
 def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -> Iterator[tuple[str, int, str]]:
@@ -274,8 +298,10 @@ def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
     yield "what agents, environments, models and training did; this reads bytes and runs nothing"
     for report in reports:
         if not report.sealed and report.lines > report.frontier:
-            yield (f"segment {report.name}: its last {report.lines - report.frontier} lines stand above its frontier; "
-                   "if more were cut off, that does not show")
+            yield (
+                f"segment {report.name}: its last {report.lines - report.frontier} lines stand above its frontier; "
+                "if more were cut off, that does not show"
+            )
         if report.live is None:
             yield f"whether a writer is at work on segment {report.name}: its lock can't be asked for here"
     if not wanted.outside:

@@ -96,17 +96,26 @@ def check(folder: Path, pins: list) -> tuple[int, dict]:
         run["pins"] += list(json.loads((folder / "pins.json").read_text()).items())
     paths = sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))
     segments = {path.stem: read_segment(path, run) for path in paths}
-    run["corrupt"] += [f"segment {name} does not hold the pinned {h}"
-                       for name, h in dict.fromkeys(run["pins"]) if h not in run["hashes"].get(name, ())]
+    run["corrupt"] += [
+        f"segment {name} does not hold the pinned {h}"
+        for name, h in dict.fromkeys(run["pins"])
+        if h not in run["hashes"].get(name, ())
+    ]
     numbers = {int(name[:6]) for name in segments}
     holes = sorted(set(range(1, max(numbers, default=0))) - numbers)
     code = 1 if run["corrupt"] else 2 if run["torn"] or holes or not segments else 0
-    return code, {"verdict": ("holds", "broken", "can't be told")[code], "corrupt": run["corrupt"], "torn": run["torn"],
-                  "holes": holes, "segments": segments, "records": sum(s["lines"] for s in segments.values()),
-                  "tapes": {tape: digest.hex() for tape, digest in run["digests"].items()},
-                  "open": sorted(set(run["digests"]) - run["closed"]),
-                  "not checked": ["what the records mean", "media files", "the books"] + ([] if run["pins"] else
-                                  ["a tail cut off, or everything rewritten: only a pin shows that"])}
+    return code, {
+        "verdict": ("holds", "broken", "can't be told")[code],
+        "corrupt": run["corrupt"],
+        "torn": run["torn"],
+        "holes": holes,
+        "segments": segments,
+        "records": sum(s["lines"] for s in segments.values()),
+        "tapes": {tape: digest.hex() for tape, digest in run["digests"].items()},
+        "open": sorted(set(run["digests"]) - run["closed"]),
+        "not checked": ["what the records mean", "media files", "the books"]
+        + ([] if run["pins"] else ["a tail cut off, or everything rewritten: only a pin shows that"]),
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -16,8 +16,13 @@ tapereel verify runs/demo --pin elsewhere/pins.json --json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("--pin", action="append", default=[], metavar="PIN",
-                        help="a head kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json")  # fmt: skip
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="PIN",
+        help="a head kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

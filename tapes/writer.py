@@ -41,8 +41,9 @@ def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
     path = folder / f"{name}.jsonl"
     handle = disk.create(path)
     if not disk.lock(handle):
-        raise StoreFailed(f"another process locked {path}, which this one just created; "
-                          "write to a run only through its Store")
+        raise StoreFailed(
+            f"another process locked {path}, which this one just created; write to a run only through its Store"
+        )
     disk.sync_dir(folder)
     return name, handle
 
@@ -65,10 +66,20 @@ class SegmentWriter:
     """Implements `Journal`. Thread-safe; single use; one per process and run (`Store.writer`)."""
 
     def __init__(
-        self, folder: Path, name: str, handle: int, *, pins: dict[str, str] | None = None, disk: Disk = REAL,
-        durability: Durability = Durability.TAPE, rotate_bytes: int = 256 * 1024 * 1024, idle: float = 0.25,
-        max_age: float = 1.0, thread: bool = True, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        name: str,
+        handle: int,
+        *,
+        pins: dict[str, str] | None = None,
+        disk: Disk = REAL,
+        durability: Durability = Durability.TAPE,
+        rotate_bytes: int = 256 * 1024 * 1024,
+        idle: float = 0.25,
+        max_age: float = 1.0,
+        thread: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Take over the locked, empty file of segment `name` and make its first line durable.
 
         `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
@@ -104,8 +115,10 @@ class SegmentWriter:
     def append(self, body: bytes) -> None:
         """Queue one record body (compact JSON). Never waits for the disk; StoreFailed once poisoned or closed."""
         if len(body) > MAX_LINE - 1024 or b"\n" in body or body[:1] != b"{" or body[-1:] != b"}":
-            raise ValueError(f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object "
-                             f"without line breaks, at most {MAX_LINE - 1024} bytes (larger things are media)")
+            raise ValueError(
+                f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object "
+                f"without line breaks, at most {MAX_LINE - 1024} bytes (larger things are media)"
+            )
         with self._lock:
             self._check()
             self._line(body)
@@ -149,8 +162,10 @@ class SegmentWriter:
         """A new error for each who asks, so that tracebacks don't grow into each other."""
         cause = self._failure
         assert cause is not None
-        message = (f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
-                   "but this process writes nothing more. Mend the disk, then open the run again: it recovers itself")
+        message = (
+            f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
+            "but this process writes nothing more. Mend the disk, then open the run again: it recovers itself"
+        )
         number = getattr(cause, "errno", None)
         error = StoreFailed(number, message) if number else StoreFailed(message)
         error.__cause__ = cause
@@ -163,8 +178,10 @@ class SegmentWriter:
     def _check(self) -> None:
         self._raise_failure()
         if self._pid != os.getpid():
-            raise StoreFailed(f"the writer of {self.folder} belongs to process {self._pid}; a forked process must open "
-                              "the store itself")
+            raise StoreFailed(
+                f"the writer of {self.folder} belongs to process {self._pid}; a forked process must open "
+                "the store itself"
+            )
         if self._closing:
             raise StoreFailed(f"the writer of {self.folder} is closed; open the store again to write more")
 

@@ -49,10 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("--model", metavar="DIR", help="a model and tokenizer in Hugging Face format")
     parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help="where to listen (default: this machine only)")  # fmt: skip
-    parser.add_argument("--token", default=VARIABLE, metavar="VARIABLE", help="the environment variable with the admin "
-                        f"token (default: {VARIABLE}; where it isn't set, one is made and told)")  # fmt: skip
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: this machine only)"
+    )
+    parser.add_argument(
+        "--token",
+        default=VARIABLE,
+        metavar="VARIABLE",
+        help="the environment variable with the admin "
+        f"token (default: {VARIABLE}; where it isn't set, one is made and told)",
+    )
     parser.add_argument("--out", metavar="DIR", help="run directory")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     add_config_arguments(parser)
@@ -84,8 +90,15 @@ async def _serve(args: argparse.Namespace, config: GatewayConfig, token: str) ->
             published = {stored.record.version for stored in store.run_records("publish")}
             if made.publish is not None and made.publish.version not in published:
                 store.append_layer(made.publish)
-            control = Control(token, made.engine, journal=store.writer, limits=config.limits,
-                              sampling=config.sampling, idle=config.idle_seconds, split=config.split)  # fmt: skip
+            control = Control(
+                token,
+                made.engine,
+                journal=store.writer,
+                limits=config.limits,
+                sampling=config.sampling,
+                idle=config.idle_seconds,
+                split=config.split,
+            )
             bounds = Bounds(body=config.max_body, hold_seconds=config.hold_seconds)
             gateway = Gateway(args.host, bounds=bounds, control=control)
             async with gateway.serving(args.port):
@@ -98,8 +111,12 @@ async def _serve(args: argparse.Namespace, config: GatewayConfig, token: str) ->
 
 
 def _told(args: argparse.Namespace, url: str, token: str) -> dict[str, Any]:
-    return {"base_url": url, "control": f"{url.removesuffix('/v1')}/tapereel/tapes", "run": str(args.out),
-            "token": None if os.environ.get(args.token) else token}  # fmt: skip
+    return {
+        "base_url": url,
+        "control": f"{url.removesuffix('/v1')}/tapereel/tapes",
+        "run": str(args.out),
+        "token": None if os.environ.get(args.token) else token,
+    }
 
 
 def _shown(args: argparse.Namespace, token: str) -> str:

@@ -181,9 +181,18 @@ class Elsewhere(Environment[Answer]):
 class Control:
     """The tapes that were begun from outside. Given to one `Gateway`; `close` ends what is open."""
 
-    def __init__(self, token: str, engine: Engine, *, journal: Journal | None, limits: Limits | None = None,
-                 sampling: Sampling | None = None, idle: float = 300.0, split: str = "train",
-                 most: int = 4096) -> None:  # fmt: skip
+    def __init__(
+        self,
+        token: str,
+        engine: Engine,
+        *,
+        journal: Journal | None,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        idle: float = 300.0,
+        split: str = "train",
+        most: int = 4096,
+    ) -> None:
         """`token` is the admin's. `most`: tapes open at once."""
         if len(token) < 16:
             raise ValueError("the admin token has fewer than 16 characters, which can be guessed; give a longer one")
@@ -198,6 +207,7 @@ class Control:
 
     def add_routes(self, app: web.Application, gateway: Gateway) -> None:
         """Called by the gateway."""
+
         async def begin(request: web.Request) -> Any:
             return await self.begin(await _body(request, gateway, BeginTape), gateway, gateway.url_for(request))
 
@@ -219,15 +229,21 @@ class Control:
 
         tape = "/tapereel/tapes/{tape:[0-9a-f]{8,64}}"
         app.router.add_get(tape, self._route(tell))
-        for path, route in (("/tapereel/tapes", begin), (f"{tape}/rewards", score), (f"{tape}/end", end),
-                            ("/tapereel/pause", pause), ("/tapereel/resume", resume)):  # fmt: skip
+        for path, route in (
+            ("/tapereel/tapes", begin),
+            (f"{tape}/rewards", score),
+            (f"{tape}/end", end),
+            ("/tapereel/pause", pause),
+            ("/tapereel/resume", resume),
+        ):
             app.router.add_post(path, self._route(route))
 
     def _route(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not knows(request, self.token):
-                raise Refused(401, "the admin token is needed here", kind="authentication_error",
-                              code="invalid_api_key")  # fmt: skip
+                raise Refused(
+                    401, "the admin token is needed here", kind="authentication_error", code="invalid_api_key"
+                )
             return web.Response(body=to_json(await route(request)), content_type="application/json")
 
         return handler
@@ -237,17 +253,32 @@ class Control:
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
         if len(self._open) >= self._most:
-            raise Refused(429, f"{self._most} tapes are open, which is the most; end some", kind="rate_limit_error",
-                          code="too_many_tapes", headers={"Retry-After": "1"})  # fmt: skip
+            raise Refused(
+                429,
+                f"{self._most} tapes are open, which is the most; end some",
+                kind="rate_limit_error",
+                code="too_many_tapes",
+                headers={"Retry-After": "1"},
+            )
         loop = asyncio.get_running_loop()
         new = _Open(new_tape_id(), loop.create_future(), loop.create_future())
         budget = told.budget.model_dump(exclude_none=True, exclude={"idle"})
-        new.task = loop.create_task(rollout(
-            Client(told.agent, new, gateway, told.budget.idle or self._idle), Elsewhere(new), _task(told.task),
-            engine=self._engine, seed=told.seed, group=told.group, attempt=told.attempt,
-            split=told.split or self._split, limits=self._limits.model_copy(update=budget), sampling=self._sampling,
-            journal=self._journal, tape_id=new.id,
-        ))  # fmt: skip
+        new.task = loop.create_task(
+            rollout(
+                Client(told.agent, new, gateway, told.budget.idle or self._idle),
+                Elsewhere(new),
+                _task(told.task),
+                engine=self._engine,
+                seed=told.seed,
+                group=told.group,
+                attempt=told.attempt,
+                split=told.split or self._split,
+                limits=self._limits.model_copy(update=budget),
+                sampling=self._sampling,
+                journal=self._journal,
+                tape_id=new.id,
+            )
+        )
         self._open[new.id] = new
         new.task.add_done_callback(lambda task: self._over(new, task))
         await asyncio.wait((new.ready, new.task), return_when=asyncio.FIRST_COMPLETED)
@@ -264,9 +295,11 @@ class Control:
         status = "cancelled" if task.cancelled() else "failed" if failure is not None else task.result().status
         cause = task.result().cause if not task.cancelled() and failure is None else None
         self._done[open_.id] = {
-            **_use_of(open_), "status": status, "cause": cause.model_dump() if cause is not None else None,
+            **_use_of(open_),
+            "status": status,
+            "cause": cause.model_dump() if cause is not None else None,
             "reward": task.result().reward if failure is None and not task.cancelled() else None,
-        }  # fmt: skip
+        }
         if len(self._done) > REMEMBERED:
             self._done.popitem(last=False)
 
@@ -317,8 +350,11 @@ class Control:
 
 def _use_of(open_: _Open) -> dict[str, Any]:
     llm = open_.llm
-    return {"tape": open_.id, "calls": llm.asked if llm is not None else 0,
-            "sampled_tokens": llm.sampled if llm is not None else 0}  # fmt: skip
+    return {
+        "tape": open_.id,
+        "calls": llm.asked if llm is not None else 0,
+        "sampled_tokens": llm.sampled if llm is not None else 0,
+    }
 
 
 def _task(told: JsonValue) -> Task:

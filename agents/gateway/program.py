@@ -68,12 +68,19 @@ class Program(Agent):
 
     patience = 10.0
 
-    def __init__(self, program: Sequence[str] | Function, *, name: str = "program", follow: bool = True,
-                 gateway: Gateway | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Sequence[str] | Function,
+        *,
+        name: str = "program",
+        follow: bool = True,
+        gateway: Gateway | None = None,
+    ) -> None:
         """`gateway`: one that is being served; without it, the event loop's own is while a program runs."""
         if isinstance(program, str) or (callable(program) and not _is_async(program)):
-            raise TypeError(f"Program needs a list of words, as in ['python', 'agent.py'], or an async function, not "
-                            f"{program!r}")  # fmt: skip
+            raise TypeError(
+                f"Program needs a list of words, as in ['python', 'agent.py'], or an async function, not {program!r}"
+            )
         self.name = name
         self.program = program if callable(program) else tuple(program)
         self.follow = follow
@@ -129,10 +136,14 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     """Run a command to its end, and give what it printed."""
     inline = any("{task}" in word for word in words)
     transport, ran = await asyncio.get_running_loop().subprocess_exec(
-        _Ran, *(word.replace("{task}", task) for word in words), stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        _Ran,
+        *(word.replace("{task}", task) for word in words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
         env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
-    )  # fmt: skip
+    )
     try:
         stdin: Any = transport.get_pipe_transport(0)
         stdin.write(b"" if inline else task.encode())

@@ -16,13 +16,20 @@ from ...tapes.plain_json import read_plain
 from ...tapes.records import Message
 from ..chat import _TOOL_CALL, _function, _written
 
-_CHANGE_NOTHING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                             "parallel_tool_calls"})  # fmt: skip
+_CHANGE_NOTHING = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
 """Fields that a hosted service may use and that don't change what is sampled."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "top_logprobs": (0,),
-    "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"), "modalities": (["text"],),
-}  # fmt: skip
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+}
 """Fields that are accepted with these values only."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK = "chat.completion.chunk"
@@ -32,8 +39,16 @@ CHUNK = "chat.completion.chunk"
 class Refused(TapereelError, ValueError):
     """A request that isn't served, as OpenAI's clients read it."""
 
-    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
-                 param: str | None = None, headers: dict[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         """Of HTTP."""
@@ -80,22 +95,30 @@ def read_request(body: bytes) -> ChatRequest:
     left = {name: value for name, value in data.items() if value is not None and name not in _CHANGE_NOTHING}
     for name, allowed in _NEUTRAL.items():
         if name in left and left[name] not in allowed:
-            raise _bad(f"{name}={json.dumps(left[name])[:200]} is not supported; leave it out"
-                       + (", and ask once for each answer" if name == "n" else ""), name)  # fmt: skip
+            raise _bad(
+                f"{name}={json.dumps(left[name])[:200]} is not supported; leave it out"
+                + (", and ask once for each answer" if name == "n" else ""),
+                name,
+            )
     options = left.pop("stream_options", {})
     tools = tuple(_tool(tool, k) for k, tool in enumerate(_a(left, "tools", list, []))) or None
     if left.get("tool_choice") == "none":
         tools = None
     limits = [_number(left, name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     found = ChatRequest(
-        model=_a(left, "model", str, ""), messages=_messages(left.pop("messages", None)), tools=tools,
-        temperature=_number(left, "temperature", float, 0), top_p=_number(left, "top_p", float, 0),
+        model=_a(left, "model", str, ""),
+        messages=_messages(left.pop("messages", None)),
+        tools=tools,
+        temperature=_number(left, "temperature", float, 0),
+        top_p=_number(left, "top_p", float, 0),
         max_tokens=next((limit for limit in limits if limit is not None), None),
-        seed=_number(left, "seed", int, -(2**63)), stop=_stop(left.pop("stop", ())),
+        seed=_number(left, "seed", int, -(2**63)),
+        stop=_stop(left.pop("stop", ())),
         stream=_a(left, "stream", bool, False),
         usage=isinstance(options, dict) and options.get("include_usage") is True,
-        logprobs=_a(left, "logprobs", bool, False), token_ids=_a(left, "return_token_ids", bool, False),
-    )  # fmt: skip
+        logprobs=_a(left, "logprobs", bool, False),
+        token_ids=_a(left, "return_token_ids", bool, False),
+    )
     unknown = sorted(set(left) - set(_NEUTRAL))
     if unknown:
         raise _bad(f"{', '.join(unknown)}: not supported here; leave it out", unknown[0])
@@ -165,8 +188,11 @@ def _tool_call(call: Any, k: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad(f"messages[{k}].tool_calls must be function calls", "messages")
     arguments = _string(function.get("arguments", ""), f"messages[{k}].tool_calls.function.arguments")
-    return {"id": _string(call.get("id", ""), f"messages[{k}].tool_calls.id"), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments}}  # fmt: skip
+    return {
+        "id": _string(call.get("id", ""), f"messages[{k}].tool_calls.id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _string(value: Any, where: str) -> str:
@@ -218,13 +244,20 @@ class ChatAnswer:
 
     @property
     def usage(self) -> dict[str, int]:
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-                "total_tokens": self.prompt_tokens + self.completion_tokens}  # fmt: skip
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        choice: dict[str, Any] = {"index": 0, "message": self.message, "finish_reason": self.finish,
-                                  "logprobs": self._logprobs()}  # fmt: skip
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": self.message,
+            "finish_reason": self.finish,
+            "logprobs": self._logprobs(),
+        }
         if self.ids is not None:
             choice["token_ids"] = self.ids
         whole = {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
@@ -233,11 +266,12 @@ class ChatAnswer:
     def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, Any]]:
         """What ends a stream in which the text `sent` was sent: the rest of the text, the tool calls, then the reason
         with log-probs and ids."""
+
         def chunk(choice: dict[str, Any]) -> dict[str, Any]:
             return {**self._head(CHUNK), "choices": [choice]}
 
         if len(self.text) > len(sent):
-            yield chunk(delta({"content": self.text[len(sent):]}))
+            yield chunk(delta({"content": self.text[len(sent) :]}))
         for k, call in enumerate(self.tool_calls):
             yield chunk(delta({"tool_calls": [{"index": k, **call}]}))
         last: dict[str, Any] = {**delta({}), "finish_reason": self.finish, "logprobs": self._logprobs()}
@@ -270,9 +304,14 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
         return text, ()
     if not calls:
         return text, ()
-    made = ({"id": f"call_{name}{k}", "type": "function",
-             "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-            for k, call in enumerate(calls))  # fmt: skip
+    made = (
+        {
+            "id": f"call_{name}{k}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for k, call in enumerate(calls)
+    )
     return (_TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
 
 

@@ -79,8 +79,14 @@ class Bounds:
 class Gateway:
     """`async with Gateway().serving() as gateway:`; then `key = gateway.open(session)`, `gateway.url`. Single use."""
 
-    def __init__(self, host: str = "127.0.0.1", *, model: str = "policy", bounds: Bounds = Bounds(),
-                 control: Control | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        model: str = "policy",
+        bounds: Bounds = Bounds(),
+        control: Control | None = None,
+    ) -> None:
         """`model` is the name that /v1/models tells; requests may call it what they like. `control`: routes that begin
         tapes; without it tapes are opened from inside this process only."""
         self.host, self.port, self.model, self.bounds = host, 0, model, bounds
@@ -117,9 +123,14 @@ class Gateway:
         """Serves inside; `port` 0 takes a free one."""
         guard_log("aiohttp.server")  # which quotes the headers that it can't read
         runner = web.AppRunner(
-            self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
-            keepalive_timeout=self.bounds.header_seconds, lingering_time=0.5, auto_decompress=False,
-        )  # fmt: skip
+            self.application(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self.bounds.header_seconds,
+            lingering_time=0.5,
+            auto_decompress=False,
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self.host, port).start()
@@ -160,8 +171,9 @@ class Gateway:
         for text in _texts(values):
             if admin is not None and admin in text:
                 raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
-            if PREFIX in text and any(_digest(key) in self._sessions or _digest(key) in self._ended
-                                      for key in set(_KEY.findall(text))):  # fmt: skip
+            if PREFIX in text and any(
+                _digest(key) in self._sessions or _digest(key) in self._ended for key in set(_KEY.findall(text))
+            ):
                 raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
 
     def _session(self, request: web.Request) -> Session:
@@ -206,9 +218,12 @@ class Gateway:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Refused(
-                    429, "the model's weights are being replaced; ask again in a moment", kind="rate_limit_error",
-                    code="weights_changing", headers={"Retry-After": "1"},
-                )  # fmt: skip
+                    429,
+                    "the model's weights are being replaced; ask again in a moment",
+                    kind="rate_limit_error",
+                    code="weights_changing",
+                    headers={"Retry-After": "1"},
+                )
             # An engine says nothing when it is done, so it is looked at now and again.
             try:
                 await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
@@ -232,13 +247,20 @@ class Gateway:
     def _count(self, request: web.Request, error: Refused) -> None:
         self.refused += 1
         known = [self._control.token] if self._control is not None else []
-        log.info("refused %s %r from %s: %d %s", request.method, without_secrets(request.path, known)[:100],
-                 request.remote, error.status, without_secrets(str(error), known))  # fmt: skip
+        log.info(
+            "refused %s %r from %s: %d %s",
+            request.method,
+            without_secrets(request.path, known)[:100],
+            request.remote,
+            error.status,
+            without_secrets(str(error), known),
+        )
 
     def _refuse(self, request: web.Request, error: Refused) -> web.Response:
         self._count(request, error)
-        response = web.Response(status=error.status, body=to_json(error.body), content_type="application/json",
-                                headers=error.headers)  # fmt: skip
+        response = web.Response(
+            status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
+        )
         if not request.content.is_eof():
             # What is left of the body is not worth reading.
             response.force_close()
@@ -268,8 +290,9 @@ class Gateway:
         await self._write(request, response, None)
         return response
 
-    async def _stream(self, request: web.Request, session: Session, asked: ChatRequest,
-                      use: Use | None) -> web.StreamResponse:  # fmt: skip
+    async def _stream(
+        self, request: web.Request, session: Session, asked: ChatRequest, use: Use | None
+    ) -> web.StreamResponse:
         """The answer as it is sampled. Nothing is sent before the first token: an error until then has its status."""
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
@@ -325,8 +348,9 @@ class Gateway:
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large() from None
         except TimeoutError:
-            raise Refused(408, f"the body had not come after {self.bounds.body_seconds:g} s",
-                          headers={"Connection": "close"}) from None  # fmt: skip
+            raise Refused(
+                408, f"the body had not come after {self.bounds.body_seconds:g} s", headers={"Connection": "close"}
+            ) from None
 
     def _too_large(self) -> Refused:
         return Refused(413, f"a request has at most {self.bounds.body} bytes here", code="request_too_large")

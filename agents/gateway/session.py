@@ -95,8 +95,12 @@ class Session:
         except ModelFailed as error:
             raise Refused(502, str(error), kind="server_error", code="model_failed") from None
         except BaseException as error:
-            raise Refused(500, f"the episode is over: {type(error).__name__}", kind="server_error",
-                          headers={"x-should-retry": "false"}) from error  # fmt: skip
+            raise Refused(
+                500,
+                f"the episode is over: {type(error).__name__}",
+                kind="server_error",
+                headers={"x-should-retry": "false"},
+            ) from error
         finally:
             self._asking.discard(asking)
             self.heard_at = time.monotonic()
@@ -111,10 +115,15 @@ class Session:
             live.open(f"chatcmpl-{name}", self._engine.renderer)
         try:
             reply = await self._llm(
-                self._tape, messages=messages, tools=request.tools, conversation=conversation, sampling=sampling,
-                max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens), seed=request.seed,
+                self._tape,
+                messages=messages,
+                tools=request.tools,
+                conversation=conversation,
+                sampling=sampling,
+                max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens),
+                seed=request.seed,
                 listener=live,
-            )  # fmt: skip
+            )
         except ModelFailed as error:
             self.failed = error
             raise
@@ -133,22 +142,31 @@ class Session:
         answer = self._answer(request, reply, name, live)
         if live is not None and not live.end(answer.text):
             self._told[reply.call] = "discarded"
-            raise Refused(502, "the model failed in the midst of this answer and answered otherwise when it was asked "
-                          "again; ask again", kind="server_error", code="answer_changed")  # fmt: skip
+            raise Refused(
+                502,
+                "the model failed in the midst of this answer and answered otherwise when it was asked "
+                "again; ask again",
+                kind="server_error",
+                code="answer_changed",
+            )
         return answer
 
     def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
         call = self._llm._recorder.log.call(reply.call)
         text, tools = read_calls(reply.tool_calls, reply.text, name) if request.tools else (reply.text, ())
         answer = ChatAnswer(
-            id=f"chatcmpl-{name}", model=request.model, text=text,
-            finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop", tool_calls=tools,
-            prompt_tokens=call.usage.prompt_tokens or 0, completion_tokens=call.usage.completion_tokens or 0,
+            id=f"chatcmpl-{name}",
+            model=request.model,
+            text=text,
+            finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop",
+            tool_calls=tools,
+            prompt_tokens=call.usage.prompt_tokens or 0,
+            completion_tokens=call.usage.completion_tokens or 0,
             logprobs=self._logprobs(call) if request.logprobs else None,
             prompt_ids=list(self._record.call_prompt(call)) if request.token_ids and call.prompt is not None else None,
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
             created=live.created if live is not None else int(time.time()),
-        )  # fmt: skip
+        )
         for tool in tools:
             self._sent[tool["id"]] = (_plain(answer.message), call.reply)
         exchange = Exchange(asked=_asked(call), answered=_short(call.text or json.dumps(call.tool_calls or "")))
@@ -214,15 +232,25 @@ class Session:
 
 def ended() -> Refused:
     """The tape that a key stands for takes no more requests."""
-    return Refused(403, "the tape of this key has ended", kind="permission_error", code="tape_ended",
-                   headers={"x-should-retry": "false"})  # fmt: skip
+    return Refused(
+        403,
+        "the tape of this key has ended",
+        kind="permission_error",
+        code="tape_ended",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def _limit(error: LimitReached) -> Refused:
     if error.limit == "context":
         return Refused(400, str(error), code="context_length_exceeded", param="messages")
-    return Refused(429, f"this tape's budget is spent: {error}", kind="insufficient_quota", code="insufficient_quota",
-                   headers={"x-should-retry": "false"})  # fmt: skip
+    return Refused(
+        429,
+        f"this tape's budget is spent: {error}",
+        kind="insufficient_quota",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def _conversation(messages: list[Message]) -> str:

@@ -11,6 +11,13 @@ def columns(rows: int) -> dict[str, list]:
     rewards = [float(rng.random() < 0.5) for _ in range(rows)]
     per_token = [[r] * TOKENS for r in rewards]
     same = [list(range(TOKENS))] * rows
-    return {"input_ids": same, "labels": same, "reward": rewards, "rewards": per_token,
-            "advantages": [[0.0] * TOKENS] * rows, "old_logprobs": [[-1.0] * TOKENS] * rows,
-            "ref_logprobs": [[-1.0] * TOKENS] * rows, "group_id": [f"g{i // GROUP}" for i in range(rows)]}
+    return {
+        "input_ids": same,
+        "labels": same,
+        "reward": rewards,
+        "rewards": per_token,
+        "advantages": [[0.0] * TOKENS] * rows,
+        "old_logprobs": [[-1.0] * TOKENS] * rows,
+        "ref_logprobs": [[-1.0] * TOKENS] * rows,
+        "group_id": [f"g{i // GROUP}" for i in range(rows)],
+    }

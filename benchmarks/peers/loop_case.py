@@ -99,10 +99,23 @@ def make_folder(folder: Path, template: str, *, steps: int, tools: bool) -> None
     tokenizer = _tokenizer(template, json.dumps(schemas) + CALL)
     torch.manual_seed(0)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=144, intermediate_size=432, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=36, max_position_embeddings=1024, tie_word_embeddings=True,
-        initializer_range=0.1, bos_token_id=None, eos_token_id=end, pad_token_id=pad))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=144,
+            intermediate_size=432,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=36,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=pad,
+        )
+    )
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3)
     rng = random.Random(0)
     for step in range(steps):
@@ -133,14 +146,23 @@ def _tokenizer(template: str, text: str):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     head = re.sub(r"\{[%{].*?[%}]\}", " ", template, flags=re.DOTALL)
-    tokenizer.train_from_iterator([head + text] * 2, trainers.BpeTrainer(
-        vocab_size=512 - len(special) - len(marks), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    tokenizer.train_from_iterator(
+        [head + text] * 2,
+        trainers.BpeTrainer(
+            vocab_size=512 - len(special) - len(marks),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in marks])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], clean_up_tokenization_spaces=False,
-        chat_template=template)
+        tokenizer_object=tokenizer,
+        pad_token=special[0],
+        eos_token=special[2],
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    )
 
 
 def _conversation(tokenizer, kind: str, schemas, rng: random.Random) -> tuple[list[int], list[bool]]:
@@ -156,8 +178,12 @@ def _conversation(tokenizer, kind: str, schemas, rng: random.Random) -> tuple[li
         first, second = _render(tokenizer, asked, schemas), _render(tokenizer, asked + said, schemas)
         if second != first + CALL + "<|im_end|>" + RESULT.format(shown):
             raise SystemExit(f"the template shows a call and its result otherwise: {second!r}")
-        pieces = [(first, False), (CALL + "<|im_end|>", True), (RESULT.format(shown), False),
-                  (answer(rng.randint(1, 6)) + "<|im_end|>", True)]
+        pieces = [
+            (first, False),
+            (CALL + "<|im_end|>", True),
+            (RESULT.format(shown), False),
+            (answer(rng.randint(1, 6)) + "<|im_end|>", True),
+        ]
     ids, own = [], []
     for text, mine in pieces:
         new = tokenizer.encode(text, add_special_tokens=False)

@@ -22,8 +22,12 @@ def main(folder: str, kind: str, steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optim = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     tools = [get_json_schema(roll_die)] if kind == "tool" else None
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], tools=tools, tokenize=True,
-                                             add_generation_prompt=True, return_dict=False) for q in questions(kind)]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        for q in questions(kind)
+    ]
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     order = itertools.cycle(prompts)
     clock, sampled = Clock(), 0
@@ -52,11 +56,20 @@ def generate(model, tokenizer, rows, which, kind: str, end: int, pad: int) -> li
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
     model.eval()
     with torch.no_grad():
-        out = model.generate(input_ids=padded, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                             max_new_tokens=MAX_TOKENS[kind], eos_token_id=end, pad_token_id=pad)[:, width:].tolist()
+        out = model.generate(
+            input_ids=padded,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=MAX_TOKENS[kind],
+            eos_token_id=end,
+            pad_token_id=pad,
+        )[:, width:].tolist()
     texts = []
     for i, new in zip(which, out, strict=True):
-        new = new[:new.index(end) + 1] if end in new else new
+        new = new[: new.index(end) + 1] if end in new else new
         rows[i] = (rows[i][0] + new, rows[i][1] + [True] * len(new))
         texts.append(tokenizer.decode(new, skip_special_tokens=True))
     return texts

@@ -21,12 +21,19 @@ def batch_of(samples: list[dict], old: float) -> dict[str, torch.Tensor]:
     for i, sample in enumerate(samples):
         n = len(sample["ids"])
         ids[i, :n] = torch.tensor(sample["ids"])
-        labels[i, sample["start"]:n] = ids[i, sample["start"]:n]
+        labels[i, sample["start"] : n] = ids[i, sample["start"] : n]
         mask[i, :n] = 1
         weight[i, :n] = sample["advantage"]
     logprobs = torch.full(ids.shape, old)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "rewards": weight, "advantages": weight,
-            "old_logprobs": logprobs, "ref_logprobs": logprobs}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "rewards": weight,
+        "advantages": weight,
+        "old_logprobs": logprobs,
+        "ref_logprobs": logprobs,
+    }
 
 
 def main(path: str) -> None:
@@ -43,7 +50,7 @@ def main(path: str) -> None:
         optim.zero_grad()
         total = 0.0
         for at in range(0, len(samples), MICRO):
-            part = samples[at:at + MICRO]
+            part = samples[at : at + MICRO]
             loss = rl_step(model, batch_of(part, case.old()), config)[0] * (len(part) / len(samples))
             loss.backward()
             total += float(loss.detach())

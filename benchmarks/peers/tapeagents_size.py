@@ -19,8 +19,14 @@ for _ in range(turns):
     ids += [rng.randrange(32_000) for _ in range(prompt)]
     out = [TokenLogprob(logprob=-rng.random(), token_id=rng.randrange(32_000)) for _ in range(completion)]
     whole = Prompt(messages=list(messages), token_ids=list(ids))
-    call = LLMCall(prompt=whole, output=LLMOutput(content=text), cached=False, prompt_length_tokens=len(ids),
-                   output_length_tokens=completion, logprobs=out)  # fmt: skip
+    call = LLMCall(
+        prompt=whole,
+        output=LLMOutput(content=text),
+        cached=False,
+        prompt_length_tokens=len(ids),
+        output_length_tokens=completion,
+        logprobs=out,
+    )
     # `logprobs` is left out of a dump by default; a trainer that needs them writes them like this.
     size += len(call.model_dump_json()) + len(json.dumps([t.model_dump() for t in out], separators=(",", ":")))
     messages.append({"role": "assistant", "content": text})

@@ -16,8 +16,15 @@ def make(case: Case):
 
     def update() -> float:
         # `rl_step` takes two of the columns out of the batch that it is given.
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.where(own, ids, -100),
-                 "rewards": per_token[0], "advantages": per_token[1], "old_logprobs": old, "ref_logprobs": old}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": torch.where(own, ids, -100),
+            "rewards": per_token[0],
+            "advantages": per_token[1],
+            "old_logprobs": old,
+            "ref_logprobs": old,
+        }
         loss, _ = rl_step(model, batch, config)
         apply(model, optim, loss)
         return float(loss.detach())

@@ -18,18 +18,24 @@ def make(case: Case):
     optim = optimizer(model)
     words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
-    policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True,
-                                 pad_model_input=True)
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True, pad_model_input=True
+    )
     loss_of = GRPOLoss(policy, clip_epsilon=CLIP, entropy_bonus=False, masking_strategy="rlhf")
     ids = torch.from_numpy(case.ids())
     own = torch.from_numpy(case.own()).expand(ids.shape)
     advantage = torch.from_numpy(case.advantages()).float()[:, None, None].expand(*ids.shape, 1)
 
     def update() -> float:
-        batch = TensorDict({
-            "tokens": {"full": ids}, "log_probs": {"full": torch.full(ids.shape, case.old())}, "advantage": advantage,
-            "masks": {"all_attention_mask": torch.ones_like(own), "all_assistant_mask": own.clone()},
-        }, batch_size=[case.rows])  # fmt: skip
+        batch = TensorDict(
+            {
+                "tokens": {"full": ids},
+                "log_probs": {"full": torch.full(ids.shape, case.old())},
+                "advantage": advantage,
+                "masks": {"all_attention_mask": torch.ones_like(own), "all_assistant_mask": own.clone()},
+            },
+            batch_size=[case.rows],
+        )
         loss = loss_of(batch).loss_objective
         apply(model, optim, loss)
         return float(loss.detach())

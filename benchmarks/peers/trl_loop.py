@@ -42,17 +42,36 @@ def main(folder: str, kind: str, steps: int) -> None:
     timed = Timed()
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
-            output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=GROUPS * GROUP,
-            gradient_accumulation_steps=1, num_generations=GROUP, max_steps=steps, learning_rate=LR,
-            lr_scheduler_type="constant", max_completion_length=MAX_TOKENS[kind],
-            temperature=1.0, beta=0.0, seed=0)
+            output_dir=out,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            per_device_train_batch_size=GROUPS * GROUP,
+            gradient_accumulation_steps=1,
+            num_generations=GROUP,
+            max_steps=steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            max_completion_length=MAX_TOKENS[kind],
+            temperature=1.0,
+            beta=0.0,
+            seed=0,
+        )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), reward_funcs=scores, args=config,
-            processing_class=tokenizer, callbacks=[timed],
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            reward_funcs=scores,
+            args=config,
+            processing_class=tokenizer,
+            callbacks=[timed],
             tools=[roll_die] if kind == "tool" else None,
             train_dataset=Dataset.from_dict(
-                {"prompt": [[{"role": "user", "content": q}] for q in questions(kind)] * 8}))
+                {"prompt": [[{"role": "user", "content": q}] for q in questions(kind)] * 8}
+            ),
+        )
         trainer.train()
     if kind == "tool" and calls < 0.9 * steps * GROUPS * GROUP:
         raise SystemExit(f"only {calls} of {steps * GROUPS * GROUP} episodes called the tool")

@@ -55,10 +55,18 @@ class Case:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=self.vocabulary, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=self.length,
-            tie_word_embeddings=True))
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.vocabulary,
+                hidden_size=128,
+                intermediate_size=384,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                max_position_embeddings=self.length,
+                tie_word_embeddings=True,
+            )
+        )
 
 
 def optimizer(model: Any) -> torch.optim.Optimizer:
@@ -84,8 +92,12 @@ def measure(update: Callable[[], float | None], reps: int) -> dict[str, float]:
         cpu.append(time.process_time() - c)
         wall.append(time.perf_counter() - w)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"cpu": statistics.median(cpu), "wall": statistics.median(wall), "mib": (peak - base) / 1024,
-            "loss": losses[0] if losses[0] is not None else float("nan")}
+    return {
+        "cpu": statistics.median(cpu),
+        "wall": statistics.median(wall),
+        "mib": (peak - base) / 1024,
+        "loss": losses[0] if losses[0] is not None else float("nan"),
+    }
 
 
 def main(make: Callable[[Case], Callable[[], float | None]]) -> None:

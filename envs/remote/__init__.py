@@ -29,21 +29,47 @@ if TYPE_CHECKING:
 
 _HOME = {
     "RemoteEnvironment": "client",
-    "Declared": "declared", "Undeclared": "declared",
-    "BadAnswer": "errors", "Busy": "errors", "Hung": "errors", "Refused": "errors", "RemoteError": "errors",
-    "RemoteFault": "errors", "SessionLost": "errors", "Unreachable": "errors", "WrongEnvironment": "errors",
-    "OpenEnvAction": "openenv", "OpenEnvObservation": "openenv", "OpenEnvironment": "openenv",
+    "Declared": "declared",
+    "Undeclared": "declared",
+    "BadAnswer": "errors",
+    "Busy": "errors",
+    "Hung": "errors",
+    "Refused": "errors",
+    "RemoteError": "errors",
+    "RemoteFault": "errors",
+    "SessionLost": "errors",
+    "Unreachable": "errors",
+    "WrongEnvironment": "errors",
+    "OpenEnvAction": "openenv",
+    "OpenEnvObservation": "openenv",
+    "OpenEnvironment": "openenv",
     "add_openenv": "openenv_service",
     "Pool": "pool",
     "Service": "service",
     "ServiceLimits": "sessions",
-}  # fmt: skip
+}
 
 __all__ = [
-    "BadAnswer", "Busy", "Declared", "Hung", "OpenEnvAction", "OpenEnvObservation", "OpenEnvironment", "Pool",
-    "Refused", "RemoteEnvironment", "RemoteError", "RemoteFault", "Service", "ServiceLimits", "SessionLost",
-    "Undeclared", "Unreachable", "WrongEnvironment", "add_openenv",
-]  # fmt: skip
+    "BadAnswer",
+    "Busy",
+    "Declared",
+    "Hung",
+    "OpenEnvAction",
+    "OpenEnvObservation",
+    "OpenEnvironment",
+    "Pool",
+    "Refused",
+    "RemoteEnvironment",
+    "RemoteError",
+    "RemoteFault",
+    "Service",
+    "ServiceLimits",
+    "SessionLost",
+    "Undeclared",
+    "Unreachable",
+    "WrongEnvironment",
+    "add_openenv",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,8 +49,9 @@ class Dropped(Unreachable):
 class Channel:
     """`await Channel.open(url, ...)`, then `send` and `receive` in turn, and `close`."""
 
-    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, url: str,
-                 largest: int) -> None:  # fmt: skip
+    def __init__(
+        self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, url: str, largest: int
+    ) -> None:
         self.url = url
         self._session, self._socket, self._largest = session, socket, largest
         self._came: asyncio.Queue[str | Exception] = asyncio.Queue(maxsize=1)
@@ -64,9 +65,14 @@ class Channel:
         try:
             async with asyncio.timeout(_CONNECT):
                 socket = await session.ws_connect(
-                    url, headers=headers, protocols=protocols, heartbeat=HEARTBEAT, compress=0, max_msg_size=largest,
+                    url,
+                    headers=headers,
+                    protocols=protocols,
+                    heartbeat=HEARTBEAT,
+                    compress=0,
+                    max_msg_size=largest,
                     timeout=aiohttp.ClientWSTimeout(ws_close=_GOODBYE),  # pyright: ignore[reportCallIssue]
-                )  # fmt: skip
+                )
         except BaseException as error:
             await session.close()
             if isinstance(error, aiohttp.WSServerHandshakeError):
@@ -136,8 +142,9 @@ class Channel:
         if code == aiohttp.WSCloseCode.GOING_AWAY:
             return SessionLost(f"{self.url}: the server went away, and the episode's environment with it")
         if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-            return BadAnswer(f"{self.url}: a message was longer than the other side takes, or than {self._largest} "
-                             "bytes")  # fmt: skip
+            return BadAnswer(
+                f"{self.url}: a message was longer than the other side takes, or than {self._largest} bytes"
+            )
         if code in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.PROTOCOL_ERROR):
             return Refused(f"{self.url}: the server closed the connection: {str(message.extra or code)[:200]}")
         return Dropped(f"{self.url}: the connection broke (code {code})")
@@ -168,8 +175,9 @@ def address(url: str) -> str:
     if not url.startswith(("http://", "https://", "ws://", "wss://")):
         raise ValueError(f"server address {url[:60]!r}: must begin with http://, https://, ws:// or wss://")
     if "@" in url or "?" in url:
-        raise ValueError("a server address is written on tapes: it can't hold a password or a query; give the token "
-                         "by key_variable=")  # fmt: skip
+        raise ValueError(
+            "a server address is written on tapes: it can't hold a password or a query; give the token by key_variable="
+        )
     return url.rstrip("/")
 
 
@@ -198,10 +206,15 @@ def _refusal(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
         told = (error.headers or {}).get("Retry-After", "")
         return Full(f"{url}: the server has no place (status {status})", float(told) if told.isdecimal() else None)
     if status == 410:
-        return SessionLost(f"{url}: the server no longer has the episode: it was restarted, or the connection was gone "
-                           "for too long")  # fmt: skip
-    hint = {401: "; is the token right?", 403: "; is the token right?", 404: "; no environment is served there",
-            426: "; it speaks another version of the protocol"}.get(status, "")  # fmt: skip
+        return SessionLost(
+            f"{url}: the server no longer has the episode: it was restarted, or the connection was gone for too long"
+        )
+    hint = {
+        401: "; is the token right?",
+        403: "; is the token right?",
+        404: "; no environment is served there",
+        426: "; it speaks another version of the protocol",
+    }.get(status, "")
     if 500 <= status < 600:
         return Unreachable(f"{url}: the server answered with status {status}")
     return Refused(f"{url}: no WebSocket there: status {status}{hint}")

@@ -90,8 +90,10 @@ class RemoteEnvironment(Proxy):
         except (TimeoutError, asyncio.CancelledError) as error:
             self._over = _CUT
             if isinstance(error, TimeoutError) and whole.expired():
-                raise Hung(f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, "
-                           "interruptions included") from error  # fmt: skip
+                raise Hung(
+                    f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, "
+                    "interruptions included"
+                ) from error
             raise
         except RemoteError as error:
             self._over = f"it failed before: {error}"
@@ -104,8 +106,10 @@ class RemoteEnvironment(Proxy):
             try:
                 channel = await self._connected(until)
                 if len(text) * 4 > self._taken and len(text.encode()) > self._taken:
-                    raise BadAnswer(f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server takes "
-                                    f"{self._taken}; raise its limit message_bytes")  # fmt: skip
+                    raise BadAnswer(
+                        f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server takes "
+                        f"{self._taken}; raise its limit message_bytes"
+                    )
                 self._sent = call.id
                 await channel.send(text)
                 return await self._answer(channel, call)

@@ -62,15 +62,19 @@ class Declared:
         observations = {kind.kind: kind for kind in every if issubclass(kind, Observation)}
         for what, found in (("actions", actions), ("observations", observations)):
             if not found:
-                raise Undeclared(f"{env.__qualname__} doesn't say which kinds of {what} it has; write "
-                                 f"`kinds = (...)` with their classes on it, or pass kinds=")  # fmt: skip
+                raise Undeclared(
+                    f"{env.__qualname__} doesn't say which kinds of {what} it has; write "
+                    f"`kinds = (...)` with their classes on it, or pass kinds="
+                )
         return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards)
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
         """`action:guess` or `observation:hint` -> digest of the kind's fields."""
-        roles: list[tuple[str, Mapping[str, type[Step]]]] = [("action", self.actions),
-                                                             ("observation", self.observations)]  # fmt: skip
+        roles: list[tuple[str, Mapping[str, type[Step]]]] = [
+            ("action", self.actions),
+            ("observation", self.observations),
+        ]
         return {f"{role}:{kind}": _digest(cls) for role, kinds in roles for kind, cls in sorted(kinds.items())}
 
     def agree(self, name: str, digests: Mapping[str, str], effect: str) -> None:
@@ -78,11 +82,15 @@ class Declared:
         differing = sorted(key for key in {*self.digests, *digests} if self.digests.get(key) != digests.get(key))
         if differing:
             told = [f"{key} ({_how(self.digests.get(key), digests.get(key))})" for key in differing[:8]]
-            raise WrongEnvironment(f"{name[:80]!r} is served there, which differs from {self.name} here in "
-                                   f"{', '.join(told)}: run the same version of its steps on both sides")  # fmt: skip
+            raise WrongEnvironment(
+                f"{name[:80]!r} is served there, which differs from {self.name} here in "
+                f"{', '.join(told)}: run the same version of its steps on both sides"
+            )
         if effect != self.effect:
-            raise WrongEnvironment(f"{name[:80]!r} says there that its effect is {effect[:40]!r}; here it is "
-                                   f"{self.effect!r}, and what is durable before an action hangs on it")
+            raise WrongEnvironment(
+                f"{name[:80]!r} says there that its effect is {effect[:40]!r}; here it is "
+                f"{self.effect!r}, and what is durable before an action hangs on it"
+            )
 
     def action(self, kind: str, content: Any) -> Action:
         """The action that was sent so. BadAnswer."""
@@ -110,8 +118,9 @@ def _read(kinds: Mapping[str, type[StepT]], role: str, kind: str, content: Any) 
 def brief(error: ValidationError) -> str:
     # Without the input: it may be long, and it is the other side's.
     # Of the several ways in which a union fails, the one that came furthest tells most.
-    first = max(error.errors(include_url=False, include_input=False, include_context=False),
-                key=lambda one: len(one["loc"]))
+    first = max(
+        error.errors(include_url=False, include_input=False, include_context=False), key=lambda one: len(one["loc"])
+    )
     place = ".".join(map(str, first["loc"][:6]))
     return f"{place[:100]}: {first['msg'][:200]}" if place else first["msg"][:200]
 
@@ -128,8 +137,10 @@ def _environment_class(thing: Any) -> type[Environment[Any]]:
     found = _returned(thing) if callable(thing) else None
     if isinstance(found, type) and issubclass(found, Environment):
         return found
-    raise Undeclared(f"{thing!r:.80} doesn't say which environment it makes; write its return type, or pass "
-                     "declared=Declared.of(TheClass)")  # fmt: skip
+    raise Undeclared(
+        f"{thing!r:.80} doesn't say which environment it makes; write its return type, or pass "
+        "declared=Declared.of(TheClass)"
+    )
 
 
 def _returned(function: Callable[..., Any]) -> Any:
@@ -169,6 +180,9 @@ def _digest(cls: type[Step]) -> str:
 def _fields(schema: Any) -> Any:
     """A JSON Schema without what is for people only, which may change from version to version."""
     if isinstance(schema, dict):
-        return {key: _fields(value) for key, value in schema.items()
-                if key not in ("title", "description") or not isinstance(value, str)}  # fmt: skip
+        return {
+            key: _fields(value)
+            for key, value in schema.items()
+            if key not in ("title", "description") or not isinstance(value, str)
+        }
     return [_fields(item) for item in schema] if isinstance(schema, list) else schema

@@ -41,8 +41,9 @@ _MESSAGE = 2000
 class Host:
     """Answers the calls to one instance, which is made at the first `reset` or `restore`."""
 
-    def __init__(self, make: Callable[[], Environment[Any]], declared: Declared, seconds: float | None, *,
-                 alone: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, make: Callable[[], Environment[Any]], declared: Declared, seconds: float | None, *, alone: bool = False
+    ) -> None:
         """`seconds`: the most that any call may take; None for no limit. `alone`: nothing else runs in this event
         loop, so that an environment which blocks needs no thread."""
         self.dead = False
@@ -64,8 +65,9 @@ class Host:
             if not timer.expired():
                 return _raised(call, error)
             self.dead = True
-            return Fault(id=call.id, code="hung",
-                         message=f"{self._declared.name}.{call.t} gave no answer in {self._seconds:g} s")  # fmt: skip
+            return Fault(
+                id=call.id, code="hung", message=f"{self._declared.name}.{call.t} gave no answer in {self._seconds:g} s"
+            )
         except BadAnswer as error:
             return Fault(id=call.id, code="refused", error="BadAnswer", message=_clean(str(error)))
         except RestoreMismatch as error:
@@ -116,9 +118,11 @@ class Host:
         if self._env is None:
             self._env = self._make()
             if self._env.rewards is not None and self._declared.rewards is None:
-                raise TypeError(f"{self._declared.name} has rewards of its own ({', '.join(self._env.rewards.names)}), "
-                                "which read the tape, and no tape is on this side: give them where the episodes are "
-                                "rolled out, as `rewarded(environment, Rewards([...]))`")  # fmt: skip
+                raise TypeError(
+                    f"{self._declared.name} has rewards of its own ({', '.join(self._env.rewards.names)}), "
+                    "which read the tape, and no tape is on this side: give them where the episodes are "
+                    "rolled out, as `rewarded(environment, Rewards([...]))`"
+                )
             if self._env.blocking and not self._alone:
                 self._thread = EnvironmentThread(self._declared.name)
         return self._env
@@ -137,14 +141,24 @@ class Host:
 
     def _item(self, observation: Observation) -> Item:
         if not self._declared.holds(observation):
-            raise TypeError(f"{self._declared.name} showed a {type(observation).__qualname__}, which it doesn't "
-                            "declare; add the class to its `kinds`")  # fmt: skip
+            raise TypeError(
+                f"{self._declared.name} showed a {type(observation).__qualname__}, which it doesn't "
+                "declare; add the class to its `kinds`"
+            )
         return Item.of(observation)
 
     def _tape(self, call: RestoreCall) -> Tape:
         """The tape to restore, as far as it was sent."""
-        begin = Begin(tape=call.tape, task=call.task, task_hash=call.task.hash, agent=Identity(name="agent"),
-                      env=Identity(name=self._declared.name), env_seed=call.env_seed, seed=0, at=0.0)  # fmt: skip
+        begin = Begin(
+            tape=call.tape,
+            task=call.task,
+            task_hash=call.task.hash,
+            agent=Identity(name="agent"),
+            env=Identity(name=self._declared.name),
+            env_seed=call.env_seed,
+            seed=0,
+            at=0.0,
+        )
         return Tape.of([begin.body(), *(self._record(call.tape, item) for item in call.steps)])
 
     def _record(self, tape: str, item: Item) -> bytes:
@@ -154,8 +168,6 @@ class Host:
         else:
             step, by = self._declared.observation(item.kind, item.content), "env"
         return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
-
-
 
 
 def _raised(call: Call, error: BaseException) -> Fault:

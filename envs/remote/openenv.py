@@ -72,7 +72,8 @@ class ErrorMessage(BaseModel):
 
 
 _answers: TypeAdapter[SeenMessage | ErrorMessage] = TypeAdapter(
-    Annotated[SeenMessage | ErrorMessage, Field(discriminator="type")])  # fmt: skip
+    Annotated[SeenMessage | ErrorMessage, Field(discriminator="type")]
+)
 
 
 class OpenEnvironment(Environment[Action]):
@@ -199,6 +200,7 @@ def _arguments(task: Any) -> dict[str, Any]:
         elif isinstance(part, int) and not isinstance(part, bool):
             data["seed"] = part
         elif part is not None:
-            raise TypeError(f"a task of OpenEnvironment is None, an int (a seed) or a dict (reset's arguments), not "
-                            f"{part!r:.80}")  # fmt: skip
+            raise TypeError(
+                f"a task of OpenEnvironment is None, an int (a seed) or a dict (reset's arguments), not {part!r:.80}"
+            )
     return data

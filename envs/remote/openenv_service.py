@@ -57,8 +57,13 @@ class _Door:
     async def schema(self, request: web.Request) -> web.StreamResponse:
         """JSON Schemas, as OpenEnv's `/schema`."""
         declared = self._service.declared
-        return web.json_response({"action": _schema(declared.actions), "observation": _schema(declared.observations),
-                                  "state": {"type": "object"}})  # fmt: skip
+        return web.json_response(
+            {
+                "action": _schema(declared.actions),
+                "observation": _schema(declared.observations),
+                "state": {"type": "object"},
+            }
+        )
 
     async def metadata(self, request: web.Request) -> web.StreamResponse:
         """As OpenEnv's `/metadata`."""
@@ -177,8 +182,10 @@ def _seen(declared: Declared, item: Item | None, reward: float | None, done: boo
 
 
 def _told(fault: Any) -> str:
-    return _problem("VALIDATION_ERROR" if fault.code == "refused" else "EXECUTION_ERROR",
-                    f"{fault.error}: {fault.message}" if fault.error else fault.message)  # fmt: skip
+    return _problem(
+        "VALIDATION_ERROR" if fault.code == "refused" else "EXECUTION_ERROR",
+        f"{fault.error}: {fault.message}" if fault.error else fault.message,
+    )
 
 
 def _problem(code: str, message: str) -> str:

@@ -37,8 +37,15 @@ _ENDING = 5.0
 class Pool:
     """A factory of environments that run in at most `processes` processes."""
 
-    def __init__(self, make: str | Callable[[], Environment[Any]], *, processes: int, seconds: float = 60.0,
-                 patience: float = 60.0, largest: int = 4 << 20) -> None:  # fmt: skip
+    def __init__(
+        self,
+        make: str | Callable[[], Environment[Any]],
+        *,
+        processes: int,
+        seconds: float = 60.0,
+        patience: float = 60.0,
+        largest: int = 4 << 20,
+    ) -> None:
         """`make`: an Environment class or a function with a return type, at the top of a module, or its name as
         `package.module:name` or `file.py:name`.
 
@@ -100,8 +107,10 @@ class Pool:
             async with asyncio.timeout(self.patience):
                 await self._free.acquire()
         except TimeoutError as error:
-            raise Busy(f"all {self.places} processes of the pool of {self.declared.name} were taken for "
-                       f"{self.patience:g} s; give it more processes, or run fewer episodes at once") from error
+            raise Busy(
+                f"all {self.places} processes of the pool of {self.declared.name} were taken for "
+                f"{self.patience:g} s; give it more processes, or run fewer episodes at once"
+            ) from error
         try:
             return await self._worker()
         except BaseException:
@@ -147,8 +156,10 @@ class Pool:
             async with asyncio.timeout(_STARTING):
                 line = await self.run(worker.read)
             if not line:
-                raise Unreachable(f"a process for {self._name} ended before it served (exit code "
-                                  f"{await self.run(worker.code)}); why, it said on stderr")
+                raise Unreachable(
+                    f"a process for {self._name} ended before it served (exit code "
+                    f"{await self.run(worker.code)}); why, it said on stderr"
+                )
             welcome = read_welcome(line)
             self.declared.agree(welcome.name, welcome.kinds, welcome.effect)
         except BaseException as error:
@@ -188,22 +199,27 @@ class PooledEnvironment(Proxy):
         worker, seconds = self._worker, self._pool.seconds
         line = call.encoded().encode() + b"\n"
         if len(line) > self._pool.largest:
-            raise BadAnswer(f"this `{call.t}` has {len(line)} bytes, and the pool takes {self._pool.largest}; give it "
-                            "a higher `largest`")  # fmt: skip
+            raise BadAnswer(
+                f"this `{call.t}` has {len(line)} bytes, and the pool takes {self._pool.largest}; give it "
+                "a higher `largest`"
+            )
         timer = asyncio.timeout(seconds)
         try:
             async with timer:
                 answer = await self._pool.run(worker.ask, line)
                 if not answer:
-                    raise SessionLost(f"the process of this {self.environment} ended (exit code "
-                                      f"{await self._pool.run(worker.code)}); why, it may have said on stderr")
+                    raise SessionLost(
+                        f"the process of this {self.environment} ended (exit code "
+                        f"{await self._pool.run(worker.code)}); why, it may have said on stderr"
+                    )
                 return self._read(call, answer)
         except BaseException as error:
             self._worker, self._over = None, True
             self._pool.lose(worker)
             if isinstance(error, TimeoutError) and timer.expired():
-                raise Hung(f"{self.environment}.{call.t} gave no answer in {seconds:g} s; its process was "
-                           "killed") from error  # fmt: skip
+                raise Hung(
+                    f"{self.environment}.{call.t} gave no answer in {seconds:g} s; its process was killed"
+                ) from error
             raise
 
 
@@ -215,8 +231,9 @@ class Worker:
         command = [sys.executable, "-m", "tapereel.envs.remote.worker", name, str(largest)]
         # What this process can import, it can.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-                                         start_new_session=True)  # fmt: skip
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
 
     def ask(self, line: bytes) -> bytes:
         """The answer to one line; empty when the process has ended."""
@@ -237,8 +254,7 @@ class Worker:
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs. It keeps its number, so that `kill` hits no other.
-        """
+        """The exit code, negative for a signal; None while it runs. The number stays reserved: `kill` hits no other."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
         found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -325,8 +341,9 @@ def _name_of(make: Any) -> str:
     """As `load_named` finds it again in another process. ValueError where it couldn't."""
     path = getattr(make, "__qualname__", "<")
     if "<" in path:
-        raise ValueError(f"{make!r:.80} can't be found by another process: give a class or a function at the top of a "
-                         "module")  # fmt: skip
+        raise ValueError(
+            f"{make!r:.80} can't be found by another process: give a class or a function at the top of a module"
+        )
     module = sys.modules[make.__module__]
     file = getattr(module, "__file__", None)
     if getattr(module, "__package__", None) or file is None:

@@ -66,8 +66,9 @@ class RandomState(Message):
     @classmethod
     def of(cls, rng: random.Random) -> RandomState:
         _, (*words, position), gauss = rng.getstate()
-        return cls(words=base64.b64encode(_little(array("I", words)).tobytes()).decode(), position=position,
-                   gauss=gauss)  # fmt: skip
+        return cls(
+            words=base64.b64encode(_little(array("I", words)).tobytes()).decode(), position=position, gauss=gauss
+        )
 
     def made(self) -> random.Random:
         """A generator in this state. ValueError where there is no such state."""
@@ -158,8 +159,14 @@ class Led(Message):
     @classmethod
     def of(cls, number: int, outcome: Outcome) -> Led:
         seen = Item.of(outcome.observation) if outcome.observation is not None else None
-        return cls.model_construct(id=number, observation=seen, reward=outcome.reward, terminated=outcome.terminated,
-                                   truncated=outcome.truncated, metrics=outcome.metrics)  # fmt: skip
+        return cls.model_construct(
+            id=number,
+            observation=seen,
+            reward=outcome.reward,
+            terminated=outcome.terminated,
+            truncated=outcome.truncated,
+            metrics=outcome.metrics,
+        )
 
     def outcome(self, declared: Declared) -> Outcome:
         """The same, as the environment gave it. BadAnswer."""
@@ -212,8 +219,15 @@ class Welcome(Message):
     @classmethod
     def to(cls, declared: Declared, session: str = "", *, resumed: bool = False, message_bytes: int) -> Welcome:
         """The greeting of who serves what is `declared`."""
-        return cls(protocol=PROTOCOL, session=session, resumed=resumed, name=declared.name, kinds=declared.digests,
-                   effect=declared.effect, message_bytes=message_bytes)  # fmt: skip
+        return cls(
+            protocol=PROTOCOL,
+            session=session,
+            resumed=resumed,
+            name=declared.name,
+            kinds=declared.digests,
+            effect=declared.effect,
+            message_bytes=message_bytes,
+        )
 
 
 _calls: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="t")])

@@ -57,8 +57,10 @@ class Proxy(Environment[Action]):
     async def step(self, action: Action) -> Outcome:
         """Carry the action out there."""
         if self._declared.actions.get(action.kind) is not type(action):
-            raise TypeError(f"{self.environment} takes {', '.join(sorted(self._declared.actions))}, not "
-                            f"{action.kind!r} ({type(action).__qualname__})")  # fmt: skip
+            raise TypeError(
+                f"{self.environment} takes {', '.join(sorted(self._declared.actions))}, not "
+                f"{action.kind!r} ({type(action).__qualname__})"
+            )
         call = StepCall(id=self._next(), action=Item.of(action))
         answer = await self._asked(call)
         if not isinstance(answer, Led):
@@ -80,10 +82,17 @@ class Proxy(Environment[Action]):
         steps = [step for step in tape if isinstance(step, Action | Observation)]
         foreign = next((step for step in steps if not self._declared.holds(step)), None)
         if foreign is not None:
-            raise TypeError(f"tape {tape.id} has a step of the kind {foreign.kind!r}, which {self.environment} doesn't "
-                            "declare")  # fmt: skip
-        call = RestoreCall(id=self._next(), task=Task.of(task), rng=self._rng_state(), tape=tape.id,
-                           env_seed=tape.begin.env_seed, steps=tuple(map(Item.of, steps)))  # fmt: skip
+            raise TypeError(
+                f"tape {tape.id} has a step of the kind {foreign.kind!r}, which {self.environment} doesn't declare"
+            )
+        call = RestoreCall(
+            id=self._next(),
+            task=Task.of(task),
+            rng=self._rng_state(),
+            tape=tape.id,
+            env_seed=tape.begin.env_seed,
+            steps=tuple(map(Item.of, steps)),
+        )
         answer = await self._asked(call)
         if not isinstance(answer, Done):
             raise _beside(call, answer)

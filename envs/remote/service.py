@@ -63,8 +63,7 @@ class Service:
         if isinstance(most, int):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
         self.sessions = Sessions(make, self.declared, self.limits, self._unclosed)
-        self.routes: list[tuple[str, Handler]] = [
-            (ROUTE, self._serve), ("/health", self._health)]  # fmt: skip
+        self.routes: list[tuple[str, Handler]] = [(ROUTE, self._serve), ("/health", self._health)]
         """GET routes; more may be added before `serving`."""
         self._token = token
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
@@ -105,9 +104,12 @@ class Service:
     async def open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
         """The WebSocket that was asked for."""
         socket = web.WebSocketResponse(
-            heartbeat=self.limits.heartbeat_seconds, max_msg_size=self.limits.message_bytes, compress=False,
-            protocols=protocols, timeout=2.0,
-        )  # fmt: skip
+            heartbeat=self.limits.heartbeat_seconds,
+            max_msg_size=self.limits.message_bytes,
+            compress=False,
+            protocols=protocols,
+            timeout=2.0,
+        )
         await socket.prepare(request)
         self._sockets.add(socket)
         return socket
@@ -140,8 +142,15 @@ class Service:
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "healthy", "environment": self.declared.name, "protocol": PROTOCOL,
-                                  "sessions": len(self.sessions), "places": self.limits.sessions})  # fmt: skip
+        return web.json_response(
+            {
+                "status": "healthy",
+                "environment": self.declared.name,
+                "protocol": PROTOCOL,
+                "sessions": len(self.sessions),
+                "places": self.limits.sessions,
+            }
+        )
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if PROTOCOL not in [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]:
@@ -159,16 +168,18 @@ class Service:
         self.sessions.attach(session, connection)
         try:
             socket = await self.open(request, PROTOCOL)
-            welcome = Welcome.to(self.declared, session.id, resumed=name is not None,
-                                 message_bytes=self.limits.message_bytes)  # fmt: skip
+            welcome = Welcome.to(
+                self.declared, session.id, resumed=name is not None, message_bytes=self.limits.message_bytes
+            )
             await socket.send_str(welcome.encoded())
             await self.converse(socket, session, functools.partial(self._reply, socket, session))
             return socket
         finally:
             self.sessions.detach(session, connection)
 
-    async def converse(self, socket: web.WebSocketResponse, session: Session,
-                       reply: Callable[[str], Coroutine[Any, Any, None]]) -> None:  # fmt: skip
+    async def converse(
+        self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[Any, Any, None]]
+    ) -> None:
         """Reply to each message until the connection is over.
 
         Messages are read while others are carried out, so that a connection that is gone is noticed.
@@ -215,8 +226,12 @@ class Service:
         await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is ending")
 
     def _unclosed(self, error: Exception) -> None:
-        log.warning("an instance of %s could not be closed: %s: %s", self.declared.name, type(error).__qualname__,
-                    str(error)[:500])  # fmt: skip
+        log.warning(
+            "an instance of %s could not be closed: %s: %s",
+            self.declared.name,
+            type(error).__qualname__,
+            str(error)[:500],
+        )
 
 
 def is_loopback(host: str) -> bool:

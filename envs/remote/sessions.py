@@ -115,8 +115,13 @@ class Session:
 class Sessions:
     """All episodes of a service."""
 
-    def __init__(self, make: Callable[[], Environment[Any]], declared: Declared, limits: ServiceLimits,
-                 failed: Callable[[Exception], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        make: Callable[[], Environment[Any]],
+        declared: Declared,
+        limits: ServiceLimits,
+        failed: Callable[[Exception], None],
+    ) -> None:
         """`failed` hears of environments that could not be closed when nobody was there to be told."""
         self._make, self._declared, self._limits, self._failed = make, declared, limits, failed
         self._open: dict[str, Session] = {}

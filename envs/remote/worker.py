@@ -42,8 +42,9 @@ def main(name: str, largest: int) -> None:
     _serve(make, declared, lines, answers)
 
 
-def _serve(make: Callable[[], Environment[Any]], declared: Declared, lines: queue.SimpleQueue[bytes | None],
-           answers: IO[bytes]) -> None:  # fmt: skip
+def _serve(
+    make: Callable[[], Environment[Any]], declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
+) -> None:
     with asyncio.Runner() as runner:
         host = Host(make, declared, None, alone=True)
         while (line := lines.get()) is not None:

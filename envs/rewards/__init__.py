@@ -11,6 +11,15 @@ from .named import as_rewards, load_rewards
 from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 
 __all__ = [
-    "GROUP_LAYER", "NoReward", "RewardFailed", "RewardSource", "Rewards", "Score", "Scored", "Scorer", "as_rewards",
-    "load_rewards", "rewarded",
-]  # fmt: skip
+    "GROUP_LAYER",
+    "NoReward",
+    "RewardFailed",
+    "RewardSource",
+    "Rewards",
+    "Score",
+    "Scored",
+    "Scorer",
+    "as_rewards",
+    "load_rewards",
+    "rewarded",
+]

@@ -31,11 +31,18 @@ class FileReward:
         parameters = inspect.signature(function).parameters
         whole = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.wanted = [name for name in FIELDS if whole or name in parameters]
-        strange = [p.name for p in parameters.values() if p.name not in FIELDS and p.default is p.empty
-                   and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)]  # fmt: skip
+        strange = [
+            p.name
+            for p in parameters.values()
+            if p.name not in FIELDS
+            and p.default is p.empty
+            and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)
+        ]
         if strange or not self.wanted:
-            raise UsageError(f"{getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}; a "
-                             f"reward function of a file takes some of {', '.join(FIELDS)}")  # fmt: skip
+            raise UsageError(
+                f"{getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}; a "
+                f"reward function of a file takes some of {', '.join(FIELDS)}"
+            )
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
         """One call with all of them; a sync function runs in a thread."""
@@ -50,20 +57,33 @@ class FileReward:
         for key, values in columns.items():
             if len(values) != len(samples):
                 raise WrongAnswer(f"{key!r} has {len(values)} scores for {len(samples)} samples")
-        rows = [{key: values[k] for key, values in columns.items() if values[k] is not None}
-                for k in range(len(samples))]  # fmt: skip
+        rows = [
+            {key: values[k] for key, values in columns.items() if values[k] is not None} for k in range(len(samples))
+        ]
         return rows  # type: ignore[return-value]
 
 
-def file_reward(path: str | Path, *, name: str | None = None, weight: float = 1.0, size: int = 64,
-                sample: Callable[[Tape], Sample] = sample_of) -> RewardSource[Tape]:  # fmt: skip
+def file_reward(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    weight: float = 1.0,
+    size: int = 64,
+    sample: Callable[[Tape], Sample] = sample_of,
+) -> RewardSource[Tape]:
     """A source of the `reward_func` in that file, named like the file. It counts as pure, unless the function has an
     attribute `pure = False`."""
     function = load_named(f"{path}:{FUNCTION}")
     if not callable(function):
         raise UsageError(f"{FUNCTION} in {path} is a {type(function).__name__}, not a function")
-    return model_source(FileReward(function), name=name or Path(path).stem, weight=weight, size=size, sample=sample,
-                        pure=bool(getattr(function, "pure", True)))  # fmt: skip
+    return model_source(
+        FileReward(function),
+        name=name or Path(path).stem,
+        weight=weight,
+        size=size,
+        sample=sample,
+        pure=bool(getattr(function, "pure", True)),
+    )
 
 
 def _listed(scores: Any) -> list[Any]:

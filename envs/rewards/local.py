@@ -25,8 +25,16 @@ class NotAModel(TapereelError, ValueError):
 class LocalReward:
     """Scores by a model that gives one logit for each text: as `logits`, as `score`, or as a bare tensor."""
 
-    def __init__(self, folder: str | Path, *, device: str = "cpu", put_away: str | None = "cpu", batch: int = 8,
-                 length: int | None = None, dtype: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        device: str = "cpu",
+        put_away: str | None = "cpu",
+        batch: int = 8,
+        length: int | None = None,
+        dtype: str | None = None,
+    ) -> None:
         """
         folder: model and tokenizer in Hugging Face format. Where the tokenizer has a chat template a text is the
             messages through it, else the query.
@@ -35,8 +43,10 @@ class LocalReward:
         dtype: of its weights, as `bfloat16`; None: as they are stored.
         """
         if not Path(folder).is_dir():
-            raise NotAModel(f"there is no folder {str(folder)!r} with a reward model; save one there with "
-                            "save_pretrained, or fetch one: hf download NAME --local-dir FOLDER")
+            raise NotAModel(
+                f"there is no folder {str(folder)!r} with a reward model; save one there with "
+                "save_pretrained, or fetch one: hf download NAME --local-dir FOLDER"
+            )
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
         self.folder = str(folder)
@@ -62,7 +72,7 @@ class LocalReward:
             self.model.to(self.device)
             try:
                 with torch.inference_mode():
-                    parts = [self._forward(texts[k:k + self.batch]) for k in range(0, len(texts), self.batch)]
+                    parts = [self._forward(texts[k : k + self.batch]) for k in range(0, len(texts), self.batch)]
             finally:
                 if self.put_away is not None:
                     self.model.to(self.put_away)
@@ -95,21 +105,35 @@ class LocalReward:
     def _forward(self, texts: list[str]) -> list[float]:
         longest = self.length or getattr(self.model.config, "max_position_embeddings", None)
         templated = bool(getattr(self.tokenizer, "chat_template", None))
-        ready = self.tokenizer(texts, return_tensors="pt", padding=True, truncation=longest is not None,
-                               max_length=longest, add_special_tokens=not templated)  # fmt: skip
-        answer: Any = self.model(input_ids=ready["input_ids"].to(self.device),
-                            attention_mask=ready["attention_mask"].to(self.device))  # fmt: skip
+        ready = self.tokenizer(
+            texts,
+            return_tensors="pt",
+            padding=True,
+            truncation=longest is not None,
+            max_length=longest,
+            add_special_tokens=not templated,
+        )
+        answer: Any = self.model(
+            input_ids=ready["input_ids"].to(self.device), attention_mask=ready["attention_mask"].to(self.device)
+        )
         scores = answer if hasattr(answer, "numel") else answer["score"] if "score" in answer else answer["logits"]
         if scores.numel() != len(texts):
-            raise WrongAnswer(f"the model in {self.folder} gives {tuple(scores.shape)} for {len(texts)} texts: a "
-                              "reward model has one output (num_labels=1)")  # fmt: skip
+            raise WrongAnswer(
+                f"the model in {self.folder} gives {tuple(scores.shape)} for {len(texts)} texts: a "
+                "reward model has one output (num_labels=1)"
+            )
         return scores.float().reshape(-1).cpu().tolist()
 
 
 def local_reward(
-    folder: str | Path, *, name: str = "reward_model", weight: float = 1.0, size: int = 256,
-    sample: Callable[[Tape], Sample] = sample_of, **options: Any,
-) -> RewardSource[Tape]:  # fmt: skip
+    folder: str | Path,
+    *,
+    name: str = "reward_model",
+    weight: float = 1.0,
+    size: int = 256,
+    sample: Callable[[Tape], Sample] = sample_of,
+    **options: Any,
+) -> RewardSource[Tape]:
     """A source of `LocalReward(folder, **options)`, which is loaded once and asked about up to `size` tapes at a time.
 
     It needs runtime: its numbers depend on device and batch in their last bits."""

@@ -1,6 +1,6 @@
 """The process in which math-verify runs: a line of JSON in, a line of JSON out, until its input ends.
 
-    {"answer": "x = \\\\frac{1}{2}", "reference": "0.5"}  ->  {"equal": true}        {}  ->  {"ready": true}
+{"answer": "x = \\\\frac{1}{2}", "reference": "0.5"}  ->  {"equal": true}        {}  ->  {"ready": true}
 """
 
 from __future__ import annotations

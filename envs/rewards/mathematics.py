@@ -66,8 +66,10 @@ class MathVerifier:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.math_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", f"{__package__}.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         weakref.finalize(self, _kill, process)
         if "missing" in (said := self._ask(process, {}, START_SECONDS)):
             self._process = None
@@ -111,9 +113,14 @@ def last_text(tape: Tape) -> str:
 
 
 def math_reward(
-    *, name: str = "math", weight: float = 1.0, timeout: float = 10.0, answer: Callable[[Tape], str] = last_text,
-    reference: Callable[[Tape], Any] = reference_of, verifier: MathVerifier | None = None,
-) -> RewardSource[Tape]:  # fmt: skip
+    *,
+    name: str = "math",
+    weight: float = 1.0,
+    timeout: float = 10.0,
+    answer: Callable[[Tape], str] = last_text,
+    reference: Callable[[Tape], Any] = reference_of,
+    verifier: MathVerifier | None = None,
+) -> RewardSource[Tape]:
     """A source that gives 1.0 where the answer is equal to the reference and 0.0 where it isn't, or says nothing that
     can be read as mathematics. An answer that can't be checked in time, or a reference that is no mathematics, leaves
     the tape unscored. A task without a reference has no score."""

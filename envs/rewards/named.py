@@ -20,8 +20,10 @@ def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
         return Rewards([found])
     if callable(found) and not isinstance(found, type):
         return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
-    raise NoReward(f"{name or 'it'} is a {type(found).__name__}; a reward is a Rewards, a RewardSource, or a function "
-                   "from a tape to a number, named numbers or None")  # fmt: skip
+    raise NoReward(
+        f"{name or 'it'} is a {type(found).__name__}; a reward is a Rewards, a RewardSource, or a function "
+        "from a tape to a number, named numbers or None"
+    )
 
 
 def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
@@ -40,9 +42,11 @@ def load_reward(name: str) -> Rewards[Tape]:
     """What `name` names: `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`. UsageError
     where it names none, or is an address that holds a secret: names are recorded with what they score."""
     if holds_secret(name):
-        raise UsageError(f"{without_secrets(name)} has a user, a password or a key in it, which would be recorded; "
-                         "name the environment variable that holds it, as in http_reward(url, key_variable=...) in a "
-                         "module, and that module here: module:name")  # fmt: skip
+        raise UsageError(
+            f"{without_secrets(name)} has a user, a password or a key in it, which would be recorded; "
+            "name the environment variable that holds it, as in http_reward(url, key_variable=...) in a "
+            "module, and that module here: module:name"
+        )
     if name.startswith(("http://", "https://")):
         from .remote import http_reward
 

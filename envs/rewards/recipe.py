@@ -25,17 +25,23 @@ class NoRecipe(TapereelError, LookupError):
 
 
 def ensemble(
-    parts: Mapping[str, RewardSource[Any] | Scorer[Tape]], recipe: Mapping[str, Mapping[str, float]], *,
-    label: Callable[[Tape], str | None] = label_of, name: str = "ensemble", weight: float = 1.0,
+    parts: Mapping[str, RewardSource[Any] | Scorer[Tape]],
+    recipe: Mapping[str, Mapping[str, float]],
+    *,
+    label: Callable[[Tape], str | None] = label_of,
+    name: str = "ensemble",
+    weight: float = 1.0,
     timeout: float | None = 600.0,
-) -> RewardSource[Tape]:  # fmt: skip
+) -> RewardSource[Tape]:
     """A source that weighs `parts` as `recipe[label]` says. ValueError where a recipe names a part that isn't there."""
     for kind, weights in recipe.items():
         strange = [part for part in weights if part not in parts]
         if strange:
             raise ValueError(f"the recipe of {kind!r} names {strange[0]!r}; there are {', '.join(parts) or 'no parts'}")
-    sources = {key: part if isinstance(part, RewardSource) else RewardSource(score=part, name=key)
-               for key, part in parts.items()}  # fmt: skip
+    sources = {
+        key: part if isinstance(part, RewardSource) else RewardSource(score=part, name=key)
+        for key, part in parts.items()
+    }
 
     async def score(tape: Tape) -> Scored:
         kind = label(tape)

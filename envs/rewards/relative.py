@@ -32,8 +32,9 @@ def training_reward(tape: Tape) -> float | None:
     return total(counted(tape))
 
 
-async def compared(rewards: Rewards[Tape] | None, tapes: Sequence[Tape],
-                   append: Callable[[Record], None] | None = None) -> list[Tape]:  # fmt: skip
+async def compared(
+    rewards: Rewards[Tape] | None, tapes: Sequence[Tape], append: Callable[[Record], None] | None = None
+) -> list[Tape]:
     """The tapes of one group with their layers; those that lack one get it, and `append` is given its records."""
     if rewards is None or not rewards.relative or all(layer_of(tape) for tape in tapes):
         return list(tapes)

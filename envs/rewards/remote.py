@@ -38,8 +38,16 @@ class RewardServerFailed(TapereelError, ConnectionError):
 class HttpReward:
     """A reward model behind a URL."""
 
-    def __init__(self, url: str, *, tries: int = 5, wait: float = 1.0, timeout: float = 60.0,
-                 headers: Mapping[str, str] | None = None, key_variable: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        url: str,
+        *,
+        tries: int = 5,
+        wait: float = 1.0,
+        timeout: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+        key_variable: str | None = None,
+    ) -> None:
         """
         tries: how often one request is made in all; wait: seconds before the second try, twice as long before each
             further one, or as long as the server's `Retry-After` says. timeout: seconds of one try.
@@ -63,15 +71,19 @@ class HttpReward:
                 return self._read(await self._post(body), samples)
             except _TryAgain as again:
                 if k == self.tries - 1:
-                    raise RewardServerFailed(f"reward model {self.name} gave no answer in {self.tries} tries; the last "
-                                             f"one: {again}") from again.__cause__  # fmt: skip
+                    raise RewardServerFailed(
+                        f"reward model {self.name} gave no answer in {self.tries} tries; the last one: {again}"
+                    ) from again.__cause__
                 pause = self.wait * 2**k if again.after is None else again.after
                 await asyncio.sleep(min(pause, LONGEST_WAIT))
         raise AssertionError("unreachable")
 
     def _body(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        body: dict[str, Any] = {"ids": [s.id for s in samples], "queries": [s.query for s in samples],
-                                "prompts": [s.prompt for s in samples]}  # fmt: skip
+        body: dict[str, Any] = {
+            "ids": [s.id for s in samples],
+            "queries": [s.query for s in samples],
+            "prompts": [s.prompt for s in samples],
+        }
         if any(s.reference is not None for s in samples):
             body["references"] = [s.reference for s in samples]
         if any(s.label is not None for s in samples):
@@ -87,8 +99,10 @@ class HttpReward:
         if self._key_variable is not None:
             headers["Authorization"] = f"Bearer {_secret(self._key_variable)}"
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout)) as session, \
-                    session.post(self._url, json=body, headers=headers, allow_redirects=False) as answer:  # fmt: skip
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout)) as session,
+                session.post(self._url, json=body, headers=headers, allow_redirects=False) as answer,
+            ):
                 text = await _all(answer.content)
                 if answer.status in PASSING:
                     pause = _seconds(answer.headers.get("Retry-After"))
@@ -113,8 +127,10 @@ class HttpReward:
         if ids is None:
             return checked(given, samples, who)
         if not isinstance(ids, list) or not isinstance(given, list) or len(ids) != len(given):
-            raise WrongAnswer(f"{who} gave {len(given) if isinstance(given, list) else 'no'} rewards for "
-                              f"{len(ids) if isinstance(ids, list) else 'no'} ids")
+            raise WrongAnswer(
+                f"{who} gave {len(given) if isinstance(given, list) else 'no'} rewards for "
+                f"{len(ids) if isinstance(ids, list) else 'no'} ids"
+            )
         wanted = [sample.id for sample in samples]
         if sorted(map(str, ids)) != sorted(wanted):
             odd = next((i for i in ids if ids.count(i) > 1 or i not in wanted), None)
@@ -125,14 +141,27 @@ class HttpReward:
 
 
 def http_reward(
-    url: str, *, name: str | None = None, weight: float = 1.0, size: int = 64, concurrency: int = 4,
-    sample: Callable[[Tape], Sample] = sample_of, **options: Any,
-) -> RewardSource[Tape]:  # fmt: skip
+    url: str,
+    *,
+    name: str | None = None,
+    weight: float = 1.0,
+    size: int = 64,
+    concurrency: int = 4,
+    sample: Callable[[Tape], Sample] = sample_of,
+    **options: Any,
+) -> RewardSource[Tape]:
     """A source of `HttpReward(url, **options)`: up to `size` tapes in a request, `concurrency` requests at a time."""
     model = HttpReward(url, **options)
     longest = model.tries * (model.timeout + LONGEST_WAIT)
-    return model_source(model, name=name or model.name.replace("/", "_"), weight=weight, size=size,
-                        concurrency=concurrency, sample=sample, timeout=10 * longest)  # fmt: skip
+    return model_source(
+        model,
+        name=name or model.name.replace("/", "_"),
+        weight=weight,
+        size=size,
+        concurrency=concurrency,
+        sample=sample,
+        timeout=10 * longest,
+    )
 
 
 class _TryAgain(Exception):

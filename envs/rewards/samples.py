@@ -100,8 +100,7 @@ def checked(scores: Sequence[Any], samples: Sequence[Sample], who: str) -> list[
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (number and _finite(value)) and score is not None:
                 odd = "an integer that no float can hold" if number and isinstance(value, int) else f"{value!r:.80}"
-                raise WrongAnswer(f"{who} gave {odd} for {sample.id}; a score is a finite number, or null for "
-                                  "none")  # fmt: skip
+                raise WrongAnswer(f"{who} gave {odd} for {sample.id}; a score is a finite number, or null for none")
     return list(scores)
 
 
@@ -117,8 +116,9 @@ class Batched:
     """A scorer of single tapes that asks a model about all those waiting at once, at most `size`, in `concurrency`
     calls at a time. One call that fails leaves all of its tapes unscored."""
 
-    def __init__(self, model: RewardModel, *, size: int = 64, concurrency: int = 1,
-                 sample: Callable[[Tape], Sample] = sample_of) -> None:  # fmt: skip
+    def __init__(
+        self, model: RewardModel, *, size: int = 64, concurrency: int = 1, sample: Callable[[Tape], Sample] = sample_of
+    ) -> None:
         if size < 1 or concurrency < 1:
             raise ValueError(f"size and concurrency must be at least 1, not {size} and {concurrency}")
         self.model = model
@@ -138,8 +138,8 @@ class Batched:
 
     def _begin(self) -> None:
         while self._waiting and len(self._asking) < self.concurrency:
-            batch = [(sample, answer) for sample, answer in self._waiting[:self.size] if not answer.done()]
-            del self._waiting[:self.size]
+            batch = [(sample, answer) for sample, answer in self._waiting[: self.size] if not answer.done()]
+            del self._waiting[: self.size]
             if batch:
                 task = asyncio.ensure_future(self._ask(batch))
                 self._asking.add(task)
@@ -163,9 +163,22 @@ class Batched:
                 answer.set_result(score)
 
 
-def model_source(model: RewardModel, *, name: str, weight: float = 1.0, size: int = 64, concurrency: int = 1,
-                 sample: Callable[[Tape], Sample] = sample_of, pure: bool = False,
-                 timeout: float | None = 600.0) -> RewardSource[Tape]:  # fmt: skip
+def model_source(
+    model: RewardModel,
+    *,
+    name: str,
+    weight: float = 1.0,
+    size: int = 64,
+    concurrency: int = 1,
+    sample: Callable[[Tape], Sample] = sample_of,
+    pure: bool = False,
+    timeout: float | None = 600.0,
+) -> RewardSource[Tape]:
     """A reward model as a source."""
-    return RewardSource(score=Batched(model, size=size, concurrency=concurrency, sample=sample), name=name,
-                        weight=weight, pure=pure, timeout=timeout)  # fmt: skip
+    return RewardSource(
+        score=Batched(model, size=size, concurrency=concurrency, sample=sample),
+        name=name,
+        weight=weight,
+        pure=pure,
+        timeout=timeout,
+    )

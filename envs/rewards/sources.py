@@ -152,10 +152,14 @@ class Rewards(Generic[SubjectT]):
         """
         for source in (*self.sources, *self.relative):
             if source.per != "episode":
-                what = "single steps; an environment gives those from `step`" if source.per == "step" else \
-                    "groups, which an environment doesn't see"  # fmt: skip
-                raise ValueError(f"reward source {source.name!r} scores {what}, or the finished tape is scored with "
-                                 "Rewards.score")  # fmt: skip
+                what = (
+                    "single steps; an environment gives those from `step`"
+                    if source.per == "step"
+                    else "groups, which an environment doesn't see"
+                )
+                raise ValueError(
+                    f"reward source {source.name!r} scores {what}, or the finished tape is scored with Rewards.score"
+                )
         reward: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for source, result in zip(
@@ -201,10 +205,18 @@ class _Part(NamedTuple):
     evidence: JsonValue = None
 
 
-def _record(tape: Tape, source: RewardSource[Any], part: _Part, step: int | None, layer: str | None,
-            failed: bool) -> Reward:  # fmt: skip
-    return Reward(tape=tape.id, step=step, name=part.name, value=part.value, layer=layer, evidence=part.evidence,
-                  weight=0.0 if failed else source.weight * part.weight)  # fmt: skip
+def _record(
+    tape: Tape, source: RewardSource[Any], part: _Part, step: int | None, layer: str | None, failed: bool
+) -> Reward:
+    return Reward(
+        tape=tape.id,
+        step=step,
+        name=part.name,
+        value=part.value,
+        layer=layer,
+        evidence=part.evidence,
+        weight=0.0 if failed else source.weight * part.weight,
+    )
 
 
 def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed, layer: str | None) -> Reward:
@@ -234,8 +246,9 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
             return _parts(source.name, given, None)
         of = "action" if source.per == "step" else "tape"
         if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-            raise TypeError(f"a source per {source.per} gives a sequence with one score for each {of}, not "
-                            f"{given!r:.80}")  # fmt: skip
+            raise TypeError(
+                f"a source per {source.per} gives a sequence with one score for each {of}, not {given!r:.80}"
+            )
         if len(given) != places:
             raise ValueError(f"it gave {len(given)} scores for {places} {of}s")
         return [part for k, one in enumerate(given) for part in _parts(source.name, one, k)]
@@ -274,7 +287,11 @@ def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{part} is {value!r:.80}; a score is a float, a dict of floats, or None")
         if not -LARGEST <= value <= LARGEST:
-            raise ValueError(f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; "
-                             "where there is no score, give None")  # fmt: skip
-    return [_Part(place, part, float(value), weight, told.evidence if k == 0 else None)
-            for k, (part, value, weight) in enumerate(found)]  # fmt: skip
+            raise ValueError(
+                f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; "
+                "where there is no score, give None"
+            )
+    return [
+        _Part(place, part, float(value), weight, told.evidence if k == 0 else None)
+        for k, (part, value, weight) in enumerate(found)
+    ]

@@ -18,14 +18,28 @@ tapereel import dialogues.parquet runs/shown --format sft --split demo
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a .jsonl, .jsonl.gz, .zip or .parquet file, or a folder with results.jsonl")
     parser.add_argument("run", help="a run directory; it may be there already")
-    parser.add_argument("--format", required=True, choices=list(FORMATS),
-                        help="; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()))  # fmt: skip
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=list(FORMATS),
+        help="; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()),
+    )
     parser.add_argument("--split", help="of the tapes (`train`, `eval`, `demo`, ...), in place of what the file says")
     bounds = Bounds()
-    parser.add_argument("--max-line", type=int, default=bounds.line, metavar="BYTES",
-                        help="refuse a record that is longer (%(default)s)")  # fmt: skip
-    parser.add_argument("--max-total", type=int, default=bounds.total, metavar="BYTES",
-                        help="refuse a file that unpacks to more (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--max-line",
+        type=int,
+        default=bounds.line,
+        metavar="BYTES",
+        help="refuse a record that is longer (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-total",
+        type=int,
+        default=bounds.total,
+        metavar="BYTES",
+        help="refuse a file that unpacks to more (%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

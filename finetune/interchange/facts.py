@@ -32,10 +32,15 @@ class Facts(Value):
     def known(self) -> dict[str, Any]:
         """As arguments of a `Story`."""
         return {
-            "id": self.tape, "task": self.task, "group": self.group, "attempt": self.attempt, "split": self.split,
-            "status": self.status, "cause": self.cause,
+            "id": self.tape,
+            "task": self.task,
+            "group": self.group,
+            "attempt": self.attempt,
+            "split": self.split,
+            "status": self.status,
+            "cause": self.cause,
             "scores": tuple(Score(name=n, value=v, weight=w) for n, v, w in self.scores),
-        }  # fmt: skip
+        }
 
 
 class Function(BaseModel):
@@ -68,5 +73,6 @@ _conversation: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
 def conversation(messages: Any) -> list[Message]:
     """Chat messages as they are, once they have been looked at. A pydantic ValidationError says which isn't one."""
     _conversation.validate_python(messages)
-    return [{key: value for key, value in message.items() if value is not None or key == "content"}
-            for message in messages]  # fmt: skip
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
+    ]

@@ -101,8 +101,9 @@ def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Itera
         place = f"{name}, line {number}"
         read[0] += len(line)
         if len(line) > bounds.line:
-            raise BadImport(f"{place} is longer than {bounds.line:,} bytes; is it one record per line? --max-line "
-                            "allows more")  # fmt: skip
+            raise BadImport(
+                f"{place} is longer than {bounds.line:,} bytes; is it one record per line? --max-line allows more"
+            )
         if read[0] > bounds.total:
             raise BadImport(f"{place}: more than {bounds.total:,} bytes, unpacked; --max-total allows more")
         if number == 1:
@@ -162,17 +163,22 @@ def _parquet(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]
         with parquet.ParquetFile(path) as file:
             shared = [field.name for field in file.schema_arrow if _has_dictionary(field.type)]
             if shared:
-                raise BadImport(f"{path}: the column {shared[0]!r} is of a dictionary type, where a few bytes stand "
-                                "for long values; write it as plain ones")  # fmt: skip
+                raise BadImport(
+                    f"{path}: the column {shared[0]!r} is of a dictionary type, where a few bytes stand "
+                    "for long values; write it as plain ones"
+                )
             size = sum(file.metadata.row_group(k).total_byte_size for k in range(file.metadata.num_row_groups))
             if size > bounds.total:
-                raise BadImport(f"{path} unpacks to {size:,} bytes, the limit is {bounds.total:,}; --max-total allows "
-                                "more")  # fmt: skip
+                raise BadImport(
+                    f"{path} unpacks to {size:,} bytes, the limit is {bounds.total:,}; --max-total allows more"
+                )
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 read += batch.nbytes
                 if batch.nbytes > bounds.line * PARQUET_ROWS or read > bounds.total:
-                    raise BadImport(f"{path}: the rows from {number} on are more than the limits allow "
-                                    f"({batch.nbytes:,} bytes in {batch.num_rows} rows)")  # fmt: skip
+                    raise BadImport(
+                        f"{path}: the rows from {number} on are more than the limits allow "
+                        f"({batch.nbytes:,} bytes in {batch.num_rows} rows)"
+                    )
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", _without_none(row)

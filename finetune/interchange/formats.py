@@ -38,18 +38,51 @@ class Format:
     """The stories of one record. A ValueError says what is wrong with it."""
 
 
-FORMATS = {made.name: made for made in (
-    Format(name="openenv", what="OpenEnv's TrainingTrace, version 1", endings=(".jsonl",), loses=openenv.LOSES,
-           write=openenv.write, read=openenv.read),
-    Format(name="verifiers", what="rollouts of verifiers, with their trajectories", endings=(".jsonl", ""),
-           loses=verifiers.LOSES, write=verifiers.write, read=verifiers.read),
-    Format(name="trl", what="rows with prompt, completion, token ids and reward", endings=(".jsonl", ".parquet"),
-           loses=sets.TRL_LOSES, write=sets.write_trl, read=sets.read_trl),
-    Format(name="sft", what="conversations to imitate", endings=(".jsonl", ".parquet"), loses=sets.SFT_LOSES,
-           write=sets.write_sft, read=sets.read_sft),
-    Format(name="preference", what="the best and the worst attempt of each group", endings=(".jsonl", ".parquet"),
-           loses=sets.PREFERENCE_LOSES, write=sets.write_preference, read=sets.read_preference),
-)}  # fmt: skip
+FORMATS = {
+    made.name: made
+    for made in (
+        Format(
+            name="openenv",
+            what="OpenEnv's TrainingTrace, version 1",
+            endings=(".jsonl",),
+            loses=openenv.LOSES,
+            write=openenv.write,
+            read=openenv.read,
+        ),
+        Format(
+            name="verifiers",
+            what="rollouts of verifiers, with their trajectories",
+            endings=(".jsonl", ""),
+            loses=verifiers.LOSES,
+            write=verifiers.write,
+            read=verifiers.read,
+        ),
+        Format(
+            name="trl",
+            what="rows with prompt, completion, token ids and reward",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.TRL_LOSES,
+            write=sets.write_trl,
+            read=sets.read_trl,
+        ),
+        Format(
+            name="sft",
+            what="conversations to imitate",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.SFT_LOSES,
+            write=sets.write_sft,
+            read=sets.read_sft,
+        ),
+        Format(
+            name="preference",
+            what="the best and the worst attempt of each group",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.PREFERENCE_LOSES,
+            write=sets.write_preference,
+            read=sets.read_preference,
+        ),
+    )
+}
 
 
 class Exchange(Value):
@@ -104,12 +137,19 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
     n = write_records(kept(), path if path.suffix else path / "results.jsonl")
     if not n:
         raise nothing(path, told, left_out)
-    return Exchange(path=str(path), format=format, records=n, tapes=told - sum(left_out.values()), left_out=left_out,
-                    loses=chosen.loses)  # fmt: skip
+    return Exchange(
+        path=str(path),
+        format=format,
+        records=n,
+        tapes=told - sum(left_out.values()),
+        left_out=left_out,
+        loses=chosen.loses,
+    )
 
 
-def read(path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None,
-         split: str | None = None) -> Exchange:  # fmt: skip
+def read(
+    path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None, split: str | None = None
+) -> Exchange:
     """Read a file into the run directory `run`, which may be there. BadImport, and nothing is written, where a record
     isn't of the format. What the run has had from an earlier import is left out: reading a file again adds what is new
     in it. split: of the tapes, in place of what the file says."""

@@ -95,14 +95,16 @@ def _turn(turn: Turn, facts: Mapping[str, Any] | None) -> TrainingTurn:
     targets = list(turn.targets) if turn.targets is not None else [1] * len(completion)
     own = {"sampling": turn.sampling.model_dump(mode="json"), "spans": [list(span) for span in turn.spans]}
     return TrainingTurn(
-        node_id=turn.name, prompt_token_ids=list(turn.prompt or ()), completion_token_ids=completion,
+        node_id=turn.name,
+        prompt_token_ids=list(turn.prompt or ()),
+        completion_token_ids=completion,
         # Rounding may put a log-prob a hair above 0.
         per_token_logps=[min(0.0, float(p)) for p in turn.logprobs or ()],
         loss_mask=[0] * len(turn.prompt or ()) + targets,
         request={"messages": list(turn.messages), "tools": list(turn.tools) or None},
         response={"choices": [{"message": turn.reply, "finish_reason": turn.finish}]},
         metadata={"agent": turn.by, OURS: {**own, **({"episode": facts} if facts is not None else {})}},
-    )  # fmt: skip
+    )
 
 
 class _Own(BaseModel):
@@ -131,9 +133,16 @@ def _read(turn: TrainingTurn, own: _Own) -> Turn:
         raise ValueError("the tools of a request are a list of objects")
     targets = turn.loss_mask[n:]
     return Turn(
-        name=turn.node_id, by=by if isinstance(by, str) and by else MODEL,
-        messages=tuple(conversation(turn.request.get("messages") or [])), reply=reply, tools=tuple(tools),
-        prompt=turn.prompt_token_ids, completion=turn.completion_token_ids, logprobs=turn.per_token_logps,
-        targets=None if all(targets) else targets, finish=str(choice.get("finish_reason") or "stop"),
-        sampling=own.sampling, spans=own.spans,
-    )  # fmt: skip
+        name=turn.node_id,
+        by=by if isinstance(by, str) and by else MODEL,
+        messages=tuple(conversation(turn.request.get("messages") or [])),
+        reply=reply,
+        tools=tuple(tools),
+        prompt=turn.prompt_token_ids,
+        completion=turn.completion_token_ids,
+        logprobs=turn.per_token_logps,
+        targets=None if all(targets) else targets,
+        finish=str(choice.get("finish_reason") or "stop"),
+        sampling=own.sampling,
+        spans=own.spans,
+    )

@@ -43,13 +43,27 @@ class _Row(BaseModel):
 
     def story(self, turns: Sequence[Turn], prompt: list[Message]) -> list[Story]:
         scores = () if self.reward is None else (Score(name="reward", value=self.reward),)
-        return [Story(id=self.tape, turns=tuple(turns), task=_task(prompt), group=self.group, split=self.split,
-                      status=self.status, scores=scores)]
+        return [
+            Story(
+                id=self.tape,
+                turns=tuple(turns),
+                task=_task(prompt),
+                group=self.group,
+                split=self.split,
+                status=self.status,
+                scores=scores,
+            )
+        ]
 
 
 def _facts(story: Story) -> dict[str, Any]:
-    return {"reward": story.reward, "tape": story.id, "group": story.group, "split": story.split,
-            "status": story.status.value}  # fmt: skip
+    return {
+        "reward": story.reward,
+        "tape": story.id,
+        "group": story.group,
+        "split": story.split,
+        "status": story.status.value,
+    }
 
 
 # Completions with tokens
@@ -86,11 +100,15 @@ def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
             logprobs[mask == 0] = np.nan
             whole = [*last.messages, last.reply]
             yield {
-                "prompt": _flat(first.messages), "completion": _flat(whole[len(first.messages):]),
-                "tools": json.dumps(list(first.tools)) if first.tools else None, "prompt_ids": ids[:start],
-                "completion_ids": ids[start:], "completion_mask": mask[start:].tolist(),
-                "logprobs": [None if math.isnan(p) else p for p in logprobs[start:].tolist()], **_facts(story),
-            }  # fmt: skip
+                "prompt": _flat(first.messages),
+                "completion": _flat(whole[len(first.messages) :]),
+                "tools": json.dumps(list(first.tools)) if first.tools else None,
+                "prompt_ids": ids[:start],
+                "completion_ids": ids[start:],
+                "completion_mask": mask[start:].tolist(),
+                "logprobs": [None if math.isnan(p) else p for p in logprobs[start:].tolist()],
+                **_facts(story),
+            }
 
 
 def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -122,13 +140,22 @@ def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
     edges = np.flatnonzero(np.diff([0, *row.completion_mask, 0])).tolist()
     spans = list(zip(edges[::2], edges[1::2], strict=True))
     if len(spans) != len(replies):
-        raise ValueError(f"the mask has {len(spans)} stretches of the model's tokens, the completion {len(replies)} "
-                         "messages of an assistant")
-    turns = [Turn(
-        name=str(k), messages=(*prompt, *said[:at]), reply=said[at], tools=_tools(row.tools),
-        prompt=[*row.prompt_ids, *row.completion_ids[:a]], completion=row.completion_ids[a:b],
-        logprobs=[math.nan if p is None else p for p in logprobs[a:b]],
-    ) for k, (at, (a, b)) in enumerate(zip(replies, spans, strict=True))]  # fmt: skip
+        raise ValueError(
+            f"the mask has {len(spans)} stretches of the model's tokens, the completion {len(replies)} "
+            "messages of an assistant"
+        )
+    turns = [
+        Turn(
+            name=str(k),
+            messages=(*prompt, *said[:at]),
+            reply=said[at],
+            tools=_tools(row.tools),
+            prompt=[*row.prompt_ids, *row.completion_ids[:a]],
+            completion=row.completion_ids[a:b],
+            logprobs=[math.nan if p is None else p for p in logprobs[a:b]],
+        )
+        for k, (at, (a, b)) in enumerate(zip(replies, spans, strict=True))
+    ]
     return row.story(turns, prompt)
 
 
@@ -157,14 +184,21 @@ def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
         if not story.turns:
             yield "no model call"
         for turn in _leaves(story.turns):
-            yield {"messages": _flat([*turn.messages, turn.reply]),
-                   "tools": json.dumps(list(turn.tools)) if turn.tools else None, **_facts(story)}  # fmt: skip
+            yield {
+                "messages": _flat([*turn.messages, turn.reply]),
+                "tools": json.dumps(list(turn.tools)) if turn.tools else None,
+                **_facts(story),
+            }
 
 
 def _leaves(turns: Sequence[Turn]) -> list[Turn]:
-    return [turn for k, turn in enumerate(turns)
-            if not any(list(later.messages[: len(turn.messages) + 1]) == [*turn.messages, turn.reply]
-                       for later in turns[k + 1:])]  # fmt: skip
+    return [
+        turn
+        for k, turn in enumerate(turns)
+        if not any(
+            list(later.messages[: len(turn.messages) + 1]) == [*turn.messages, turn.reply] for later in turns[k + 1 :]
+        )
+    ]
 
 
 def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
@@ -225,10 +259,15 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
     prompt = best.turns[0].messages
     if best.reward == worst.reward or worst.turns[0].messages != prompt:
         return None
-    chosen, rejected = ([*s.turns[-1].messages, s.turns[-1].reply][len(prompt):] for s in (best, worst))
-    return {"prompt": _flat(prompt), "chosen": _flat(chosen), "rejected": _flat(rejected),
-            "score_chosen": best.reward, "score_rejected": worst.reward,
-            "tools": json.dumps(list(best.turns[0].tools)) if best.turns[0].tools else None}  # fmt: skip
+    chosen, rejected = ([*s.turns[-1].messages, s.turns[-1].reply][len(prompt) :] for s in (best, worst))
+    return {
+        "prompt": _flat(prompt),
+        "chosen": _flat(chosen),
+        "rejected": _flat(rejected),
+        "score_chosen": best.reward,
+        "score_rejected": worst.reward,
+        "tools": json.dumps(list(best.turns[0].tools)) if best.turns[0].tools else None,
+    }
 
 
 def read_preference(record: Mapping[str, Any], stem: str) -> list[Story]:
@@ -255,8 +294,12 @@ def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[
     """role: whose a bare text is."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
-    return conversation([{**m, "tool_calls": json.loads(m["tool_calls"])} if isinstance(m.get("tool_calls"), str) else m
-                         for m in messages])  # fmt: skip
+    return conversation(
+        [
+            {**m, "tool_calls": json.loads(m["tool_calls"])} if isinstance(m.get("tool_calls"), str) else m
+            for m in messages
+        ]
+    )
 
 
 def _task(prompt: list[Message]) -> Task:

@@ -97,11 +97,15 @@ class Story:
     def facts(self) -> dict[str, Any]:
         """What goes along under the name `tapereel` where a format has a free place: all but the turns."""
         return {
-            "tape": self.id, "task": self.task.model_dump(mode="json"), "group": self.group, "attempt": self.attempt,
-            "split": self.split, "status": self.status.value,
+            "tape": self.id,
+            "task": self.task.model_dump(mode="json"),
+            "group": self.group,
+            "attempt": self.attempt,
+            "split": self.split,
+            "status": self.status.value,
             "cause": self.cause.model_dump(mode="json") if self.cause is not None else None,
             "scores": [[score.name, score.value, score.weight] for score in self.scores],
-        }  # fmt: skip
+        }
 
 
 # From a tape
@@ -119,23 +123,38 @@ def story_of(tape: Tape) -> Story:
             totals[key] = totals.get(key, 0.0) + reward.value
     begin = tape.begin
     return Story(
-        id=tape.id, task=begin.task, group=begin.group, attempt=begin.attempt, split=begin.split, status=tape.status,
-        cause=tape.cause, scores=tuple(Score(name=n, value=v, weight=w) for (n, w), v in totals.items()),
-        turns=tuple(_turn_of(tape, call, labels.get(call.call)) for call in tape.calls
-                    if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)),
-    )  # fmt: skip
+        id=tape.id,
+        task=begin.task,
+        group=begin.group,
+        attempt=begin.attempt,
+        split=begin.split,
+        status=tape.status,
+        cause=tape.cause,
+        scores=tuple(Score(name=n, value=v, weight=w) for (n, w), v in totals.items()),
+        turns=tuple(
+            _turn_of(tape, call, labels.get(call.call))
+            for call in tape.calls
+            if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)
+        ),
+    )
 
 
 def _turn_of(tape: Tape, call: Call, label: Label | None) -> Turn:
     whole = call.prompt is not None and call.completion is not None
     return Turn(
-        name=call.call, by=call.by, messages=tuple(tape.call_messages(call)), reply=call.reply,
-        tools=tape.call_tools(call) or (), prompt=tape.call_prompt(call) if whole else None,
+        name=call.call,
+        by=call.by,
+        messages=tuple(tape.call_messages(call)),
+        reply=call.reply,
+        tools=tape.call_tools(call) or (),
+        prompt=tape.call_prompt(call) if whole else None,
         completion=call.completion if whole else None,
         logprobs=call.logprobs if whole and call.sampling.exact else None,
-        targets=_targets(label, len(call.completion or ())), finish=call.finish, sampling=call.sampling,
+        targets=_targets(label, len(call.completion or ())),
+        finish=call.finish,
+        sampling=call.sampling,
         spans=call.spans,
-    )  # fmt: skip
+    )
 
 
 def _targets(label: Label | None, n: int) -> list[int] | None:
@@ -170,11 +189,18 @@ def write_story(story: Story, journal: Journal | None, source: str) -> str:
     """Write it as a closed tape; gives the tape's id. journal: None to see whether it can be one. source: the format
     that it came in."""
     begin = Begin(
-        tape=new_tape_id(), task=story.task, task_hash=story.task.hash,
+        tape=new_tape_id(),
+        task=story.task,
+        task_hash=story.task.hash,
         agent=Identity(name=MODEL, config={"imported": source, "origin": story.id, "content": story.content}),
-        env=Identity(name=IMPORTED, effect="irreversible"), env_seed=0, seed=0, group=story.group,
-        attempt=story.attempt, split=story.split, at=time.time(),
-    )  # fmt: skip
+        env=Identity(name=IMPORTED, effect="irreversible"),
+        env_seed=0,
+        seed=0,
+        group=story.group,
+        attempt=story.attempt,
+        split=story.split,
+        at=time.time(),
+    )
     recorder = Recorder(begin, journal)
     written: list[_Written] = []
     layers: list[Label] = []
@@ -212,13 +238,25 @@ def _write_turn(recorder: Recorder, turn: Turn, before: list[_Written], source: 
         keep = len(base.ids)
         prompt = list(prompt)[keep:]
     call = Call(
-        tape=recorder.tape, call=recorder.new_call_id(), by=turn.by, base=base.call if base is not None else None,
-        keep=keep, keep_messages=kept, messages=turn.messages[kept:], prompt=None if prompt is None else ints(prompt),
+        tape=recorder.tape,
+        call=recorder.new_call_id(),
+        by=turn.by,
+        base=base.call if base is not None else None,
+        keep=keep,
+        keep_messages=kept,
+        messages=turn.messages[kept:],
+        prompt=None if prompt is None else ints(prompt),
         completion=None if turn.completion is None else ints(turn.completion),
-        logprobs=None if turn.logprobs is None else floats(turn.logprobs), text=str(turn.reply.get("content") or ""),
-        tool_calls=tuple(turn.reply["tool_calls"]) if turn.reply.get("tool_calls") else None, spans=turn.spans,
-        finish=_finish(turn.finish), sampling=turn.sampling, tools=_tools(turn, before), engine=source, at=time.time(),
-    )  # fmt: skip
+        logprobs=None if turn.logprobs is None else floats(turn.logprobs),
+        text=str(turn.reply.get("content") or ""),
+        tool_calls=tuple(turn.reply["tool_calls"]) if turn.reply.get("tool_calls") else None,
+        spans=turn.spans,
+        finish=_finish(turn.finish),
+        sampling=turn.sampling,
+        tools=_tools(turn, before),
+        engine=source,
+        at=time.time(),
+    )
     recorder.write(call)
     whole = ((call.call, 0, len(turn.completion or ())),)
     recorder.write(step_record(recorder.tape, _action(turn.reply), by=turn.by, calls=whole))
@@ -234,8 +272,11 @@ def _base(turn: Turn, before: list[_Written]) -> _Written | None:
         if turn.prompt is None:
             if len(one.ids) == 0 and _begins(turn.messages, one.conversation):
                 return one
-        elif len(one.ids) and len(one.ids) <= len(turn.prompt) and \
-                np.array_equal(np.asarray(turn.prompt[: len(one.ids)], np.int32), one.ids):
+        elif (
+            len(one.ids)
+            and len(one.ids) <= len(turn.prompt)
+            and np.array_equal(np.asarray(turn.prompt[: len(one.ids)], np.int32), one.ids)
+        ):
             return one
     return None
 
@@ -261,9 +302,12 @@ def _seen(turn: Turn, messages: Sequence[Message]) -> Iterable[Step]:
     if not messages:
         return
     if all(message["role"] == "tool" for message in messages):
-        results = ToolResults(results=tuple(
-            ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=_text(m))
-            for m in messages))  # fmt: skip
+        results = ToolResults(
+            results=tuple(
+                ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=_text(m))
+                for m in messages
+            )
+        )
         if heard(results) == [dict(m) for m in messages]:
             yield results
             return
@@ -280,9 +324,16 @@ def _action(reply: Message) -> Answer | ToolCalls:
     calls = reply.get("tool_calls")
     if not calls:
         return Answer(text=_text(reply))
-    return ToolCalls(calls=tuple(
-        ToolCall(id=str(call.get("id") or ""), name=str(call["function"]["name"]),
-                 arguments=_arguments(call["function"].get("arguments"))) for call in calls))  # fmt: skip
+    return ToolCalls(
+        calls=tuple(
+            ToolCall(
+                id=str(call.get("id") or ""),
+                name=str(call["function"]["name"]),
+                arguments=_arguments(call["function"].get("arguments")),
+            )
+            for call in calls
+        )
+    )
 
 
 def _arguments(given: Any) -> dict[str, JsonValue]:

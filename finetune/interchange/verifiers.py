@@ -84,16 +84,24 @@ def _rollout(story: Story, example: int) -> dict[str, Any]:
     first, last = story.turns[0], story.turns[-1]
     whole = [*last.messages, last.reply]
     same = list(whole[: len(first.messages)]) == list(first.messages)
-    completion = whole[len(first.messages):] if same else [turn.reply for turn in story.turns]
+    completion = whole[len(first.messages) :] if same else [turn.reply for turn in story.turns]
     private = story.task.private
     return {
-        "example_id": example, "prompt": _theirs(first.messages), "completion": _theirs(completion),
-        **({"answer": private} if isinstance(private, str) else {}), "info": {OURS: story.facts()},
-        "reward": story.reward, "metrics": _metrics(story), "error": _error(story),
-        "timing": {"start_time": 0.0, "total": 0.0}, "is_completed": True,
-        "is_truncated": story.status in (Status.TRUNCATED, Status.LIMIT), "stop_condition": story.status.value,
-        "trajectory": [_step(turn, story.id) for turn in story.turns], "tool_defs": None,
-    }  # fmt: skip
+        "example_id": example,
+        "prompt": _theirs(first.messages),
+        "completion": _theirs(completion),
+        **({"answer": private} if isinstance(private, str) else {}),
+        "info": {OURS: story.facts()},
+        "reward": story.reward,
+        "metrics": _metrics(story),
+        "error": _error(story),
+        "timing": {"start_time": 0.0, "total": 0.0},
+        "is_completed": True,
+        "is_truncated": story.status in (Status.TRUNCATED, Status.LIMIT),
+        "stop_condition": story.status.value,
+        "trajectory": [_step(turn, story.id) for turn in story.turns],
+        "tool_defs": None,
+    }
 
 
 def _metrics(story: Story) -> dict[str, float]:
@@ -117,20 +125,39 @@ def _step(turn: Turn, trajectory: str) -> dict[str, Any]:
     if turn.prompt is not None and turn.completion is not None:
         n = len(turn.completion)
         tokens = {
-            "prompt_ids": list(turn.prompt), "prompt_mask": [0] * len(turn.prompt),
-            "completion_ids": list(turn.completion), "completion_mask": list(turn.targets or [1] * n),
+            "prompt_ids": list(turn.prompt),
+            "prompt_mask": [0] * len(turn.prompt),
+            "completion_ids": list(turn.completion),
+            "completion_mask": list(turn.targets or [1] * n),
             "completion_logprobs": [None if math.isnan(p) else float(p) for p in turn.logprobs or [math.nan] * n],
-            "overlong_prompt": False, "is_truncated": cut, "routed_experts": None,
-        }  # fmt: skip
+            "overlong_prompt": False,
+            "is_truncated": cut,
+            "routed_experts": None,
+        }
     message = _theirs([turn.reply])[0]
     return {
-        "prompt": _theirs(turn.messages), "completion": [message],
-        "response": {"id": turn.name, "created": 0, "model": turn.by, "usage": None,
-                     "message": {"role": "assistant", "content": turn.reply.get("content") or "",
-                                 "finish_reason": _reason(turn), "is_truncated": cut, "tokens": None}},
-        "tokens": tokens, "reward": None, "advantage": None, "is_truncated": cut, "trajectory_id": trajectory,
+        "prompt": _theirs(turn.messages),
+        "completion": [message],
+        "response": {
+            "id": turn.name,
+            "created": 0,
+            "model": turn.by,
+            "usage": None,
+            "message": {
+                "role": "assistant",
+                "content": turn.reply.get("content") or "",
+                "finish_reason": _reason(turn),
+                "is_truncated": cut,
+                "tokens": None,
+            },
+        },
+        "tokens": tokens,
+        "reward": None,
+        "advantage": None,
+        "is_truncated": cut,
+        "trajectory_id": trajectory,
         "extras": {OURS: {"by": turn.by, "finish": turn.finish, "sampling": turn.sampling.model_dump(mode="json")}},
-    }  # fmt: skip
+    }
 
 
 def _reason(turn: Turn) -> str | None:
@@ -139,8 +166,12 @@ def _reason(turn: Turn) -> str | None:
 
 def _theirs(messages: Iterable[Message]) -> list[Message]:
     """Calls of tools as JSON strings of `{id, name, arguments}`, as verifiers writes them."""
-    return [{**m, "tool_calls": [json.dumps({"id": c.get("id") or "", **c["function"]}) for c in m["tool_calls"]]}
-            if m.get("tool_calls") else dict(m) for m in messages]  # fmt: skip
+    return [
+        {**m, "tool_calls": [json.dumps({"id": c.get("id") or "", **c["function"]}) for c in m["tool_calls"]]}
+        if m.get("tool_calls")
+        else dict(m)
+        for m in messages
+    ]
 
 
 # Theirs to ours
@@ -164,8 +195,17 @@ def read(record: Mapping[str, Any], stem: str) -> list[Story]:
     task = Task.model_validate({"public": {"prompt": prompt}, "private": {"answer": rollout.answer, "info": info}})
     scores = [] if rollout.reward is None else [Score(name="reward", value=rollout.reward)]
     scores += [Score(name=n, value=v, weight=0.0) for n, v in rollout.metrics.items() if v is not None and v == v]
-    return [Story(id="", task=task, group=f"{stem}/{rollout.example_id}", status=status, cause=cause, turns=turns,
-                  scores=tuple(scores))]  # fmt: skip
+    return [
+        Story(
+            id="",
+            task=task,
+            group=f"{stem}/{rollout.example_id}",
+            status=status,
+            cause=cause,
+            turns=turns,
+            scores=tuple(scores),
+        )
+    ]
 
 
 def _read_turns(rollout: Rollout, record: Mapping[str, Any]) -> Iterator[Turn]:
@@ -185,20 +225,30 @@ def _read_turns(rollout: Rollout, record: Mapping[str, Any]) -> Iterator[Turn]:
             raise ValueError(f"trajectory.{k}: no completion")
         tokens = step.tokens
         yield Turn(
-            name=str(response.get("id") or k), by=str(own.get("by") or MODEL), messages=tuple(_ours(step.prompt)),
-            reply=reply[-1], finish=str(own.get("finish") or ("length" if step.is_truncated else "stop")),
-            sampling=Sampling.model_validate(own.get("sampling") or {}), **(_tokens(tokens, k) if tokens else {}),
-        )  # fmt: skip
+            name=str(response.get("id") or k),
+            by=str(own.get("by") or MODEL),
+            messages=tuple(_ours(step.prompt)),
+            reply=reply[-1],
+            finish=str(own.get("finish") or ("length" if step.is_truncated else "stop")),
+            sampling=Sampling.model_validate(own.get("sampling") or {}),
+            **(_tokens(tokens, k) if tokens else {}),
+        )
 
 
 def _tokens(tokens: Tokens, k: int) -> dict[str, Any]:
     n = len(tokens.completion_ids)
     if not len(tokens.completion_mask) == len(tokens.completion_logprobs) == n:
-        raise ValueError(f"trajectory.{k}: {n} completion ids, {len(tokens.completion_mask)} in the mask, "
-                         f"{len(tokens.completion_logprobs)} log-probs")  # fmt: skip
+        raise ValueError(
+            f"trajectory.{k}: {n} completion ids, {len(tokens.completion_mask)} in the mask, "
+            f"{len(tokens.completion_logprobs)} log-probs"
+        )
     known = [math.nan if p is None else p for p in tokens.completion_logprobs]
-    return {"prompt": tokens.prompt_ids, "completion": tokens.completion_ids, "logprobs": known,
-            "targets": None if all(tokens.completion_mask) else tokens.completion_mask}  # fmt: skip
+    return {
+        "prompt": tokens.prompt_ids,
+        "completion": tokens.completion_ids,
+        "logprobs": known,
+        "targets": None if all(tokens.completion_mask) else tokens.completion_mask,
+    }
 
 
 def _ours(messages: list[dict[str, Any]] | str, *, role: str = "user") -> list[Message]:
@@ -215,9 +265,21 @@ def _ours(messages: list[dict[str, Any]] | str, *, role: str = "user") -> list[M
         found = [_parsed(call) for call in calls]
         if not all(isinstance(call, dict) for call in found):
             raise ValueError("a call of a tool is no object")
-        made.append({**message, "tool_calls": [
-            call if "function" in call else {"id": str(call.get("id") or ""), "type": "function", "function": {
-                key: value for key, value in call.items() if key != "id"}} for call in found]})  # fmt: skip
+        made.append(
+            {
+                **message,
+                "tool_calls": [
+                    call
+                    if "function" in call
+                    else {
+                        "id": str(call.get("id") or ""),
+                        "type": "function",
+                        "function": {key: value for key, value in call.items() if key != "id"},
+                    }
+                    for call in found
+                ],
+            }
+        )
     return conversation(made)
 
 

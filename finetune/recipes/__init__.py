@@ -31,8 +31,24 @@ from .recipe import BadRecipe, NoSuchRecipe, Recipe, read
 RECIPES: dict[str, Recipe] = {
     module.recipe.name: module.recipe
     for module in (
-        sft, grpo, reinforce, reinforce_plain, rloo, reinforce_pp, reinforce_pp_baseline, ppo, cpgd, dr_grpo, dapo,
-        gspo, cispo, sapo, decoupled_ppo, rft, minor_sft, distill,
+        sft,
+        grpo,
+        reinforce,
+        reinforce_plain,
+        rloo,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        ppo,
+        cpgd,
+        dr_grpo,
+        dapo,
+        gspo,
+        cispo,
+        sapo,
+        decoupled_ppo,
+        rft,
+        minor_sft,
+        distill,
     )
 }
 """Every named recipe."""

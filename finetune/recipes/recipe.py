@@ -64,16 +64,21 @@ class Recipe(Word):
         priced = [word.kind for word in self.shape if isinstance(word, TokenKL | EpisodeKL) and word.beta > 0]
         paid = any(isinstance(word, KL) and word.needs_reference for word in self.regulariser)
         if priced and paid and not self.both_kls:
-            raise ValueError(f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take "
-                             "one out, or set both_kls=True to mean both")
+            raise ValueError(
+                f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take "
+                "one out, or set both_kls=True to mean both"
+            )
         if self.token_price is not None and self.credit.kind == "broadcast":
-            raise ValueError(f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to "
-                             "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'")
+            raise ValueError(
+                f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to "
+                "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'"
+            )
         if len([word for word in self.shape if isinstance(word, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
         if len([word for word in self.shape if isinstance(word, Running)]) > 1:
-            raise ValueError(f"recipe {self.name!r} has two running shapes, and a run has one memory of its rewards: "
-                             "give one")
+            raise ValueError(
+                f"recipe {self.name!r} has two running shapes, and a run has one memory of its rewards: give one"
+            )
         return self
 
     @property
@@ -84,9 +89,11 @@ class Recipe(Word):
     @property
     def needs_reference(self) -> bool:
         """True when a reference model's log-probs are used."""
-        return (any(isinstance(word, TokenKL | EpisodeKL) and word.beta > 0 for word in self.shape)
-                or any(word.needs_reference for word in self.regulariser)
-                or isinstance(self.surrogate, MinorNLL))
+        return (
+            any(isinstance(word, TokenKL | EpisodeKL) and word.beta > 0 for word in self.shape)
+            or any(word.needs_reference for word in self.regulariser)
+            or isinstance(self.surrogate, MinorNLL)
+        )
 
     @property
     def needs_entropy(self) -> bool:

@@ -47,8 +47,10 @@ class Anchor(Word):
     @model_validator(mode="after")
     def _weighs_what_differs(self) -> Anchor:
         if self.weight != "none" and self.to == "sampler":
-            raise ValueError(f"anchor weight {self.weight!r} corrects a recomputed log-prob: set anchor.to to "
-                             "'recomputed' (against the sampler's own log-prob the ratio is the correction)")
+            raise ValueError(
+                f"anchor weight {self.weight!r} corrects a recomputed log-prob: set anchor.to to "
+                "'recomputed' (against the sampler's own log-prob the ratio is the correction)"
+            )
         return self
 
     @property

@@ -58,8 +58,10 @@ class KL(Word):
     @classmethod
     def _has_a_gradient(cls, value: Estimator) -> Estimator:
         if value == "k1":
-            raise ValueError("k1 as a loss has an expected gradient of 0: use k2 (gradient of KL(pi || ref)) or k3, or "
-                             "put k1 in the reward with shape token_kl")
+            raise ValueError(
+                "k1 as a loss has an expected gradient of 0: use k2 (gradient of KL(pi || ref)) or k3, or "
+                "put k1 in the reward with shape token_kl"
+            )
         return value
 
     @property
@@ -71,8 +73,9 @@ class KL(Word):
     def needs_reference(self) -> bool:
         return self.active and self.to == "reference"
 
-    def __call__(self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
+    ) -> Tensor:
         other = stream.old if self.to == "sampler" else stream.ref
         if other is None:
             raise ValueError(f"a KL to the {self.to} needs its log-probs: give the trainer a reference model")
@@ -96,8 +99,9 @@ class Entropy(Word):
         """False when it adds exactly nothing."""
         return self.coefficient != 0
 
-    def __call__(self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
+    ) -> Tensor:
         if entropy is None:
             raise ValueError("an entropy bonus needs the entropy of each token: score with entropy=True")
         return -self.coefficient * entropy

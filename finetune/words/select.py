@@ -89,10 +89,10 @@ class Select(Word):
             known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored comes last; NaN would come first
             ranked = members[torch.argsort(known, descending=True, stable=True)]
             if self.keep_how == "best" or len(ranked) <= self.keep:
-                kept[ranked[:self.keep]] = True
+                kept[ranked[: self.keep]] = True
             else:
-                kept[ranked[:(self.keep + 1) // 2]] = True
-                kept[ranked[len(ranked) - self.keep // 2:]] = True
+                kept[ranked[: (self.keep + 1) // 2]] = True
+                kept[ranked[len(ranked) - self.keep // 2 :]] = True
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:

@@ -60,8 +60,9 @@ class PPO(_Surrogate):
     def local(self) -> bool:
         return self.per == "token"
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         r = exp(over_unit(lp - anchor, self.per, index, stream))
         raw, bound = r * a, r.clamp(1 - self.low, 1 + self.high) * a
         loss = -torch.minimum(raw, bound)
@@ -78,8 +79,9 @@ class Reinforce(_Surrogate):
 
     kind: Literal["reinforce"] = "reinforce"
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         return -lp * a
 
 
@@ -92,8 +94,9 @@ class CISPO(_Surrogate):
     cap: float = Field(default=5.0, gt=0)
     """The weight is at most this."""
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         r = exp(lp.detach() - anchor)
         bounded = r.clamp(min=None if self.low is None else 1 - self.low, max=self.cap)
         context.sums.add("clip", bounded != r)
@@ -109,8 +112,9 @@ class CPG(_Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The log-prob is bounded at log(1 + high) from its anchor where A > 0."""
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         up = torch.minimum(lp, anchor + math.log1p(self.high))
         down = torch.maximum(lp, anchor + math.log1p(-self.low))
         used = torch.where(a > 0, up, down)
@@ -127,8 +131,9 @@ class SAPO(_Surrogate):
     tau_negative: float = Field(default=1.05, gt=0)
     """Where A < 0."""
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         tau = torch.full_like(lp, self.tau_negative).masked_fill(a > 0, self.tau)
         return -4 / tau * torch.sigmoid(tau * (exp(lp - anchor) - 1)) * a
 
@@ -139,8 +144,9 @@ class NLL(_Surrogate):
     advantages: ClassVar[bool] = False
     kind: Literal["nll"] = "nll"
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         return -lp
 
 
@@ -158,8 +164,9 @@ class MinorNLL(_Surrogate):
     def local(self) -> bool:
         return self.per == "token"
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         if stream.ref is None:
             raise ValueError("minor_nll needs the reference's log-probs: give the trainer a reference model")
         ratio = over_unit(lp - stream.ref[index].to(lp.dtype), self.per, index, stream)
@@ -172,11 +179,10 @@ class NoSurrogate(_Surrogate):
     advantages: ClassVar[bool] = False
     kind: Literal["none"] = "none"
 
-    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream,
-                 context: Context) -> Tensor:
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
         return torch.zeros_like(lp)
 
 
-Surrogate = Annotated[
-    PPO | Reinforce | CISPO | CPG | SAPO | NLL | MinorNLL | NoSurrogate, Field(discriminator="kind")
-]
+Surrogate = Annotated[PPO | Reinforce | CISPO | CPG | SAPO | NLL | MinorNLL | NoSurrogate, Field(discriminator="kind")]

@@ -66,8 +66,12 @@ class Sums:
     def without(self, *names: str) -> Sums:
         """A copy that lacks these."""
         copy = Sums()
-        for mine, its in ((self.sums, copy.sums), (self.counts, copy.counts), (self.lows, copy.lows),
-                          (self.highs, copy.highs)):
+        for mine, its in (
+            (self.sums, copy.sums),
+            (self.counts, copy.counts),
+            (self.lows, copy.lows),
+            (self.highs, copy.highs),
+        ):
             its.update((name, value) for name, value in mine.items() if name not in names)
         return copy
 

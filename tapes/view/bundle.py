@@ -42,22 +42,30 @@ def write_bundle(view: RunView, out: Path, *, tapes: Sequence[str] = (), last: i
     integrity = view.verify()
     if len(rows) < overview["tapes"]:
         left = overview["tapes"] - len(rows)
-        integrity["holes"].append(f"{left:,} of the run's {overview['tapes']:,} tapes are not in this bundle; curves "
-                                  "and groups show those that are")  # fmt: skip
+        integrity["holes"].append(
+            f"{left:,} of the run's {overview['tapes']:,} tapes are not in this bundle; curves "
+            "and groups show those that are"
+        )
     integrity["not_checked"].append("this bundle itself: its files can be edited, and nothing here would show it")
     files = _Files(out)
     for name, (_, body) in static_files().items():
         files.put(name, _with_policy(body) if name == "index.html" else body)
-    files.data("run", {"run": {**overview, "rev": None, "tapes": len(rows), "integrity": integrity,
-                               "made": time.time()}})  # fmt: skip
+    files.data(
+        "run", {"run": {**overview, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}}
+    )
     files.data("worker", {"worker": static_files()[WORKER][1].decode()})
     for k in range(0, len(rows), SHARD):
         part = rows[k : k + SHARD]
         files.data(f"table-{k // SHARD}", {"table": view.columns(part)})
     _write_curve(view, files, {row.id for row in rows})
     _write_tapes(view, files, rows)
-    return {"index": str(out / "index.html"), "tapes": len(rows), "files": files.count, "bytes": files.bytes,
-            "verdict": integrity["verdict"]}  # fmt: skip
+    return {
+        "index": str(out / "index.html"),
+        "tapes": len(rows),
+        "files": files.count,
+        "bytes": files.bytes,
+        "verdict": integrity["verdict"],
+    }
 
 
 class _Files:
@@ -79,8 +87,9 @@ class _Files:
 
 def _with_policy(page: bytes) -> bytes:
     meta = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{BUNDLE_POLICY}">'
-    return (page.replace(b'<html lang="en">', b'<html lang="en" data-bundle>')
-            .replace(b'<meta charset="utf-8">', meta.encode()))  # fmt: skip
+    return page.replace(b'<html lang="en">', b'<html lang="en" data-bundle>').replace(
+        b'<meta charset="utf-8">', meta.encode()
+    )
 
 
 def _chosen(view: RunView, tapes: Sequence[str], last: int | None) -> list[Summary]:

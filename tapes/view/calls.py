@@ -24,20 +24,35 @@ PROMPT_TOKENS = 2_000
 Find = Callable[[str], Call]
 
 
-def call_detail(call: Call, find: Find, before: Call | None, uses: Sequence[TokenUse], *,
-                decode: Callable[[int], str] | None = None, start: int | None = None) -> dict[str, Any]:  # fmt: skip
+def call_detail(
+    call: Call,
+    find: Find,
+    before: Call | None,
+    uses: Sequence[TokenUse],
+    *,
+    decode: Callable[[int], str] | None = None,
+    start: int | None = None,
+) -> dict[str, Any]:
     """All that is known of `call`. `find` gives a call by its id, `before` is the one that its path made before."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
     shown = request(call, find, low)
     return {
-        **call_line(call), "text": call.text, "cut": None, "total": total, "from": low,
-        "messages": [_message(one) for one in shown], "diff": _difference(call, shown, low, before, find),
-        "sampling": call.sampling.model_dump(mode="json"), "tools": _tools(call, find),
+        **call_line(call),
+        "text": call.text,
+        "cut": None,
+        "total": total,
+        "from": low,
+        "messages": [_message(one) for one in shown],
+        "diff": _difference(call, shown, low, before, find),
+        "sampling": call.sampling.model_dump(mode="json"),
+        "tools": _tools(call, find),
         "seed": None if call.seed is None else str(call.seed),  # as text: JavaScript's numbers are too small for it
-        "tool_calls": _pretty(call.tool_calls), "usage": call.usage.model_dump(mode="json"),
-        "attempts": [one.model_dump(mode="json") for one in call.attempts], **_tokens(call, uses, decode),
-    }  # fmt: skip
+        "tool_calls": _pretty(call.tool_calls),
+        "usage": call.usage.model_dump(mode="json"),
+        "attempts": [one.model_dump(mode="json") for one in call.attempts],
+        **_tokens(call, uses, decode),
+    }
 
 
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:
@@ -113,8 +128,13 @@ def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] |
     new = list(call.prompt or ())[-PROMPT_TOKENS:]
     logprobs = [None if x != x else x for x in call.logprobs] if call.logprobs is not None else None
     return {
-        "ids": ids, "logprobs": logprobs, "token_versions": versions, "fates": fates, "weights": weights,
+        "ids": ids,
+        "logprobs": logprobs,
+        "token_versions": versions,
+        "fates": fates,
+        "weights": weights,
         "pieces": [decode(one) for one in ids] if decode is not None else None,
-        "new_ids": new, "new_pieces": [decode(one) for one in new] if decode is not None else None,
+        "new_ids": new,
+        "new_pieces": [decode(one) for one in new] if decode is not None else None,
         "new_total": len(call.prompt) if call.prompt is not None else None,
-    }  # fmt: skip
+    }

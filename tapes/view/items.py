@@ -57,8 +57,15 @@ def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, Any]:
 
 def _step(read: StepRecord) -> dict[str, Any]:
     text = reads(read.content)
-    found = {"t": "step", "by": read.by, "role": read.role, "kind": kind_of(read.content), "at": read.at,
-             "calls": [list(part) for part in read.calls], **_clip("text", text)}  # fmt: skip
+    found = {
+        "t": "step",
+        "by": read.by,
+        "role": read.role,
+        "kind": kind_of(read.content),
+        "at": read.at,
+        "calls": [list(part) for part in read.calls],
+        **_clip("text", text),
+    }
     fields = json.loads(read.body())["content"]
     if not (isinstance(fields, dict) and len(fields) == 1 and isinstance(next(iter(fields.values())), str)):
         written = json.dumps(fields, ensure_ascii=False, indent=1)
@@ -70,29 +77,50 @@ def call_line(read: Call) -> dict[str, Any]:
     """A call without its messages and tokens."""
     known = [x for x in read.logprobs or () if x == x]
     return {
-        "t": "call", "call": read.call, "by": read.by, "conversation": read.conversation, "engine": read.engine,
+        "t": "call",
+        "call": read.call,
+        "by": read.by,
+        "conversation": read.conversation,
+        "engine": read.engine,
         "at": read.at,
-        "prompt": read.keep + len(read.prompt) if read.prompt is not None else None, "kept": read.keep,
-        "base": read.base, "completion": len(read.completion) if read.completion is not None else None,
-        "finish": read.finish, "temperature": read.sampling.temperature,
+        "prompt": read.keep + len(read.prompt) if read.prompt is not None else None,
+        "kept": read.keep,
+        "base": read.base,
+        "completion": len(read.completion) if read.completion is not None else None,
+        "finish": read.finish,
+        "temperature": read.sampling.temperature,
         "logprob": sum(known) / len(known) if known else None,
         "unknown": sum(x != x for x in read.logprobs) if read.logprobs is not None else None,
-        "spans": [list(span) for span in read.spans], "split": read.split,
-        "seconds": sum(one.seconds for one in read.attempts), "retries": max(0, len(read.attempts) - 1),
-        "errors": [one.error[:500] for one in read.attempts if one.error], **_clip("text", read.text or ""),
-    }  # fmt: skip
+        "spans": [list(span) for span in read.spans],
+        "split": read.split,
+        "seconds": sum(one.seconds for one in read.attempts),
+        "retries": max(0, len(read.attempts) - 1),
+        "errors": [one.error[:500] for one in read.attempts if one.error],
+        **_clip("text", read.text or ""),
+    }
 
 
 def _begin(read: Begin) -> dict[str, Any]:
     return {
-        "t": "begin", "tape": read.tape, "at": read.at, "split": read.split, "group": read.group,
-        "attempt": read.attempt, "env_seed": str(read.env_seed), "seed": str(read.seed), "versions": read.versions,
-        "task": read.task.id, "task_hash": read.task_hash, "public": _json(read.task.public),
-        "private": _json(read.task.private), "agent": _identity(read.agent), "env": _identity(read.env),
+        "t": "begin",
+        "tape": read.tape,
+        "at": read.at,
+        "split": read.split,
+        "group": read.group,
+        "attempt": read.attempt,
+        "env_seed": str(read.env_seed),
+        "seed": str(read.seed),
+        "versions": read.versions,
+        "task": read.task.id,
+        "task_hash": read.task_hash,
+        "public": _json(read.task.public),
+        "private": _json(read.task.private),
+        "agent": _identity(read.agent),
+        "env": _identity(read.env),
         "parent": read.parent.model_dump() if read.parent is not None else None,
         "sampling": _json(read.sampling.model_dump(mode="json")) if read.sampling is not None else None,
         "limits": _json(read.limits),
-    }  # fmt: skip
+    }
 
 
 def _identity(read: Identity) -> dict[str, Any]:
@@ -115,8 +143,15 @@ def _end(read: End) -> dict[str, Any]:
 
 
 def _reward(read: Reward) -> dict[str, Any]:
-    return {"t": "reward", "name": read.name, "value": read.value, "weight": read.weight, "of": read.step,
-            "layer": read.layer, "evidence": _json(read.evidence)}  # fmt: skip
+    return {
+        "t": "reward",
+        "name": read.name,
+        "value": read.value,
+        "weight": read.weight,
+        "of": read.step,
+        "layer": read.layer,
+        "evidence": _json(read.evidence),
+    }
 
 
 def _label(read: Label) -> dict[str, Any]:
@@ -125,10 +160,21 @@ def _label(read: Label) -> dict[str, Any]:
 
 
 def _tokens(read: Tokens) -> dict[str, Any]:
-    return {"t": "tokens", "call": read.call, "prompt": len(read.prompt), "completion": len(read.completion),
-            "tokenizer": read.tokenizer}  # fmt: skip
+    return {
+        "t": "tokens",
+        "call": read.call,
+        "prompt": len(read.prompt),
+        "completion": len(read.completion),
+        "tokenizer": read.tokenizer,
+    }
 
 
 _SHAPES: dict[type, Any] = {
-    Begin: _begin, StepRecord: _step, Call: call_line, Reward: _reward, End: _end, Label: _label, Tokens: _tokens,
-}  # fmt: skip
+    Begin: _begin,
+    StepRecord: _step,
+    Call: call_line,
+    Reward: _reward,
+    End: _end,
+    Label: _label,
+    Tokens: _tokens,
+}

@@ -92,10 +92,16 @@ class RunView:
         rev = self.live.now()
         segments = self.store.index.segments()
         return {
-            "run": safe(os.path.basename(os.path.abspath(self.store.path))), "path": safe(str(self.store.path)),
-            "tapes": len(self.store.index.rewards()), "records": sum(segment.n for segment in segments),
-            "shard": SHARD, "page": PAGE, "piece": PIECE, "rev": rev, "integrity": self._integrity(),
-        }  # fmt: skip
+            "run": safe(os.path.basename(os.path.abspath(self.store.path))),
+            "path": safe(str(self.store.path)),
+            "tapes": len(self.store.index.rewards()),
+            "records": sum(segment.n for segment in segments),
+            "shard": SHARD,
+            "page": PAGE,
+            "piece": PIECE,
+            "rev": rev,
+            "integrity": self._integrity(),
+        }
 
     def _integrity(self) -> dict[str, Any]:
         found = quick(self.store, self.live.breaks)
@@ -148,9 +154,18 @@ class RunView:
         for k, update in enumerate(self.uses.updates):
             scored = [r for r in map(rewards.get, update.tapes) if r is not None]
             phase = f"{update.phase}, {update.lineage}" if several else update.phase
-            points.append({"k": k, "lineage": update.lineage, "update": update.update, "phase": phase,
-                           "skipped": update.skipped, "tapes": len(update.tapes), "scored": len(scored),
-                           "reward": sum(scored) / len(scored) if scored else None})  # fmt: skip
+            points.append(
+                {
+                    "k": k,
+                    "lineage": update.lineage,
+                    "update": update.update,
+                    "phase": phase,
+                    "skipped": update.skipped,
+                    "tapes": len(update.tapes),
+                    "scored": len(scored),
+                    "reward": sum(scored) / len(scored) if scored else None,
+                }
+            )
         return {"points": points}
 
     def behind(self, k: int) -> dict[str, Any]:
@@ -196,27 +211,55 @@ class RunView:
         (row,) = self.store.index.tapes("id = ?", (tape,))
         begin, end = self._record(tape_map, tape_map.begin_record), self._record(tape_map, tape_map.end_record)
         return {
-            "tape": tape, **_row(row), "begin": begin, "end": end, "items": len(tape_map.items),
-            "records": len(tape_map.places), "steps": len(tape_map.step_items), "turns": row.actions,
+            "tape": tape,
+            **_row(row),
+            "begin": begin,
+            "end": end,
+            "items": len(tape_map.items),
+            "records": len(tape_map.places),
+            "steps": len(tape_map.step_items),
+            "turns": row.actions,
             "outline": len(tape_map.turns),
-            "inherited": tape_map.inherited, "holes": tape_map.holes, "episode": tape_map.episode,
-            "components": _components(tape_map), "taken": self.uses.taken_by(tape),
+            "inherited": tape_map.inherited,
+            "holes": tape_map.holes,
+            "episode": tape_map.episode,
+            "components": _components(tape_map),
+            "taken": self.uses.taken_by(tape),
             "children": [found.id for found in self.store.index.tapes("parent = ?", (tape,))],
             "checks": self._checks(tape_map),
-        }  # fmt: skip
+        }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, Any]]:
         """What checks said of the tape, newest first; `fits`: whether of what is on it now, None where that was not
         looked at."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
-        return [{
-            "verb": check.verb, "at": check.at, "turn": check.turn, "given": check.given, "outcome": verdict.outcome,
-            "says": str(verdict), "checked": verdict.checked, "not_checked": list(verdict.not_checked),
-            "fits": None if digest is None else verdict.digest == digest,
-            **({"field": d.field, "cause": d.cause.value, "step": d.step, "call": d.call, "where": d.where,
-                "diff": d.diff[:DIFF]} if (d := verdict.divergence) is not None else {}),
-        } for check, verdict in kept[:CHECKS]]  # fmt: skip
+        return [
+            {
+                "verb": check.verb,
+                "at": check.at,
+                "turn": check.turn,
+                "given": check.given,
+                "outcome": verdict.outcome,
+                "says": str(verdict),
+                "checked": verdict.checked,
+                "not_checked": list(verdict.not_checked),
+                "fits": None if digest is None else verdict.digest == digest,
+                **(
+                    {
+                        "field": d.field,
+                        "cause": d.cause.value,
+                        "step": d.step,
+                        "call": d.call,
+                        "where": d.where,
+                        "diff": d.diff[:DIFF],
+                    }
+                    if (d := verdict.divergence) is not None
+                    else {}
+                ),
+            }
+            for check, verdict in kept[:CHECKS]
+        ]
 
     def _digest(self, tape_map: TapeMap) -> str | None:
         if len(tape_map.places) > DIGESTED:
@@ -253,9 +296,18 @@ class RunView:
         shown = []
         for k, record in zip(range(low, high), acted, strict=True):
             found = item(record, next(texts)) if record >= 0 else {}
-            shown.append({"turn": k, "item": tape_map.turns[k], "step": tape_map.steps[record] if record >= 0 else None,
-                          "by": found.get("by"), "kind": found.get("kind"), "text": found.get("text", "")[:160],
-                          "reward": tape_map.turn_reward(k), "hole": found.get("t") == "hole"})  # fmt: skip
+            shown.append(
+                {
+                    "turn": k,
+                    "item": tape_map.turns[k],
+                    "step": tape_map.steps[record] if record >= 0 else None,
+                    "by": found.get("by"),
+                    "kind": found.get("kind"),
+                    "text": found.get("text", "")[:160],
+                    "reward": tape_map.turn_reward(k),
+                    "hole": found.get("t") == "hole",
+                }
+            )
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, Any]:
@@ -274,8 +326,9 @@ class RunView:
         one = self._call(tape_map, call)
         uses = [use for use in self.uses.of(tape) if use.call == call]
         decode = self._insight.decode if self._insight is not None else None
-        return call_detail(one, lambda name: self._call(tape_map, name), self._before(tape_map, one), uses,
-                           decode=decode, start=start)  # fmt: skip
+        return call_detail(
+            one, lambda name: self._call(tape_map, name), self._before(tape_map, one), uses, decode=decode, start=start
+        )
 
     def explain(self, tape: str) -> dict[str, Any]:
         """What training alone can tell of the tape; `missing` says why where it can't. `decodes`: calls asked for from
@@ -363,10 +416,23 @@ def _position(tape_map: TapeMap, record: int) -> int:
 
 
 def _row(row: Summary) -> dict[str, Any]:
-    return {"status": row.status or "running", "cause": row.cause, "reward": row.reward, "split": row.split,
-            "group": row.group, "attempt": row.attempt, "agent": row.agent, "env": row.env, "task": row.task,
-            "task_hash": row.task_hash, "parent": row.parent, "begun": row.begun, "calls": row.calls,
-            "tokens": row.sampled, "actions": row.actions}  # fmt: skip
+    return {
+        "status": row.status or "running",
+        "cause": row.cause,
+        "reward": row.reward,
+        "split": row.split,
+        "group": row.group,
+        "attempt": row.attempt,
+        "agent": row.agent,
+        "env": row.env,
+        "task": row.task,
+        "task_hash": row.task_hash,
+        "parent": row.parent,
+        "begun": row.begun,
+        "calls": row.calls,
+        "tokens": row.sampled,
+        "actions": row.actions,
+    }
 
 
 def _components(tape_map: TapeMap) -> list[list[Any]]:

@@ -11,8 +11,9 @@ SHARD = 8_192
 """Tapes in one piece of the table."""
 
 
-def columns(summaries: Sequence[Summary], versions: dict[str, list[str]],
-            checks: Callable[[str], str]) -> dict[str, Any]:  # fmt: skip
+def columns(
+    summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
+) -> dict[str, Any]:
     """The columns of these tapes; `versions` are those that sampled each, `checks` says what checks of it came to."""
     return {
         "n": len(summaries),

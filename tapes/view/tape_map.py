@@ -65,8 +65,9 @@ class TapeMap:
         while (above := self._parent(tape)) is not None:
             name, records = above
             if name in seen or name not in self._store.index.ids(name):
-                self.holes.append(f"the first steps belong to tape {name}, which is not in this run: they are missing "
-                                  "here")
+                self.holes.append(
+                    f"the first steps belong to tape {name}, which is not in this run: they are missing here"
+                )
                 break
             seen.add(name)
             line.append([place for place in self._store.index.places(name) if place.t in IN_TAPE][:records])
@@ -146,8 +147,10 @@ class TapeMap:
     def _reward(self, record: int, body: bytes) -> None:
         try:
             read = read_body(body)
-            at, earned = read.get("step"), (str(read.get("name", "reward")), float(read["value"]),
-                                            float(read.get("weight", 1.0)))  # fmt: skip
+            at, earned = (
+                read.get("step"),
+                (str(read.get("name", "reward")), float(read["value"]), float(read.get("weight", 1.0))),
+            )
         except (BadLine, KeyError, TypeError, ValueError):
             self._item(record)  # shown as a hole
             return

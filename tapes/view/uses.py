@@ -50,8 +50,15 @@ class Uses:
                 for tape in tapes:
                     self._of_tape.setdefault(tape, []).append(len(self._uses))
                 skipped = use.info.get("skipped")
-                self.updates.append(Update(use.lineage, use.update, str(use.info.get("phase") or "training"),
-                                           str(skipped) if skipped else None, tapes))  # fmt: skip
+                self.updates.append(
+                    Update(
+                        use.lineage,
+                        use.update,
+                        str(use.info.get("phase") or "training"),
+                        str(skipped) if skipped else None,
+                        tapes,
+                    )
+                )
                 self._uses.append(use)
 
     def of(self, tape: str) -> list[TokenUse]:
@@ -61,17 +68,26 @@ class Uses:
             use = self._uses[k]
             for fate in reversed(FATES):
                 if fate == "trained":
-                    found += [TokenUse(call, start, end, fate, weight, use.lineage, use.update)
-                              for name, call, start, end, weight in use.items if name == tape]  # fmt: skip
+                    found += [
+                        TokenUse(call, start, end, fate, weight, use.lineage, use.update)
+                        for name, call, start, end, weight in use.items
+                        if name == tape
+                    ]
                 else:
-                    found += [TokenUse(call, start, end, fate, 0.0, use.lineage, use.update)
-                              for name, call, start, end in ranges(use, fate) if name == tape]  # fmt: skip
+                    found += [
+                        TokenUse(call, start, end, fate, 0.0, use.lineage, use.update)
+                        for name, call, start, end in ranges(use, fate)
+                        if name == tape
+                    ]
         return found
 
     def taken_by(self, tape: str) -> list[dict[str, Any]]:
         """The updates that took the tape."""
-        return [{"lineage": u.lineage, "update": u.update, "phase": u.phase, "skipped": u.skipped}
-                for k in self._of_tape.get(tape, ()) for u in (self.updates[k],)]  # fmt: skip
+        return [
+            {"lineage": u.lineage, "update": u.update, "phase": u.phase, "skipped": u.skipped}
+            for k in self._of_tape.get(tape, ())
+            for u in (self.updates[k],)
+        ]
 
 
 def _tapes(use: Use) -> tuple[str, ...]:

@@ -32,10 +32,18 @@ VOCABULARY = 40
 END = 1
 
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192, "initializer_range": 0.15,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 192,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
@@ -67,11 +75,25 @@ def engine(model: PreTrainedModel, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(model, Digits(), **{"version": "v0", "slots": 16, **options})
 
 
-def ask(prompt: Sequence[int], seed: int = 0, *, key: str = "", stop: tuple[int, ...] = (), on_partial: Any = None,
-        **sampling: Any) -> Request:
+def ask(
+    prompt: Sequence[int],
+    seed: int = 0,
+    *,
+    key: str = "",
+    stop: tuple[int, ...] = (),
+    on_partial: Any = None,
+    **sampling: Any,
+) -> Request:
     """A request as the door of an episode makes it."""
-    return Request(messages=(), prompt=ints(prompt), sampling=Sampling(**sampling), seed=seed, cache_key=key,
-                   stop_ids=stop, on_partial=on_partial)
+    return Request(
+        messages=(),
+        prompt=ints(prompt),
+        sampling=Sampling(**sampling),
+        seed=seed,
+        cache_key=key,
+        stop_ids=stop,
+        on_partial=on_partial,
+    )
 
 
 def prompt_of(seed: int, length: int) -> array[int]:
@@ -83,7 +105,7 @@ def prompt_of(seed: int, length: int) -> array[int]:
 def plain_logits(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
     """(completion tokens, vocabulary): what the model's own forward over everything gives before each sampled id."""
     whole = torch.tensor([[*prompt, *ids]])
-    return model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1:-1].float()
+    return model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
 
 
 def recompute(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
@@ -92,8 +114,9 @@ def recompute(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int],
     return logits.log_softmax(-1).gather(1, torch.tensor(list(ids))[:, None])[:, 0]
 
 
-def worst(model: PreTrainedModel, request: Request, completion: Completion, start: int = 0, end: int | None = None
-          ) -> float:
+def worst(
+    model: PreTrainedModel, request: Request, completion: Completion, start: int = 0, end: int | None = None
+) -> float:
     """The largest error of the recorded log-probs in [start, end), in nats."""
     assert completion.ids is not None
     assert completion.logprobs is not None
@@ -108,8 +131,10 @@ def assert_faithful(models: dict[str, PreTrainedModel], request: Request, comple
     assert ids is not None
     assert logprobs is not None
     assert prompt is not None
-    assert [end for _, _, end in completion.spans] == [*(start for _, start, _ in completion.spans[1:]),
-                                                       *([len(ids)] if ids else [])]
+    assert [end for _, _, end in completion.spans] == [
+        *(start for _, start, _ in completion.spans[1:]),
+        *([len(ids)] if ids else []),
+    ]
     temperature = request.sampling.temperature
     uniform = uniforms(np.full(len(ids), as_seed(request.seed), dtype=np.uint64), np.arange(len(ids)))
     for version, start, end in completion.spans:
@@ -117,8 +142,9 @@ def assert_faithful(models: dict[str, PreTrainedModel], request: Request, comple
         logits = plain_logits(models[version], prompt, ids)[start:end].double()
         p = torch.softmax(logits / (temperature or 1.0), -1)
         took = torch.tensor(ids[start:end])[:, None]
-        torch.testing.assert_close(torch.tensor(logprobs[start:end]), p.gather(1, took)[:, 0].log().float(),
-                                   rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(logprobs[start:end]), p.gather(1, took)[:, 0].log().float(), rtol=0, atol=1e-4
+        )
         if temperature == 0.0:
             assert bool((logits.gather(1, took)[:, 0] >= logits.amax(-1) - 1e-4).all())
         elif request.sampling.exact:

@@ -17,9 +17,21 @@ from aiohttp import web
 Fault = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 LENGTH = 5
-STEPS = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume", "/sleep", "/wake_up",
-         "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine", "/start_weight_update",
-         "/update_weights", "/finish_weight_update")  # fmt: skip
+STEPS = (
+    "/pause",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
 
 
 @asynccontextmanager
@@ -68,13 +80,31 @@ class FaultyServer:
         ids = [8 + (sum(body["token_ids"]) + body["sampling_params"]["seed"] + k) % 4 for k in range(length)]
         scale = 1.0 / body["sampling_params"]["temperature"]
         count = body["sampling_params"]["logprobs"]
-        content = [{"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": [
-            {"token_id": k, "logprob": -0.5 - scale * 0.25 * k, "rank": k + 1} for k in range(count)]}
-            for token in ids]  # fmt: skip
+        content = [
+            {
+                "token_id": token,
+                "logprob": -0.5,
+                "rank": 1,
+                "top_logprobs": [
+                    {"token_id": k, "logprob": -0.5 - scale * 0.25 * k, "rank": k + 1} for k in range(count)
+                ],
+            }
+            for token in ids
+        ]
         versions = [{"version": self.version, "start": 0, "end": length}] if length else []
-        return {"request_id": "generate-tokens-x", "usage": {"prompt_tokens": len(body["token_ids"])}, "choices": [
-            {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish,
-             "weight_versions": versions}]}  # fmt: skip
+        return {
+            "request_id": "generate-tokens-x",
+            "usage": {"prompt_tokens": len(body["token_ids"])},
+            "choices": [
+                {
+                    "index": 0,
+                    "token_ids": ids,
+                    "logprobs": {"content": content},
+                    "finish_reason": finish,
+                    "weight_versions": versions,
+                }
+            ],
+        }
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -98,8 +128,9 @@ class FaultyServer:
         return web.json_response({})
 
     async def about(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": "0.32.0", "weight_version": self.version,
-                                  "data": [{"id": "m", "max_model_len": 64}]})  # fmt: skip
+        return web.json_response(
+            {"version": "0.32.0", "weight_version": self.version, "data": [{"id": "m", "max_model_len": 64}]}
+        )
 
     async def step(self, request: web.Request) -> web.StreamResponse:
         self.control.append(request.path)
@@ -116,11 +147,25 @@ class FaultyServer:
 def chunks(answer: dict[str, Any]) -> list[Any]:
     """The same as a stream: a token each, the versions with the last, then the usage."""
     (choice,) = answer["choices"]
-    ids, last = choice["token_ids"], {"finish_reason": choice["finish_reason"],
-                                      "weight_versions": choice["weight_versions"]}  # fmt: skip
-    found = [{"choices": [{"index": 0, "token_ids": [id], "finish_reason": None, "weight_versions": None,
-                           "logprobs": {"content": [choice["logprobs"]["content"][k]]},
-                           **(last if k == len(ids) - 1 else {})}]} for k, id in enumerate(ids)]  # fmt: skip
+    ids, last = (
+        choice["token_ids"],
+        {"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]},
+    )
+    found = [
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "token_ids": [id],
+                    "finish_reason": None,
+                    "weight_versions": None,
+                    "logprobs": {"content": [choice["logprobs"]["content"][k]]},
+                    **(last if k == len(ids) - 1 else {}),
+                }
+            ]
+        }
+        for k, id in enumerate(ids)
+    ]
     return [*found, {"choices": [], "usage": answer["usage"]}, "[DONE]"]
 
 

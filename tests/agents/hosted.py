@@ -35,11 +35,24 @@ class Provider:
         """What it says when all is well: 10 prompt tokens, 4 of them cached, and 5 of the answer."""
         said = self.says(body)
         finish = said.pop("finish_reason", "tool_calls" if said.get("tool_calls") else "stop")
-        usage = said.pop("usage", {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15,
-                                   "prompt_tokens_details": {"cached_tokens": 4}})  # fmt: skip
+        usage = said.pop(
+            "usage",
+            {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
+                "total_tokens": 15,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            },
+        )
         choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": None, **said}}
-        return {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice],
-                **({"usage": usage} if usage else {})}  # fmt: skip
+        return {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [choice],
+            **({"usage": usage} if usage else {}),
+        }
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

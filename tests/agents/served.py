@@ -40,8 +40,14 @@ Answers = list[tuple[Request, Completion]]
 
 def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
     messages = [{"role": "user", "content": text}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                   sampling=Sampling(**sampling), cache_key=text)  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=RENDERER.prompt(messages).ids,
+        seed=seed,
+        on_partial=on_partial,
+        sampling=Sampling(**sampling),
+        cache_key=text,
+    )
 
 
 def long_one(seed: int, on_partial: Any = None, length: int = 200) -> Request:
@@ -78,7 +84,11 @@ async def hears_what_is_sampled(engine: RemoteEngine) -> None:
     found = await engine.complete(replace(request, listener=heard))
     assert found.ids is not None
     assert (found.ids, found.spans, found.finish, found.usage.completion_tokens) == (
-        whole.ids, whole.spans, whole.finish, whole.usage.completion_tokens)  # fmt: skip
+        whole.ids,
+        whole.spans,
+        whole.finish,
+        whole.usage.completion_tokens,
+    )
     assert found.usage.prompt_tokens == whole.usage.prompt_tokens == len(request.prompt or ())
     assert list(found.logprobs or ()) == pytest.approx(list(whole.logprobs or ()), abs=CLOSE)
     assert heard.ids == list(found.ids)
@@ -121,8 +131,14 @@ Enough = Callable[[Completion, list[str]], bool]
 """(an answer, the versions published while it was under way) -> whether it shows what is to be shown."""
 
 
-async def swap(engine: RemoteEngine, policy: Callable[[int], Any], mode: Any, times: int, enough: Enough,
-               tries: Sequence[tuple[int, float]] = TRIES) -> tuple[list[str], Answers]:  # fmt: skip
+async def swap(
+    engine: RemoteEngine,
+    policy: Callable[[int], Any],
+    mode: Any,
+    times: int,
+    enough: Enough,
+    tries: Sequence[tuple[int, float]] = TRIES,
+) -> tuple[list[str], Answers]:
     """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
     of these; gives the versions published and the answers."""
     for k, (length, pause) in enumerate(tries):
@@ -142,8 +158,10 @@ async def swap(engine: RemoteEngine, policy: Callable[[int], Any], mode: Any, ti
 
 def seeds_of(completion: Completion, versions: list[str]) -> list[tuple[int, int, int]]:
     """Its spans with policy seeds for versions."""
-    return [(versions.index(version) + 1 if version in versions else 0, start, end)
-            for version, start, end in completion.spans]  # fmt: skip
+    return [
+        (versions.index(version) + 1 if version in versions else 0, start, end)
+        for version, start, end in completion.spans
+    ]
 
 
 SHOWS: dict[str, Enough] = {

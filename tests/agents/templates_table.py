@@ -20,12 +20,26 @@ from .families import tokenizer
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rendering.md"
 BEGIN, END = "<!-- made by tests/agents/templates_table.py -->\n", "<!-- until here -->\n"
 NAMES = {
-    "qwen25": "Qwen 2.5", "qwen3": "Qwen 3", "llama3": "Llama 3", "mistral": "Mistral", "gemma": "Gemma",
-    "harmony": "gpt-oss (Harmony)", "deepseek": "DeepSeek V3.1", "r1": "DeepSeek R1", "phi3": "Phi 3",
-    "llama2": "Llama 2", "chatml": "ChatML",
-}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "lookup", "description": "Look it up.", "parameters": {
-    "type": "object", "properties": {"key": {"type": "string"}}}}}  # fmt: skip
+    "qwen25": "Qwen 2.5",
+    "qwen3": "Qwen 3",
+    "llama3": "Llama 3",
+    "mistral": "Mistral",
+    "gemma": "Gemma",
+    "harmony": "gpt-oss (Harmony)",
+    "deepseek": "DeepSeek V3.1",
+    "r1": "DeepSeek R1",
+    "phi3": "Phi 3",
+    "llama2": "Llama 2",
+    "chatml": "ChatML",
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
 NO_TOOLS = "doesn't show the tools to the model"
 Message = dict[str, Any]
 
@@ -36,8 +50,10 @@ def say(role: str, content: str, **more: Any) -> Message:
 
 def calls(*keys: str) -> list[Message]:
     """Calls of the tool, in the chat form."""
-    return [{"id": f"call0000{k}", "type": "function", "function": {"name": "lookup", "arguments": {"key": key}}}
-            for k, key in enumerate(keys)]  # fmt: skip
+    return [
+        {"id": f"call0000{k}", "type": "function", "function": {"name": "lookup", "arguments": {"key": key}}}
+        for k, key in enumerate(keys)
+    ]
 
 
 def results(*keys: str) -> list[Message]:
@@ -143,8 +159,10 @@ def why(reason: str) -> str:
 
 def table() -> str:
     """The part of the page."""
-    lines = ["| template | " + " | ".join(scenario.name for scenario in SCENARIOS) + " |",
-             "|---|" + "---|" * len(SCENARIOS)]  # fmt: skip
+    lines = [
+        "| template | " + " | ".join(scenario.name for scenario in SCENARIOS) + " |",
+        "|---|" + "---|" * len(SCENARIOS),
+    ]
     reasons: dict[str, set[str]] = {}
     for name, title in NAMES.items():
         cells = []

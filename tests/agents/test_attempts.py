@@ -26,8 +26,19 @@ class Guessing(GuessNumber):
 def test_n_attempts_at_each_task_carry_its_public_and_private_part_and_its_group_in_whatever_order_they_end():
     async def play() -> list:
         engine = ScriptedEngine(lambda request: str(1 + len(request.messages) % 9))
-        groups = (rollout_group(Player(), Guessing, Task(public="guess", private=task), n=N, engine=engine, seed=1,
-                                group=f"g{k}", gate=asyncio.Semaphore(1 + k)) for k, task in enumerate(TASKS))
+        groups = (
+            rollout_group(
+                Player(),
+                Guessing,
+                Task(public="guess", private=task),
+                n=N,
+                engine=engine,
+                seed=1,
+                group=f"g{k}",
+                gate=asyncio.Semaphore(1 + k),
+            )
+            for k, task in enumerate(TASKS)
+        )
         return await asyncio.gather(*groups)
 
     groups = asyncio.run(play())

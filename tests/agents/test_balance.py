@@ -49,8 +49,9 @@ def test_conversations_that_begin_at_once_are_spread_over_the_servers() -> None:
     assert [len(server.asked) for server in servers] == [6, 12, 12]
 
 
-@pytest.mark.parametrize("fault", [status(500), status(503), no_json,
-                                   changed(lambda found: found.update(logprobs=[1]))])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault", [status(500), status(503), no_json, changed(lambda found: found.update(logprobs=[1]))]
+)
 def test_a_server_that_fails_at_once_does_not_take_all_conversations(fault: Any) -> None:
     """It has the least under way, always."""
     ill, well = FaultyServer([fault] * 100), FaultyServer()
@@ -114,8 +115,15 @@ def test_a_wait_that_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) 
             return sleep if name == "sleep" else getattr(asyncio, name)
 
     monkeypatch.setattr(remote, "asyncio", Time())
-    completed(FaultyServer([status(503, **{"Retry-After": "7"}), status(429, **{"Retry-After": "0.5"}),
-                            status(503, **{"Retry-After": "²"})]))  # fmt: skip
+    completed(
+        FaultyServer(
+            [
+                status(503, **{"Retry-After": "7"}),
+                status(429, **{"Retry-After": "0.5"}),
+                status(503, **{"Retry-After": "²"}),
+            ]
+        )
+    )
     assert waits[:2] == [7.0, 0.5]
     assert waits[2] < 1, "what is no number is no wait"
 
@@ -171,9 +179,19 @@ def test_a_control_call_does_not_wait_for_those_who_sample() -> None:
 
 
 JUNK: list[Any] = [None, 0, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, math.nan, math.inf, 10**400, [None], 2**31]
-CHAT = {"prompt_token_ids": [4], "usage": {"prompt_tokens": 1, "prompt_tokens_details": None}, "choices": [
-    {"index": 0, "finish_reason": "stop", "token_ids": [8, 9], "weight_versions": None,
-     "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1}]}}]}  # fmt: skip
+CHAT = {
+    "prompt_token_ids": [4],
+    "usage": {"prompt_tokens": 1, "prompt_tokens_details": None},
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [8, 9],
+            "weight_versions": None,
+            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1}]},
+        }
+    ],
+}
 ASKED = {"seed": 1, "temperature": 1.0, "logprobs": 2}
 GENERATE = FaultyServer().answer({"token_ids": [1, 2], "sampling_params": ASKED})
 
@@ -192,9 +210,10 @@ def with_junk(value: Any, place: tuple[Any, ...], junk: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "answer"), [(Generate(), GENERATE), (Completions(), COMPLETION), (Chat(), CHAT),
-                            (SGLangGenerate(), SGLANG)], ids=["generate", "completions", "chat", "sglang"]
-)  # fmt: skip
+    ("dialect", "answer"),
+    [(Generate(), GENERATE), (Completions(), COMPLETION), (Chat(), CHAT), (SGLangGenerate(), SGLANG)],
+    ids=["generate", "completions", "chat", "sglang"],
+)
 def test_whatever_stands_anywhere_in_an_answer_it_is_read_or_refused(dialect: Dialect, answer: Any) -> None:
     for place in places(answer):
         for junk in JUNK:

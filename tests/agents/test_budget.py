@@ -86,8 +86,9 @@ class Uneven(ScriptedEngine):
 
 def _of(n: int) -> Completion:
     ids = array("i", [8] * n)
-    return Completion(text=RENDERER.decode(ids), ids=ids, logprobs=array("f", [-1.0] * n), spans=(("v", 0, n),),
-                      finish="length")  # fmt: skip
+    return Completion(
+        text=RENDERER.decode(ids), ids=ids, logprobs=array("f", [-1.0] * n), spans=(("v", 0, n),), finish="length"
+    )
 
 
 def _sampled(tape: Tape) -> int:
@@ -107,8 +108,9 @@ def test_forty_questions_at_once_sample_what_the_limit_says(late: bool):
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 60), questions=st.integers(1, 25), late=st.booleans())
 def test_a_tape_within_its_budget_is_replayed(seed: int, limit: int, questions: int, late: bool):
     engine, agent = Uneven(seed), Asks(questions, late=late)
-    tape = asyncio.run(rollout(agent, World(), "t", engine=engine, limits=Limits(tokens=limit),
-                               sampling=Sampling(max_tokens=9)))  # fmt: skip
+    tape = asyncio.run(
+        rollout(agent, World(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=9))
+    )
     assert engine.most <= limit
     assert _sampled(tape) == engine.sampled
     answered = [call for call in tape.calls if call.engine != "authored"]
@@ -158,8 +160,11 @@ class Fickle(Agent):
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 80), questions=st.integers(1, 30))
 def test_whatever_fails_or_is_given_up_the_budget_holds_and_nobody_waits(seed: int, limit: int, questions: int):
     engine, agent = Uneven(seed, fails=0.3), Fickle(seed, questions)
-    tape = asyncio.run(rollout(agent, World(), "t", engine=engine, limits=Limits(tokens=limit),
-                               sampling=Sampling(max_tokens=30), retries=0))  # fmt: skip
+    tape = asyncio.run(
+        rollout(
+            agent, World(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=30), retries=0
+        )
+    )
     assert len(agent.ends) == questions
     assert engine.most <= limit
     assert _sampled(tape) == engine.sampled

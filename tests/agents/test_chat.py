@@ -44,16 +44,19 @@ def test_a_misread_answer_is_a_thought_that_the_model_sees():
     assert seen[1][-2:] == [("assistant", "seven"), ("user", "invalid literal for int() with base 10: 'seven'")]
 
 
-@pytest.mark.parametrize(("answer", "says"), [
-    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "inside each other"),
-    ('{"name": "w_guess", "arguments": ' + '{"a": ' * 400 + "1" + "}" * 401, "inside each other"),
-    ('{"name": "w_guess", "arguments": "' + "[" * 5000 + '"}', "inside each other"),
-    (r'{"name": "w_guess", "arguments": {"number": "\ud800"}}', "half of a character"),
-    ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN is no JSON number"),
-    ('{"name": "w_guess", "arguments": {"number": 1e999}}', "beyond all numbers"),
-    ('{"name": "w_guess", "arguments": {"number": ' + "9" * 5000 + "}}", "5000 digits"),
-    ('{"function": []}', "A call is a JSON object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "inside each other"),
+        ('{"name": "w_guess", "arguments": ' + '{"a": ' * 400 + "1" + "}" * 401, "inside each other"),
+        ('{"name": "w_guess", "arguments": "' + "[" * 5000 + '"}', "inside each other"),
+        (r'{"name": "w_guess", "arguments": {"number": "\ud800"}}', "half of a character"),
+        ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN is no JSON number"),
+        ('{"name": "w_guess", "arguments": {"number": 1e999}}', "beyond all numbers"),
+        ('{"name": "w_guess", "arguments": {"number": ' + "9" * 5000 + "}}", "5000 digits"),
+        ('{"function": []}', "A call is a JSON object"),
+    ],
+)
 def test_json_that_nobody_could_record_is_misread_too(answer: str, says: str):
     answers = iter([answer, '{"name": "w_guess", "arguments": {"number": 7}}'])
     tape = run(ChatAgent(actions=[Guess]), GuessNumber(), 7, engine=ScriptedEngine(lambda request: next(answers)))

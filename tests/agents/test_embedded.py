@@ -88,8 +88,9 @@ def test_capacity_ends_a_completion_and_refuses_a_prompt_without_room() -> None:
     shared = engine(decoder(), capacity=16, end_ids=())
 
     async def main() -> list[Any]:
-        return await asyncio.gather(*(shared.complete(ask(prompt_of(0, n), max_tokens=99)) for n in (10, 15, 16, 17)),
-                                    return_exceptions=True)
+        return await asyncio.gather(
+            *(shared.complete(ask(prompt_of(0, n), max_tokens=99)) for n in (10, 15, 16, 17)), return_exceptions=True
+        )
 
     ten, fifteen, *refused = asyncio.run(main())
     assert (ten.finish, len(ten.ids)) == ("length", 6)
@@ -99,12 +100,15 @@ def test_capacity_ends_a_completion_and_refuses_a_prompt_without_room() -> None:
     assert "16 tokens" in str(refused[0])
 
 
-@pytest.mark.parametrize(("request_", "words"), [
-    (ask(()), "without prompt ids"),
-    (ask((3, 4, 40)), "prompt id 40 at position 2"),
-    (ask((3, -1, 4)), "prompt id -1 at position 1"),
-    (ask((3,), extra={"repetition_penalty": 1.1}), "repetition_penalty"),
-])
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (ask(()), "without prompt ids"),
+        (ask((3, 4, 40)), "prompt id 40 at position 2"),
+        (ask((3, -1, 4)), "prompt id -1 at position 1"),
+        (ask((3,), extra={"repetition_penalty": 1.1}), "repetition_penalty"),
+    ],
+)
 def test_a_request_that_cannot_be_served_is_refused_with_its_reason(request_: Any, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         asyncio.run(engine(decoder()).complete(request_))
@@ -134,7 +138,7 @@ def test_cancelling_in_mid_generation_leaves_the_partial_and_frees_the_slot() ->
         return other, shared, await shared.complete(whole)
 
     other, shared, after = asyncio.run(main())
-    partial, = partials
+    (partial,) = partials
     assert partial.finish == "cancelled"
     assert partial.ids is not None
     assert len(partial.ids) >= 12
@@ -158,7 +162,7 @@ def test_cancelling_one_that_still_waits_gives_an_empty_partial() -> None:
         assert len((await first).ids or ()) == 30
 
     asyncio.run(main())
-    partial, = partials
+    (partial,) = partials
     assert (partial.text, partial.ids, partial.spans, partial.finish) == ("", ints(), (), "cancelled")
 
 
@@ -203,7 +207,7 @@ def test_cancelling_one_that_has_just_landed_loses_nothing(fails: bool) -> None:
 
     asyncio.run(main())
     gc.collect()
-    partial, = partials
+    (partial,) = partials
     assert partial.finish == "cancelled"
     assert len(partial.ids or ()) == (2 if fails else 4)
     assert complaints == []
@@ -233,8 +237,9 @@ def test_a_forward_that_raises_fails_those_involved_and_the_engine_goes_on() -> 
         shared = engine(model, end_ids=(), copy=False)
         poison = ask([*prompt_of(3, 150), 13], max_tokens=5)  # long, so that it is prefilled alone
         # 13 ends the spared one, so that it is never fed
-        results = await asyncio.gather(shared.complete(poison), shared.complete(ask((4, 5), stop=(13,))),
-                                       return_exceptions=True)
+        results = await asyncio.gather(
+            shared.complete(poison), shared.complete(ask((4, 5), stop=(13,))), return_exceptions=True
+        )
         model.broken = True
         results.append((await asyncio.gather(shared.complete(ask((4, 5))), return_exceptions=True))[0])
         model.broken = False
@@ -253,8 +258,9 @@ def test_a_decoding_step_that_raises_fails_all_running_rows() -> None:
     async def main() -> tuple[list[Any], Completion]:
         model = faulty()
         shared = engine(model, slots=4, end_ids=(), copy=False)
-        running = [asyncio.ensure_future(shared.complete(ask((n + 20,), max_tokens=9, temperature=0.0)))
-                   for n in range(6)]
+        running = [
+            asyncio.ensure_future(shared.complete(ask((n + 20,), max_tokens=9, temperature=0.0))) for n in range(6)
+        ]
         await until(lambda: shared.stats.steps >= 2)
         model.broken = True
         await until(lambda: running[0].done())
@@ -273,8 +279,10 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
 
     async def main() -> tuple[list[Any], list[Any]]:
         shared = engine(decoder(), slots=4)
-        running = [asyncio.ensure_future(shared.complete(ask(prompt_of(n, 4), seed=n, max_tokens=60, key=f"c{n}")))
-                   for n in range(4)]
+        running = [
+            asyncio.ensure_future(shared.complete(ask(prompt_of(n, 4), seed=n, max_tokens=60, key=f"c{n}")))
+            for n in range(4)
+        ]
         await until(lambda: shared.stats.steps >= 3)
         await shared.publish(bad, "bad")
         failed = await asyncio.gather(*running, return_exceptions=True)
@@ -401,8 +409,11 @@ def test_weights_of_another_shape_change_nothing() -> None:
 
     async def main() -> EmbeddedEngine:
         shared = engine(decoder())
-        for state, words in ((short, "lack model.layers.0.mlp"), (wide, r"published shape \(33,\)"),
-                             ({**own, "model.norm.bias": torch.ones(32)}, "model lacks: model.norm.bias")):
+        for state, words in (
+            (short, "lack model.layers.0.mlp"),
+            (wide, r"published shape \(33,\)"),
+            ({**own, "model.norm.bias": torch.ones(32)}, "model lacks: model.norm.bias"),
+        ):
             with pytest.raises(WrongWeights, match=words):
                 await shared.publish(state, "v1")
         with pytest.raises(ValueError, match="published before"):

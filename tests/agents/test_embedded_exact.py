@@ -48,8 +48,9 @@ def test_log_probs_are_exact_over_conversations_whose_kv_was_parked(family: str,
     assert stats.max_batch == 5
 
 
-def swapped(mode: Any, temperature: float, family: str = "llama", tokens: int = 96
-            ) -> tuple[Mapping[str, Any], list[tuple[Request, Completion]], Any]:
+def swapped(
+    mode: Any, temperature: float, family: str = "llama", tokens: int = 96
+) -> tuple[Mapping[str, Any], list[tuple[Request, Completion]], Any]:
     """Six completions, and four versions published while they run."""
     models = {f"v{k}": decoder(family, k) for k in range(4)}
     requests = [ask(prompt_of(n, 5 + 3 * n), seed=n, temperature=temperature, max_tokens=tokens) for n in range(6)]
@@ -78,8 +79,9 @@ def test_each_span_is_exact_for_its_version_through_three_swaps(family: str, tem
         assert len(completion.ids) == 96
         for version, start, end in completion.spans:
             assert worst(models[version], request, completion, start, end) < 1e-4
-            others = [recompute(m, request.prompt, completion.ids, temperature) for v, m in models.items()
-                      if v != version]
+            others = [
+                recompute(m, request.prompt, completion.ids, temperature) for v, m in models.items() if v != version
+            ]
             own = recompute(models[version], request.prompt, completion.ids, temperature)
             assert all(float((own - other)[start:end].abs().mean()) > 0.1 for other in others)
         assert_faithful(dict(models), request, completion)
@@ -91,8 +93,9 @@ def test_keeping_the_kv_of_older_weights_is_not_exact() -> None:
     models, pairs, _ = swapped("stale_kv", 1.0)
     request, completion = pairs[0]
     assert [version for version, _, _ in completion.spans] == ["v0", "v1", "v2", "v3"]
-    errors = {version: worst(models[version], request, completion, start, end)
-              for version, start, end in completion.spans}
+    errors = {
+        version: worst(models[version], request, completion, start, end) for version, start, end in completion.spans
+    }
     assert errors.pop("v0") < 1e-4
     assert all(error > 1e-3 for error in errors.values()), errors
 
@@ -100,7 +103,7 @@ def test_keeping_the_kv_of_older_weights_is_not_exact() -> None:
 def test_draining_gives_each_completion_one_version() -> None:
     models, pairs, _ = swapped("drain", 1.0)
     for request, completion in pairs:
-        (version, _, _), = completion.spans
+        ((version, _, _),) = completion.spans
         assert worst(models[version], request, completion) < 1e-4
     # the four that ran finish under v0; the two that waited begin when every drain is through
     assert [completion.spans[0][0] for _, completion in pairs] == ["v0"] * 4 + ["v3"] * 2
@@ -201,8 +204,9 @@ def test_slots_and_neighbours_don_t_change_what_is_sampled(family: str) -> None:
 def test_two_prompts_that_differ_in_seed_only_sample_differently() -> None:
     async def main() -> list[Completion]:
         shared = engine(decoder(), end_ids=())
-        return await asyncio.gather(*(shared.complete(ask(prompt_of(0, 4), seed=seed, max_tokens=16))
-                                      for seed in (0, 1, -1, 2**64 - 1, 2**63)))
+        return await asyncio.gather(
+            *(shared.complete(ask(prompt_of(0, 4), seed=seed, max_tokens=16)) for seed in (0, 1, -1, 2**64 - 1, 2**63))
+        )
 
     zero, one, minus, top, half = (tuple(c.ids or ()) for c in asyncio.run(main()))
     assert len({zero, one, minus, half}) == 4
@@ -214,18 +218,27 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
     """Requests that join at some tick, some of them cancelled at a later one, and weights swapped in between."""
     requests = [
         {
-            "at": draw(st.integers(0, 25)), "length": draw(st.integers(1, 20)), "seed": draw(st.integers(0, 2**64 - 1)),
-            "temperature": draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])), "max_tokens": draw(st.integers(1, 24)),
+            "at": draw(st.integers(0, 25)),
+            "length": draw(st.integers(1, 20)),
+            "seed": draw(st.integers(0, 2**64 - 1)),
+            "temperature": draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])),
+            "max_tokens": draw(st.integers(1, 24)),
             "key": draw(st.sampled_from(["", "a", "b"])),
             "cancel": draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
         }
         for _ in range(draw(st.integers(1, 9)))
     ]
-    swaps = draw(st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["reprefill", "reprefill", "drain"])),
-                          max_size=4))
-    return {"requests": requests, "swaps": swaps, "slots": draw(st.integers(1, 4)),
-            "park": draw(st.sampled_from([0, 30, 400])), "prefill": draw(st.sampled_from([1, 16, 2048])),
-            "family": draw(st.sampled_from(list(FAMILIES)))}
+    swaps = draw(
+        st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["reprefill", "reprefill", "drain"])), max_size=4)
+    )
+    return {
+        "requests": requests,
+        "swaps": swaps,
+        "slots": draw(st.integers(1, 4)),
+        "park": draw(st.sampled_from([0, 30, 400])),
+        "prefill": draw(st.sampled_from([1, 16, 2048])),
+        "family": draw(st.sampled_from(list(FAMILIES))),
+    }
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -239,8 +252,14 @@ def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: d
         partials: list[Completion] = []
         # prompts under one key begin alike, so that parked KV is found again
         prompt = prompt_of(3, 8)[: spec["length"]] + prompt_of(spec["length"], max(0, spec["length"] - 8))
-        request = ask(prompt, spec["seed"], key=spec["key"], on_partial=partials.append,
-                      temperature=spec["temperature"], max_tokens=spec["max_tokens"])
+        request = ask(
+            prompt,
+            spec["seed"],
+            key=spec["key"],
+            on_partial=partials.append,
+            temperature=spec["temperature"],
+            max_tokens=spec["max_tokens"],
+        )
         task = asyncio.ensure_future(shared.complete(request))
         if spec["cancel"] is not None:
             await ticks(spec["cancel"])
@@ -248,7 +267,7 @@ def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: d
         try:
             completion = await task
         except asyncio.CancelledError:
-            completion, = partials or [None]
+            (completion,) = partials or [None]
             if completion is None:  # cancelled before it began: the call never ran
                 assert spec["cancel"] == 0
                 return
@@ -262,11 +281,13 @@ def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: d
         await shared.publish(models[version].state_dict(), version, mode)
 
     async def main() -> Any:
-        shared = engine(models["v0"], slots=program["slots"], park_tokens=program["park"],
-                        prefill_tokens=program["prefill"])
+        shared = engine(
+            models["v0"], slots=program["slots"], park_tokens=program["park"], prefill_tokens=program["prefill"]
+        )
         await asyncio.gather(
             *(one(shared, spec) for spec in program["requests"]),
-            *(publish(shared, f"v{k}", at, mode) for k, (at, mode) in enumerate(program["swaps"], 1)))
+            *(publish(shared, f"v{k}", at, mode) for k, (at, mode) in enumerate(program["swaps"], 1)),
+        )
         await ticks(3)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "the driver runs on with nothing to do"
         return shared

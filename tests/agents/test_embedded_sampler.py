@@ -26,8 +26,9 @@ def test_the_numbers_are_locked() -> None:
     positions = [0, 1, 77, 1000, 2**31]
     got = uniforms(np.array([as_seed(seed) for seed in seeds], dtype=np.uint64), np.array(positions))
     golden = 0x9E3779B97F4A7C15
-    expected = [(mix((mix(s % 2**64) + (n + 1) * golden) % 2**64) >> 11) / 2**53
-                for s, n in zip(seeds, positions, strict=True)]
+    expected = [
+        (mix((mix(s % 2**64) + (n + 1) * golden) % 2**64) >> 11) / 2**53 for s, n in zip(seeds, positions, strict=True)
+    ]
     assert got.tolist() == expected
     assert got[0] == (0xE220A8397B1DCDAF >> 11) / 2**53  # the published first output of SplitMix64 for seed 0
 
@@ -90,8 +91,12 @@ def kept_by(p: np.ndarray, top_p: float, top_k: int) -> set[int]:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(-20, 20), min_size=2, max_size=9), st.floats(0.05, 1.0), st.integers(0, 10),
-       st.sampled_from([0.6, 1.0, 1.4]))
+@given(
+    st.lists(st.integers(-20, 20), min_size=2, max_size=9),
+    st.floats(0.05, 1.0),
+    st.integers(0, 10),
+    st.sampled_from([0.6, 1.0, 1.4]),
+)
 def test_filters_narrow_the_draw_and_leave_the_log_prob_alone(
     eighths: list[int], top_p: float, top_k: int, temperature: float
 ) -> None:

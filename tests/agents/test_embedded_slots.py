@@ -21,16 +21,29 @@ def build(name: str, **config: Any) -> Any:
     return hf.AutoModelForCausalLM.from_config(getattr(hf, f"{name}Config")(**{**SHAPE, **config}))
 
 
-@pytest.mark.parametrize(("name", "config"), [
-    ("Llama", {"attn_implementation": "eager"}),
-    ("Llama", {"rope_parameters": {
-        "rope_type": "llama3", "factor": 2.0, "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64}}),
-    ("Mistral", {"sliding_window": None}),
-    ("Gemma", {"head_dim": 8}),
-    ("Granite", {"logits_scaling": 3.0}),
-    ("Qwen3Moe", {"head_dim": 8}),
-])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", {"attn_implementation": "eager"}),
+        (
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+        ("Mistral", {"sliding_window": None}),
+        ("Gemma", {"head_dim": 8}),
+        ("Granite", {"logits_scaling": 3.0}),
+        ("Qwen3Moe", {"head_dim": 8}),
+    ],
+)
 def test_full_attention_decoders_are_taken(name: str, config: dict[str, Any]) -> None:
     model = build(name, **config)
     prompt = prompt_of(0, 11)
@@ -40,13 +53,16 @@ def test_full_attention_decoders_are_taken(name: str, config: dict[str, Any]) ->
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "config", "words"), [
-    ("Mistral", {"sliding_window": 8}, "sliding window of 8"),
-    ("Gemma2", {"head_dim": 8}, "sliding_attention"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
-    ("Qwen3Next", {"head_dim": 8}, "recurrent state"),
-    ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
-])
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding window of 8"),
+        ("Gemma2", {"head_dim": 8}, "sliding_attention"),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        ("Qwen3Next", {"head_dim": 8}, "recurrent state"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
+    ],
+)
 def test_other_attention_is_refused(name: str, config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         SlotDecoder(build(name, **config), slots=2, capacity=16)
@@ -54,9 +70,12 @@ def test_other_attention_is_refused(name: str, config: dict[str, Any], words: st
 
 def test_a_model_that_sees_pictures_is_refused() -> None:
     config = hf.Qwen2VLConfig(
-        text_config={**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2],
-                                                  "rope_theta": 1e4}},
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2})
+        text_config={
+            **SHAPE,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    )
     for special in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         setattr(config, special, 3)
     with pytest.raises(UnsupportedModel, match="vision_config"):
@@ -112,13 +131,13 @@ def test_ragged_extension_moving_and_parking_keep_the_logits(family: str) -> Non
         new = np.array([b - a for a, b in spans])
         ids = np.full((len(order), int(new.max())), 3)
         for row, (text, (a, b)) in enumerate(zip(order, spans, strict=True)):
-            ids[row, ids.shape[1] - (b - a):] = texts[text][a:b]
+            ids[row, ids.shape[1] - (b - a) :] = texts[text][a:b]
         return slots.extend(1, ids, np.array([a for a, _ in spans]), new)
 
     def check(logits: torch.Tensor, order: list[int], ends: list[int]) -> None:
         for row, (text, end) in enumerate(zip(order, ends, strict=True)):
             exact = plain_logits(model, texts[text][:end], [2])
-            torch.testing.assert_close(logits[row:row + 1], exact, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits[row : row + 1], exact, rtol=1e-4, atol=1e-5)
 
     check(feed([0, 1, 2], [(0, a) for a, _ in pieces]), [0, 1, 2], [a for a, _ in pieces])
     check(feed([0, 1, 2], pieces), [0, 1, 2], [b for _, b in pieces])

@@ -57,8 +57,9 @@ class TestEmbedded(Served):
     def runs(self, folder: Path, tmp_path: Path) -> Runs:
         def run(test: Test) -> Any:
             async def with_engine(server: EngineServer) -> Any:
-                engine = await connect([server.url], RENDERER, model_folder=folder, weights=True,
-                                       weights_folder=tmp_path)  # fmt: skip
+                engine = await connect(
+                    [server.url], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path
+                )
                 try:
                     return await test(engine)
                 finally:
@@ -78,10 +79,15 @@ class TestEmbedded(Served):
 
     def test_stale_kv_gives_log_probs_of_no_model(self, runs: Runs) -> None:
         async def test(engine: RemoteEngine) -> None:
-            versions, answers = await swap(engine, self.policy, "stale_kv", 1,
-                                           lambda completion, _: len(completion.spans) >= 2)  # fmt: skip
-            errors = [self.off(1, request, completion, start, end) for request, completion in answers
-                      for version, start, end in completion.spans if version in versions and start]  # fmt: skip
+            versions, answers = await swap(
+                engine, self.policy, "stale_kv", 1, lambda completion, _: len(completion.spans) >= 2
+            )
+            errors = [
+                self.off(1, request, completion, start, end)
+                for request, completion in answers
+                for version, start, end in completion.spans
+                if version in versions and start
+            ]
             assert max(errors) > 1e-2
 
         runs(test)
@@ -226,8 +232,11 @@ def test_what_it_cannot_do_is_refused_never_ignored(change: dict[str, Any], matc
         with pytest.raises(ServerFailed, match=match) as caught:
             await here.post(Generate.route, body)
         assert caught.value.status == 400
-        for wrong, why in (({"token_ids": []}, "token_ids"), ({"model": "x"}, "'x'"),
-                           ({"sampling_params": None}, "sampling_params")):  # fmt: skip
+        for wrong, why in (
+            ({"token_ids": []}, "token_ids"),
+            ({"model": "x"}, "'x'"),
+            ({"sampling_params": None}, "sampling_params"),
+        ):
             with pytest.raises(ServerFailed, match=why):
                 await here.post(Generate.route, Generate().body(ask(), model="", request_id="a", stops=()) | wrong)
         await here.close()

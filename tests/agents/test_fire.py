@@ -45,9 +45,14 @@ class Parts:
         ids = array("i", self.parts.pop(0))
         n = len(ids)
         spans = (("v0", 0, n),) if n else ()
-        return Completion(text=RENDERER.decode(ids), ids=ids, logprobs=array("f", [-0.5] * n), spans=spans,
-                          finish="stop" if n and ids[-1] == self.end else "length",
-                          usage=Usage(prompt_tokens=len(request.prompt or ()), completion_tokens=n))  # fmt: skip
+        return Completion(
+            text=RENDERER.decode(ids),
+            ids=ids,
+            logprobs=array("f", [-0.5] * n),
+            spans=spans,
+            finish="stop" if n and ids[-1] == self.end else "length",
+            usage=Usage(prompt_tokens=len(request.prompt or ()), completion_tokens=n),
+        )
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept."""
@@ -58,8 +63,14 @@ class Parts:
 
 def ask(sampling: Sampling, on_partial: Callable[[Completion], None] | None = None) -> Request:
     messages = [{"role": "user", "content": "abcd"}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, sampling=sampling, seed=5, cache_key="k",
-                   on_partial=on_partial)  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=RENDERER.prompt(messages).ids,
+        sampling=sampling,
+        seed=5,
+        cache_key="k",
+        on_partial=on_partial,
+    )
 
 
 @pytest.mark.ledger("F16", "T41")
@@ -128,8 +139,15 @@ def test_a_cancelled_answer_keeps_its_first_token(tells: bool) -> None:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 if tells and request.on_partial is not None:
-                    request.on_partial(Completion(text="b", ids=array("i", [11]), logprobs=array("f", [-0.5]),
-                                                  spans=(("v0", 0, 1),), finish="cancelled"))  # fmt: skip
+                    request.on_partial(
+                        Completion(
+                            text="b",
+                            ids=array("i", [11]),
+                            logprobs=array("f", [-0.5]),
+                            spans=(("v0", 0, 1),),
+                            finish="cancelled",
+                        )
+                    )
                 raise
             raise AssertionError("unreachable")
 
@@ -167,8 +185,12 @@ def test_every_log_prob_on_the_tape_is_that_of_its_own_temperature() -> None:
     policy = model()
     for call in tape.calls:
         assert call.completion is not None
-        exact = torch.cat([recompute(policy, tape.call_prompt(call), call.completion, t)[part] for t, part in (
-            (10.0, slice(0, 1)), (0.7, slice(1, None)))])  # fmt: skip
+        exact = torch.cat(
+            [
+                recompute(policy, tape.call_prompt(call), call.completion, t)[part]
+                for t, part in ((10.0, slice(0, 1)), (0.7, slice(1, None)))
+            ]
+        )
         torch.testing.assert_close(torch.tensor(call.logprobs), exact, rtol=0, atol=1e-4)
         assert call.sampling == HOT
         assert Call.model_validate_json(call.body()) == call
@@ -188,8 +210,9 @@ def test_training_scores_each_token_at_the_temperature_it_was_drawn_at() -> None
 
 def test_a_hot_answer_is_replayed_whole() -> None:
     tape = episode()
-    again = asyncio.run(rollout(Speaker(), Letters(), task="abc", engine=ReplayEngine(tape, renderer=RENDERER),
-                                sampling=HOT))  # fmt: skip
+    again = asyncio.run(
+        rollout(Speaker(), Letters(), task="abc", engine=ReplayEngine(tape, renderer=RENDERER), sampling=HOT)
+    )
     assert [call.completion for call in again.calls] == [call.completion for call in tape.calls]
 
 

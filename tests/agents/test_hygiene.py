@@ -76,8 +76,9 @@ def started(
 ) -> Iterator[tuple[Any, psutil.Process]]:
     """The verb in a process of its own, and what it printed first; the rest goes to `log`."""
     command = [sys.executable, "-m", "tapereel.cli", *filled(words, scene)]
-    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "--json"], stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline()), psutil.Process(process.pid)
@@ -104,8 +105,12 @@ def test_every_verb_that_serves_is_tested_here() -> None:
 def test_by_default_nobody_else_can_connect(verb: str, scene: dict[str, str]) -> None:
     with started(VERBS[verb], scene) as (told, process):
         assert "127.0.0.1" in json.dumps(told)
-        listening = [at for one in (process, *process.children(recursive=True))
-                     for at in one.net_connections(kind="inet") if at.status == psutil.CONN_LISTEN]  # fmt: skip
+        listening = [
+            at
+            for one in (process, *process.children(recursive=True))
+            for at in one.net_connections(kind="inet")
+            if at.status == psutil.CONN_LISTEN
+        ]
         assert listening
         assert all(ip_address(at.laddr.ip).is_loopback for at in listening), listening
         if verb == "gateway":  # which asks for its token there, too
@@ -211,9 +216,12 @@ def hosted(url: str) -> LiteLLMEngine:
 @pytest.mark.usefixtures("secrets")
 @pytest.mark.parametrize("debug", [False, True])
 def test_no_secret_is_on_a_tape_in_a_log_or_in_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, debug: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    debug: bool,
+) -> None:
     caplog.set_level(logging.DEBUG if debug else logging.INFO)
     asyncio.run(hosted("http://127.0.0.1:1/v1").close())
     for handler in logging.getLogger("LiteLLM").handlers:  # it writes to what stderr was when litellm was imported
@@ -225,8 +233,13 @@ def test_no_secret_is_on_a_tape_in_a_log_or_in_an_error(
     async def episodes(url: str) -> list[Tape]:
         made = []
         with Store.create(tmp_path / "run", durability="os") as store:
-            for agent, env in ((Careless(), Leaky()), (Careless(), Leaky()), (Careless(True), Leaky()),
-                               (Careless(), Leaky("reset")), (Careless(), Leaky("step"))):  # fmt: skip
+            for agent, env in (
+                (Careless(), Leaky()),
+                (Careless(), Leaky()),
+                (Careless(True), Leaky()),
+                (Careless(), Leaky("reset")),
+                (Careless(), Leaky("step")),
+            ):
                 engine = hosted(url)
                 made.append(await rollout(agent, env, task=0, engine=engine, journal=store.writer))
                 await engine.close()
@@ -235,12 +248,21 @@ def test_no_secret_is_on_a_tape_in_a_log_or_in_an_error(
     with provider.up():
         tapes = asyncio.run(episodes(provider.url))
     assert [str(tape.cause.type) if tape.cause else None for tape in tapes] == [
-        "model", None, "agent", "environment", "environment"]  # fmt: skip
+        "model",
+        None,
+        "agent",
+        "environment",
+        "environment",
+    ]
     assert provider.headers[0]["Authorization"] == f"Bearer {KEY}", "the provider must get it"
     assert HIDDEN.encode() in everything(tmp_path)
     out, err = capsys.readouterr()
-    for where, text in (("run", everything(tmp_path)), ("log", caplog.text.encode()), ("printed", (out + err).encode()),
-                        ("documents", "".join(tape.model_dump_json() for tape in tapes).encode())):  # fmt: skip
+    for where, text in (
+        ("run", everything(tmp_path)),
+        ("log", caplog.text.encode()),
+        ("printed", (out + err).encode()),
+        ("documents", "".join(tape.model_dump_json() for tape in tapes).encode()),
+    ):
         for secret in SECRETS:
             at = text.find(secret.encode())
             assert at < 0, f"{where}: {text[max(0, at - 300) : at + 60]!r}"
@@ -270,8 +292,9 @@ def test_a_server_that_sends_the_key_back_gets_no_further(caplog: pytest.LogCapt
 
 ADDRESS = f"http://someone:{PASSWORD}@127.0.0.1:1/v1"
 GIVEN: dict[str, Callable[[], Any]] = {
-    "Server": lambda: Server(ADDRESS), "LiteLLMEngine": lambda: LiteLLMEngine("openai/m", base_url=ADDRESS),
-}  # fmt: skip
+    "Server": lambda: Server(ADDRESS),
+    "LiteLLMEngine": lambda: LiteLLMEngine("openai/m", base_url=ADDRESS),
+}
 
 
 @pytest.mark.parametrize("what", GIVEN)
@@ -283,16 +306,18 @@ def test_an_address_with_a_password_is_refused_without_saying_it(what: str) -> N
 
 @pytest.mark.parametrize(
     "engine",
-    [("engine.kind=litellm", "engine.model=openai/m", f"engine.base_url={ADDRESS}"),
-     ("engine.kind=vllm", "engine.model=m", f'engine.urls=["{ADDRESS}"]'),
-     ("engine.kind=vllm", "engine.model=m", f'engine.urls=["http://127.0.0.1:1/?api_key={PASSWORD}"]'),
-     ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_key": "{KEY}"}}'),
-     ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_base": "{ADDRESS}"}}'),
-     ("engine.kind=vllm_inprocess", "engine.model=m", f'engine.options={{"hf_token": "{TOKEN}"}}'),
-     ('engine.answers=["7"]', f'rewards=["{ADDRESS}"]'),
-     ('engine.answers=["7"]', f'rewards=["http://127.0.0.1:1/score?n=1&x-api-key={PASSWORD}"]'),
-     ('engine.answers=["7"]', f'rewards=["https://{TOKEN}@127.0.0.1:1/score"]')],
-)  # fmt: skip
+    [
+        ("engine.kind=litellm", "engine.model=openai/m", f"engine.base_url={ADDRESS}"),
+        ("engine.kind=vllm", "engine.model=m", f'engine.urls=["{ADDRESS}"]'),
+        ("engine.kind=vllm", "engine.model=m", f'engine.urls=["http://127.0.0.1:1/?api_key={PASSWORD}"]'),
+        ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_key": "{KEY}"}}'),
+        ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_base": "{ADDRESS}"}}'),
+        ("engine.kind=vllm_inprocess", "engine.model=m", f'engine.options={{"hf_token": "{TOKEN}"}}'),
+        ('engine.answers=["7"]', f'rewards=["{ADDRESS}"]'),
+        ('engine.answers=["7"]', f'rewards=["http://127.0.0.1:1/score?n=1&x-api-key={PASSWORD}"]'),
+        ('engine.answers=["7"]', f'rewards=["https://{TOKEN}@127.0.0.1:1/score"]'),
+    ],
+)
 def test_settings_with_secrets_are_refused_without_saying_them(
     engine: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,12 +352,31 @@ def test_a_reward_models_address_with_a_secret_is_refused_on_the_command_line_to
 
 def test_which_addresses_hold_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_KEY", "plainwords")
-    for url in ("http://u:p@h", "https://u:p@h:1/a", "http://token@h/x", "WSS://t@h", "postgres://u:p@h/db",
-                "http://h/?key=a", "http://h/x?n=1&X-Api-Key=a#b", "http://h/x?api%5Fkey=a", "http://h/plainwords",
-                f"http://h/{TOKEN}"):  # fmt: skip
+    for url in (
+        "http://u:p@h",
+        "https://u:p@h:1/a",
+        "http://token@h/x",
+        "WSS://t@h",
+        "postgres://u:p@h/db",
+        "http://h/?key=a",
+        "http://h/x?n=1&X-Api-Key=a#b",
+        "http://h/x?api%5Fkey=a",
+        "http://h/plainwords",
+        f"http://h/{TOKEN}",
+    ):
         assert holds_secret(url), url
-    for url in ("http://h:1/a", "http://h/u:p@x", "http://h/x?n=1&max_tokens=5&who=me@x", "http://h/?key=", "ssh://git@h",
-                "a b@c", "see http://u:p@h", "", "pkg.module:name", "file.py:key"):  # fmt: skip
+    for url in (
+        "http://h:1/a",
+        "http://h/u:p@x",
+        "http://h/x?n=1&max_tokens=5&who=me@x",
+        "http://h/?key=",
+        "ssh://git@h",
+        "a b@c",
+        "see http://u:p@h",
+        "",
+        "pkg.module:name",
+        "file.py:key",
+    ):
         assert not holds_secret(url), url
 
 
@@ -356,6 +400,15 @@ def test_what_is_a_secret_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> No
         assert without_secrets(hidden) == hidden, "hiding twice changes nothing"
     assert without_secrets("x mellon y", ["mellon"]) == f"x {HIDDEN} y"
     assert [names_secret(name) for name in ("OPENAI_API_KEY", "token", "max_tokens", "monkey", "db-password")] == [
-        True, True, False, False, True]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert hide({"api_key": "a", "n": 1, "deep": [{"token": "b", "say": "hi"}], "empty_key": ""}) == {
-        "api_key": HIDDEN, "n": 1, "deep": [{"token": HIDDEN, "say": "hi"}], "empty_key": ""}  # fmt: skip
+        "api_key": HIDDEN,
+        "n": 1,
+        "deep": [{"token": HIDDEN, "say": "hi"}],
+        "empty_key": "",
+    }

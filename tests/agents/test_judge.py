@@ -33,8 +33,10 @@ async def speaker(tape: Tape, llm: Any) -> Any:
 def tapes(*answers: str, reference: Any = None) -> list[Tape]:
     async def every() -> list[Tape]:
         task = Task(public="2+2?", private=reference)
-        return [await rollout(speaker, Asks, task, engine=ScriptedEngine([answer]), group="g", attempt=k)
-                for k, answer in enumerate(answers)]  # fmt: skip
+        return [
+            await rollout(speaker, Asks, task, engine=ScriptedEngine([answer]), group="g", attempt=k)
+            for k, answer in enumerate(answers)
+        ]
 
     return asyncio.run(every())
 
@@ -64,9 +66,10 @@ def test_a_grade_becomes_a_reward_with_its_evidence():
     assert "(the right answer, which the assistant didn't see: 4)" in user
     assert asked[0].sampling == Sampling(temperature=0.0, max_tokens=1024)
     assert record.evidence == {
-        "judge": "scripted", "messages": [dict(m) for m in asked[0].messages],
+        "judge": "scripted",
+        "messages": [dict(m) for m in asked[0].messages],
         "answers": [{"seed": asked[0].seed, "answer": "It says 4, with score 3 at first.\n\n**Score: 7.5**"}],
-    }  # fmt: skip
+    }
     assert json.loads(record.body())["evidence"] == record.evidence
 
 
@@ -186,7 +189,8 @@ def test_each_attempt_meets_the_others_in_both_orders():
     evidence: Any = layer_of(found[0])[0].evidence
     assert [one["rival"] for one in evidence] == [found[1].id, found[2].id]
     assert [[told["answers"][0]["answer"] for told in one["asked"]] for one in evidence] == [
-        ["Better: SECOND", "Better: FIRST"]] * 2  # fmt: skip
+        ["Better: SECOND", "Better: FIRST"]
+    ] * 2
 
 
 def test_a_judge_that_goes_by_the_order_has_said_nothing():

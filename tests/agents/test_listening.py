@@ -27,8 +27,9 @@ def embedded() -> EmbeddedEngine:
 
 def ask(seed: int = 1, listener: Any = None, sampling: Sampling = LONG) -> Request:
     messages = [{"role": "user", "content": "abcd"}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, sampling=sampling,
-                   listener=listener)  # fmt: skip
+    return Request(
+        messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, sampling=sampling, listener=listener
+    )
 
 
 class Failing(EmbeddedEngine):
@@ -124,8 +125,9 @@ def test_a_listener_that_fails_ends_its_own_episode_and_no_other(again: bool) ->
 
     async def scene() -> list[Tape]:
         engine = failing() if again else embedded()
-        return await asyncio.gather(*(rollout(Shows(heard), Letters(), task="a", engine=engine, sampling=LONG)
-                                      for heard in (listener, Heard())))  # fmt: skip
+        return await asyncio.gather(
+            *(rollout(Shows(heard), Letters(), task="a", engine=engine, sampling=LONG) for heard in (listener, Heard()))
+        )
 
     failed, fine = asyncio.run(scene())
     assert fine.status == "finished"

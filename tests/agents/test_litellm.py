@@ -53,8 +53,16 @@ def using(provider: Provider, test: Callable[[LiteLLMEngine], Awaitable[Any]], *
     """What `test` gives with an engine of that provider."""
 
     async def whole(url: str) -> Any:
-        engine = LiteLLMEngine(**{"model": "openai/gpt-4o-mini", "base_url": url, "seconds": 60.0, "backoff": 0.001,
-                                  "key_variable": "SOME_PROVIDERS_KEY", **options})  # fmt: skip
+        engine = LiteLLMEngine(
+            **{
+                "model": "openai/gpt-4o-mini",
+                "base_url": url,
+                "seconds": 60.0,
+                "backoff": 0.001,
+                "key_variable": "SOME_PROVIDERS_KEY",
+                **options,
+            }
+        )
         try:
             return await test(engine)
         finally:
@@ -72,8 +80,7 @@ def test_an_answer_has_its_text_tokens_and_price() -> None:
     provider = Provider()
     found = completed(provider)
     assert (found.text, found.ids, found.logprobs, found.finish) == ("hello", None, None, "stop")
-    assert found.usage.model_dump(exclude={"cost"}) == {
-        "prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4}  # fmt: skip
+    assert found.usage.model_dump(exclude={"cost"}) == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4}
     assert found.usage.cost is not None
     assert 0 < found.usage.cost < 1e-4
     assert [attempt.error for attempt in found.attempts] == [None]
@@ -341,8 +348,9 @@ class Market(Environment[Any]):
     async def step(self, action: Any) -> Outcome:
         if isinstance(action, Pick):
             return Outcome(reward=float(action.fruit == "pear"), terminated=True)
-        found = [ToolResult(id=call.id, name=call.name, content=f"{call.arguments['key']}: ripe")
-                 for call in action.calls]  # fmt: skip
+        found = [
+            ToolResult(id=call.id, name=call.name, content=f"{call.arguments['key']}: ripe") for call in action.calls
+        ]
         return Outcome(ToolResults(results=tuple(found)))
 
 
@@ -357,8 +365,14 @@ def shopping(body: dict[str, Any]) -> dict[str, Any]:
     return {"content": "Let me see.", "tool_calls": [call(0, "lookup", key="pear"), call(1, "lookup", key="plum")]}
 
 
-LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look it up.", "parameters": {
-    "type": "object", "properties": {"key": {"type": "string"}}}}}  # fmt: skip
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
 
 
 def test_parallel_function_calls_go_there_and_back() -> None:
@@ -389,10 +403,16 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
 ) -> None:
     run, provider = str(tmp_path / "run"), Provider([refuses(429, Retry_After="0")], next_digit)
     with provider.up():
-        engine = settings("engine.kind=litellm", "engine.model=openai/gpt-4o-mini", f"engine.base_url={provider.url}",
-                          "engine.key_variable=SOME_PROVIDERS_KEY", "engine.budget=1")  # fmt: skip
-        code, summary, err = answers(capsys, "run", *SCENE, "--attempts", "2", *engine,
-                                     *settings("count=6", "split=demo"), "--out", run)  # fmt: skip
+        engine = settings(
+            "engine.kind=litellm",
+            "engine.model=openai/gpt-4o-mini",
+            f"engine.base_url={provider.url}",
+            "engine.key_variable=SOME_PROVIDERS_KEY",
+            "engine.budget=1",
+        )
+        code, summary, err = answers(
+            capsys, "run", *SCENE, "--attempts", "2", *engine, *settings("count=6", "split=demo"), "--out", run
+        )
     assert (code, summary["reward"], summary["episodes"]) == (0, 1.0, 12), err
     assert "SOME_PROVIDERS_KEY" in (Path(run) / CONFIG).read_text()
     code, replayed, err = answers(capsys, "replay", run)

@@ -34,8 +34,14 @@ pytestmark = pytest.mark.timeout(60)
 
 def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
     messages = [{"role": "user", "content": text}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                   sampling=Sampling(**{"max_tokens": 5, **sampling}), cache_key=text)  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=RENDERER.prompt(messages).ids,
+        seed=seed,
+        on_partial=on_partial,
+        sampling=Sampling(**{"max_tokens": 5, **sampling}),
+        cache_key=text,
+    )
 
 
 def using(server: Any, test: Callable[[RemoteEngine], Awaitable[Any]], **options: Any) -> Any:
@@ -65,8 +71,19 @@ def test_a_healthy_answer_is_a_completion() -> None:
     assert found.spans == (("default", 0, 5),)
     (body,) = server.asked
     parameters = body["sampling_params"]
-    assert {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "seed", "max_tokens", "stop_token_ids", "logprobs"} <= set(parameters), "the server's defaults would decide"
+    assert {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "max_tokens",
+        "stop_token_ids",
+        "logprobs",
+    } <= set(parameters), "the server's defaults would decide"
     assert set(RENDERER.end_ids) <= set(parameters["stop_token_ids"])
 
 
@@ -190,7 +207,7 @@ def test_a_stream_that_says_it_is_busy_is_asked_for_again_and_what_was_told_is_v
         (lambda events: events.append("more"), True, "after its end"),
         (lambda events: events.insert(1, {"choices": [{"index": 1, "token_ids": [8]}]}), True, "one answer"),
     ],
-)  # fmt: skip
+)
 def test_a_stream_that_would_train_wrongly_is_refused(change: Any, retry: bool, match: str) -> None:
     with pytest.raises(EngineError, match=match) as caught:
         heard(FaultyServer([streams(change)]), Heard())
@@ -393,15 +410,39 @@ def test_addresses_are_checked() -> None:
         Server("127.0.0.1:8000")
 
 
-COMPLETION = {"choices": [{"token_ids": [8, 9], "prompt_token_ids": [4], "finish_reason": "stop", "stop_reason": None,
-                           "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": [],
-                                        "text_offset": [0, 1]}, "weight_versions": None}],
-              "usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}}  # fmt: skip
-SGLANG = {"text": "ab", "output_ids": [8, 9], "meta_info": {
-    "id": "x", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 3, "completion_tokens": 2,
-    "cached_tokens": 1, "weight_version": "r:2", "weight_versions": [
-        {"version": "r:1", "start": 0, "end": 1}, {"version": "r:2", "start": 1, "end": 2}],
-    "input_token_logprobs": [], "output_token_logprobs": [[-0.5, 8, None], [-1.0, 9, None]]}}  # fmt: skip
+COMPLETION = {
+    "choices": [
+        {
+            "token_ids": [8, 9],
+            "prompt_token_ids": [4],
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "logprobs": {
+                "tokens": ["a", "b"],
+                "token_logprobs": [-0.5, -1.0],
+                "top_logprobs": [],
+                "text_offset": [0, 1],
+            },
+            "weight_versions": None,
+        }
+    ],
+    "usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}},
+}
+SGLANG = {
+    "text": "ab",
+    "output_ids": [8, 9],
+    "meta_info": {
+        "id": "x",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "cached_tokens": 1,
+        "weight_version": "r:2",
+        "weight_versions": [{"version": "r:1", "start": 0, "end": 1}, {"version": "r:2", "start": 1, "end": 2}],
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-0.5, 8, None], [-1.0, 9, None]],
+    },
+}
 
 
 def test_the_other_dialects_read_their_servers_shapes() -> None:

@@ -21,8 +21,12 @@ from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 
 TOKENIZER = char_tokenizer()
 SYSTEM, USER, ASSISTANT, TOOL, END = 2, 3, 4, 5, 6
-TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.",
-                                           "parameters": {"properties": {"a": {}, "b": {}}}}},)
+TOOLS = (
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"properties": {"a": {}, "b": {}}}},
+    },
+)
 
 
 def chars(text: str) -> list[int]:
@@ -39,18 +43,37 @@ def answer(renderer: Renderer, rendered: Rendered, ids: list[int], call: str = "
 
 def episode(renderer: Renderer, turns: list[dict[str, Any]]) -> tuple[list[Rendered], Tape]:
     """What each prompt was, and the tape of it."""
-    begin = Begin(tape="t", task=Task(), task_hash="", agent=Identity(name="a"), env=Identity(name="e"), env_seed=0,
-                  seed=0, at=0.0)
+    begin = Begin(
+        tape="t",
+        task=Task(),
+        task_hash="",
+        agent=Identity(name="a"),
+        env=Identity(name="e"),
+        env_seed=0,
+        seed=0,
+        at=0.0,
+    )
     prompts, bodies = [], [begin.body()]
     messages: list[dict[str, Any]] = []
     tracks: list[Track] = []
     for n, turn in enumerate(turns):
         messages.append(say("user", turn["say"]))
         rendered = renderer.prompt(messages, None, tracks)
-        call = Call(tape="t", call=f"call{n}", by="a", base=rendered.base.call if rendered.base else None,
-                    keep=rendered.keep, keep_messages=rendered.keep_messages, messages=rendered.new_messages,
-                    prompt=rendered.new, completion=turn["sampled"], logprobs=[-1.0] * len(turn["sampled"]),
-                    text=renderer.decode(turn["sampled"]), spans=(("v:0", 0, len(turn["sampled"])),), at=0.0)
+        call = Call(
+            tape="t",
+            call=f"call{n}",
+            by="a",
+            base=rendered.base.call if rendered.base else None,
+            keep=rendered.keep,
+            keep_messages=rendered.keep_messages,
+            messages=rendered.new_messages,
+            prompt=rendered.new,
+            completion=turn["sampled"],
+            logprobs=[-1.0] * len(turn["sampled"]),
+            text=renderer.decode(turn["sampled"]),
+            spans=(("v:0", 0, len(turn["sampled"])),),
+            at=0.0,
+        )
         tracks = [renderer.track(rendered, call=call.call, reply=call.reply, completion=turn["sampled"])]
         messages.append(call.reply)
         prompts.append(rendered)
@@ -112,13 +135,14 @@ def test_the_same_characters_sampled_one_by_one_stay_characters(renderer: Render
     track = answer(renderer, renderer.prompt([say("user", "q")]), sampled)
     later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
     assert later.split is None
-    assert list(later.ids[4:4 + len(sampled)]) == sampled
+    assert list(later.ids[4 : 4 + len(sampled)]) == sampled
 
 
 @pytest.mark.ledger("T14")
 @pytest.mark.parametrize("sampled", [chars("12"), [], chars("<|en")], ids=["cut", "nothing", "half an end"])
-def test_a_cut_answer_is_closed_as_context_and_no_id_enters_the_completion(renderer: Renderer,
-                                                                           sampled: list[int]) -> None:
+def test_a_cut_answer_is_closed_as_context_and_no_id_enters_the_completion(
+    renderer: Renderer, sampled: list[int]
+) -> None:
     track = answer(renderer, renderer.prompt([say("user", "q")]), sampled)
     assert list(track.completion) == sampled
     later = renderer.prompt([*track.messages, say("user", "go on")], None, [track])
@@ -129,8 +153,11 @@ def test_a_cut_answer_is_closed_as_context_and_no_id_enters_the_completion(rende
 
 @pytest.mark.ledger("T30")
 def test_an_answer_is_found_by_position_not_by_its_text(renderer: Renderer) -> None:
-    track = answer(renderer, renderer.prompt([say("user", "yes"), say("assistant", "yes"), say("user", "yes")]),
-                   [*chars("yes"), END])
+    track = answer(
+        renderer,
+        renderer.prompt([say("user", "yes"), say("assistant", "yes"), say("user", "yes")]),
+        [*chars("yes"), END],
+    )
     later = renderer.prompt([*track.messages, say("user", "yes")], None, [track])
     assert list(later.new) == [USER, *chars("yes"), END, ASSISTANT]
     assert later.keep == len(track.ids)
@@ -188,7 +215,7 @@ def test_asking_again_after_an_answer_adds_only_what_asks(renderer: Renderer) ->
 
 def test_changed_tools_start_a_new_row(renderer: Renderer) -> None:
     track = answer(renderer, renderer.prompt([say("user", "q")], TOOLS), [*chars("a"), END])
-    assert list(track.ids[:len(chars("add(a, b): Adds.")) + 3]) == [SYSTEM, *chars("add(a, b): Adds.\n"), END]
+    assert list(track.ids[: len(chars("add(a, b): Adds.")) + 3]) == [SYSTEM, *chars("add(a, b): Adds.\n"), END]
     same = renderer.prompt([*track.messages, say("user", "r")], [dict(TOOLS[0])], [track])
     assert same.split is None
     none = renderer.prompt([*track.messages, say("user", "r")], None, [track])
@@ -209,8 +236,9 @@ def test_between_equal_conversations_the_same_tools_and_then_the_later_one_win(r
 def test_a_track_made_again_from_a_tape_continues_as_the_first_did(renderer: Renderer) -> None:
     messages = [say("user", "1 <|end|>\n")]
     track = answer(renderer, renderer.prompt(messages, TOOLS), [*chars("ok"), USER, END])
-    again = renderer.retrack(call="c", messages=track.messages, tools=list(TOOLS), ids=track.ids,
-                             completion=track.completion)
+    again = renderer.retrack(
+        call="c", messages=track.messages, tools=list(TOOLS), ids=track.ids, completion=track.completion
+    )
     assert (again.text, again.marked, again.tools) == (track.text, track.marked, track.tools)
     following = [*track.messages, say("tool", "x")]
     assert renderer.prompt(following, TOOLS, [again]).ids == renderer.prompt(following, TOOLS, [track]).ids
@@ -236,15 +264,34 @@ def test_content_that_holds_the_mark_itself_comes_through(content: str) -> None:
 
 
 def test_control_token_text_in_tool_definitions_names_and_calls_is_read_as_characters(renderer: Renderer) -> None:
-    tool = {"type": "function", "function": {"name": "x<|end|>", "description": "<|user|>",
-                                             "parameters": {"properties": {"<|tool|>": {}}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "x<|end|>", "description": "<|user|>", "parameters": {"properties": {"<|tool|>": {}}}},
+    }
     rendered = renderer.prompt([say("user", "q")], [tool])
-    assert list(rendered.ids) == [SYSTEM, *chars("x<|end|>(<|tool|>): <|user|>\n"), END, USER, *chars("q"), END,
-                                  ASSISTANT]
+    assert list(rendered.ids) == [
+        SYSTEM,
+        *chars("x<|end|>(<|tool|>): <|user|>\n"),
+        END,
+        USER,
+        *chars("q"),
+        END,
+        ASSISTANT,
+    ]
     call = {"function": {"name": "add", "arguments": {"a": "<|end|>"}}}
     rendered = renderer.prompt([say("user", "q"), say("assistant", "", tool_calls=[call]), say("tool", "3")])
-    assert list(rendered.ids) == [USER, *chars("q"), END, ASSISTANT, *chars('add {"a": "<|end|>"}'), END,
-                                  TOOL, *chars("3"), END, ASSISTANT]
+    assert list(rendered.ids) == [
+        USER,
+        *chars("q"),
+        END,
+        ASSISTANT,
+        *chars('add {"a": "<|end|>"}'),
+        END,
+        TOOL,
+        *chars("3"),
+        END,
+        ASSISTANT,
+    ]
     parts = [{"type": "text", "text": "<|end|>"}]
     assert list(renderer.prompt([say("user", "q"), {"role": "tool", "content": parts}]).ids).count(END) == 2
 
@@ -269,8 +316,11 @@ def test_a_tokenizer_that_reads_control_tokens_into_other_text_is_found_out() ->
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=True)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", unk_token="<unk>",
-        chat_template="{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}",
+    )
     careful = Renderer(tokenizer)
     assert list(careful.prompt([say("user", "hi")]).ids) == [1, 0]
     with pytest.raises(SpecialText, match=r"AddedToken\(normalized=False\)"):
@@ -330,8 +380,26 @@ def test_authored_turns_make_one_row(renderer: Renderer) -> None:
         assert rendered.split is None
         assert (ints(rendered.ids), completion) == renderer.authored(messages, reply)
         messages, whole = [*messages, reply, say("tool", result)], list(tracks[0].ids)
-    assert whole == [USER, *chars("1+2+3"), END, ASSISTANT, *chars("c1+2"), END, TOOL, *chars("3"), END,
-                     ASSISTANT, *chars("c3+3"), END, TOOL, *chars("6"), END, ASSISTANT, *chars("a6"), END]
+    assert whole == [
+        USER,
+        *chars("1+2+3"),
+        END,
+        ASSISTANT,
+        *chars("c1+2"),
+        END,
+        TOOL,
+        *chars("3"),
+        END,
+        ASSISTANT,
+        *chars("c3+3"),
+        END,
+        TOOL,
+        *chars("6"),
+        END,
+        ASSISTANT,
+        *chars("a6"),
+        END,
+    ]
 
 
 def test_end_ids_are_probed_from_the_template_and_can_be_added_to() -> None:
@@ -347,8 +415,10 @@ def test_end_ids_are_probed_from_the_template_and_can_be_added_to() -> None:
 
 def test_where_the_next_turn_ends_an_answer_only_the_end_of_sequence_does() -> None:
     tokenizer = char_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
-                               "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     bare = Renderer(tokenizer)
     assert bare.end_ids == (END,)
     for sampled in ([*chars("a"), END], chars("a")):
@@ -384,8 +454,10 @@ def test_bad_input_is_named_with_its_remedy() -> None:
     with pytest.raises(RenderError, match=r"set tokenizer\.eos_token"):
         Renderer(endless)
     refusing = char_tokenizer()
-    refusing.chat_template = ("{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-                              + refusing.chat_template)
+    refusing.chat_template = (
+        "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        + refusing.chat_template
+    )
     with pytest.raises(RenderError, match=r"refused 1 messages \(roles end in tool\): no tools here"):
         Renderer(refusing).prompt([say("tool", "x")])
 
@@ -401,8 +473,18 @@ def test_hashes_tell_tokenizers_templates_and_their_arguments_apart() -> None:
     assert Renderer(other_template).template_hash != one.template_hash
     with_argument = Renderer(TOKENIZER, template_kwargs={"enable_thinking": False})
     assert with_argument.template_hash != one.template_hash
-    assert len({one.hash, Renderer(other_words).hash, Renderer(other_template).hash, with_argument.hash,
-                Renderer(TOKENIZER, special_text="refuse").hash}) == 5
+    assert (
+        len(
+            {
+                one.hash,
+                Renderer(other_words).hash,
+                Renderer(other_template).hash,
+                with_argument.hash,
+                Renderer(TOKENIZER, special_text="refuse").hash,
+            }
+        )
+        == 5
+    )
 
 
 def test_padding_and_truncation_that_others_switch_on_change_nothing() -> None:

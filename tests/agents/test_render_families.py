@@ -18,10 +18,21 @@ from .families import FAMILIES, tokenizer
 
 KEEPS_ANSWERS = ["chatml", "qwen25", "deepseek", "llama3", "mistral", "gemma", "llama2", "phi3"]
 """Families whose template shows an earlier answer as it was, but for white space around it."""
-TURNS = [("What is 47 times 83?", "The answer is 3901."), ("Für zwölf Äpfel 🙂?", "12 €, naïve\n\nIs it?"),
-         ("  spaces  and\ttabs \n", "{\"result\": \"ripe\"}"), ("東京", "yes"), ("<table>", "- one\n- two")]
-LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look it up.", "parameters": {
-    "type": "object", "properties": {"key": {"type": "string"}}}}}
+TURNS = [
+    ("What is 47 times 83?", "The answer is 3901."),
+    ("Für zwölf Äpfel 🙂?", "12 €, naïve\n\nIs it?"),
+    ("  spaces  and\ttabs \n", '{"result": "ripe"}'),
+    ("東京", "yes"),
+    ("<table>", "- one\n- two"),
+]
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "lookup", "arguments": {"key": "pear"}}}
 
 
@@ -31,12 +42,19 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 def whole(name: str, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any) -> list[int]:
     """What transformers makes of the conversation when all of it is encoded at once."""
-    return tokenizer(name).apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=True,
-                                               return_dict=False, **kwargs)
+    return tokenizer(name).apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+    )
 
 
-def sample(renderer: Renderer, messages: list[dict[str, Any]], ids: list[int], tracks: list[Track],
-           tools: Any = None, reply: dict[str, Any] | None = None) -> Track:
+def sample(
+    renderer: Renderer,
+    messages: list[dict[str, Any]],
+    ids: list[int],
+    tracks: list[Track],
+    tools: Any = None,
+    reply: dict[str, Any] | None = None,
+) -> Track:
     rendered = renderer.prompt(messages, tools, tracks)
     reply = reply or say("assistant", renderer.decode(ids))
     return renderer.track(rendered, call=str(len(messages)), reply=reply, completion=ids)
@@ -71,8 +89,9 @@ def test_authored_text_decodes_to_itself_and_ends_as_the_template_ends_it(name: 
         assert [at for at, id in enumerate(completion) if id == end] == [len(completion) - 1]
 
 
-@pytest.mark.parametrize(("name", "history"), [*((name, "sampled") for name in FAMILIES),
-                                               *((name, "template") for name in KEEPS_ANSWERS)])
+@pytest.mark.parametrize(
+    ("name", "history"), [*((name, "sampled") for name in FAMILIES), *((name, "template") for name in KEEPS_ANSWERS)]
+)
 def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str, history: Any) -> None:
     renderer = Renderer(tokenizer(name), history=history)
     space = "Ġ" if FAMILIES[name].kind == "bytes" else "▁"
@@ -84,7 +103,7 @@ def test_what_was_sampled_is_kept_however_it_was_tokenized(name: str, history: A
     track = sample(renderer, [say("user", "q")], [*odd, renderer.end_ids[0]], [])
     later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
     assert later.split is None
-    assert list(later.ids[:later.keep]) == [*whole(name, [say("user", "q")]), *odd, renderer.end_ids[0]]
+    assert list(later.ids[: later.keep]) == [*whole(name, [say("user", "q")]), *odd, renderer.end_ids[0]]
 
 
 @pytest.mark.ledger("T14")
@@ -97,12 +116,13 @@ def test_a_cut_answer_is_closed_as_the_template_closes_it(name: str, text: str) 
         assert renderer.decode(cut).endswith("\ufffd"), "the cut should split a character"
     ended = sample(renderer, [say("user", "q")], [*cut, renderer.end_ids[0]], [])
     track = sample(renderer, [say("user", "q")], cut, [])
-    assert list(track.ids[-len(cut):]) == cut
+    assert list(track.ids[-len(cut) :]) == cut
     following = [*track.messages, say("user", "r")]
     later = renderer.prompt(following, None, [track])
     behind_end = list(renderer.prompt([*ended.messages, say("user", "r")], None, [ended]).new)
     closing = {"plain": [], "llama2": encode(name, "</s> </s>")[1:], "harmony": encode(name, "<|end|>")}.get(
-        name, [renderer.end_ids[0]])
+        name, [renderer.end_ids[0]]
+    )
     assert list(later.new) == [*closing, *behind_end]
     assert later.split is None
 
@@ -110,10 +130,18 @@ def test_a_cut_answer_is_closed_as_the_template_closes_it(name: str, text: str) 
 BEFORE = {"qwen3": "<think>\n\n</think>\n\n", "harmony": "<|channel|>final<|message|>"}
 """What a template shows in front of a last answer's text."""
 ENDS = {
-    "qwen25": ["<|im_end|>"], "harmony": ["<|return|>", "<|call|>"], "deepseek": ["<｜end▁of▁sentence｜>"],
-    "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "llama3": ["<|eot_id|>"], "mistral": ["</s>"],
-    "gemma": ["<end_of_turn>", "<eos>"], "llama2": ["</s>"], "phi3": ["<|end|>", "<|endoftext|>"],
-    "r1": ["<｜end▁of▁sentence｜>"], "plain": ["<eos>"],
+    "qwen25": ["<|im_end|>"],
+    "harmony": ["<|return|>", "<|call|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "chatml": ["<|im_end|>"],
+    "qwen3": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"],
+    "mistral": ["</s>"],
+    "gemma": ["<end_of_turn>", "<eos>"],
+    "llama2": ["</s>"],
+    "phi3": ["<|end|>", "<|endoftext|>"],
+    "r1": ["<｜end▁of▁sentence｜>"],
+    "plain": ["<eos>"],
 }
 
 
@@ -132,8 +160,10 @@ def test_the_probe_reports_what_a_template_changes(name: str) -> None:
 
 def test_the_probe_reports_a_date() -> None:
     dated = tokenizer("chatml").__class__(
-        tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>",
-        chat_template="{{ strftime_now('%d %b %Y') }}" + str(tokenizer("chatml").chat_template))
+        tokenizer_object=tokenizer("chatml").backend_tokenizer,
+        eos_token="<|im_end|>",
+        chat_template="{{ strftime_now('%d %b %Y') }}" + str(tokenizer("chatml").chat_template),
+    )
     assert any("today's date" in finding for finding in Renderer(dated).probe())
 
 
@@ -149,8 +179,9 @@ def thinking_episode(history: Any) -> tuple[list[Track], list[str | None]]:
         rendered = renderer.prompt(messages, None, tracks)
         splits.append(rendered.split)
         ids = [*encode("qwen3", f"{THOUGHT} {n}."), renderer.end_ids[0]]
-        tracks.append(renderer.track(rendered, call=f"call{n}", reply=say("assistant", f"{THOUGHT} {n}."),
-                                     completion=ids))
+        tracks.append(
+            renderer.track(rendered, call=f"call{n}", reply=say("assistant", f"{THOUGHT} {n}."), completion=ids)
+        )
         messages.append(tracks[-1].messages[-1])
     return tracks, splits
 
@@ -170,29 +201,52 @@ def test_stripped_thinking_is_kept_when_history_is_what_was_sampled() -> None:
 def test_stripped_thinking_starts_a_row_when_history_is_what_the_template_says() -> None:
     tracks, splits = thinking_episode("template")
     assert splits[0] is None
-    assert splits[1] == ("the template rewrote the last answer: '<think>\\nbecause 47\\n</thi' became "
-                         "'The answer 0.<|im_end|>\\n'")
+    assert splits[1] == (
+        "the template rewrote the last answer: '<think>\\nbecause 47\\n</thi' became 'The answer 0.<|im_end|>\\n'"
+    )
     assert splits[2] is not None
     for n, track in enumerate(tracks):
-        assert list(track.ids[:len(track.ids) - len(track.completion)]) == whole("qwen3", list(track.messages[:-1]))
+        assert list(track.ids[: len(track.ids) - len(track.completion)]) == whole("qwen3", list(track.messages[:-1]))
         assert encode("qwen3", f"<think>\nbecause 47\n</think>\n\nThe answer {n}.") == list(track.completion[:-1])
 
 
 def test_nothing_is_trained_twice_when_thinking_is_stripped() -> None:
     renderer = Renderer(tokenizer("qwen3"), history="template")
     tracks: list[Track] = []
-    bodies = [Begin(tape="t", task=Task(), task_hash="", agent=Identity(name="a"), env=Identity(name="e"), env_seed=0,
-                    seed=0, at=0.0).body()]
+    bodies = [
+        Begin(
+            tape="t",
+            task=Task(),
+            task_hash="",
+            agent=Identity(name="a"),
+            env=Identity(name="e"),
+            env_seed=0,
+            seed=0,
+            at=0.0,
+        ).body()
+    ]
     messages: list[dict[str, Any]] = []
     for n in range(4):
         messages.append(say("user", f"question {n}"))
         rendered = renderer.prompt(messages, None, tracks)
         text = f"{THOUGHT} {n}." if n % 2 == 0 else f"Plain {n}."
         ids = [*encode("qwen3", text), renderer.end_ids[0]]
-        call = Call(tape="t", call=f"call{n}", by="a", base=rendered.base.call if rendered.base else None,
-                    keep=rendered.keep, keep_messages=rendered.keep_messages, messages=rendered.new_messages,
-                    prompt=rendered.new, completion=ids, logprobs=[-1.0] * len(ids), text=text, split=rendered.split,
-                    spans=(("v:0", 0, len(ids)),), at=0.0)
+        call = Call(
+            tape="t",
+            call=f"call{n}",
+            by="a",
+            base=rendered.base.call if rendered.base else None,
+            keep=rendered.keep,
+            keep_messages=rendered.keep_messages,
+            messages=rendered.new_messages,
+            prompt=rendered.new,
+            completion=ids,
+            logprobs=[-1.0] * len(ids),
+            text=text,
+            split=rendered.split,
+            spans=(("v:0", 0, len(ids)),),
+            at=0.0,
+        )
         bodies.append(call.body())
         tracks = [renderer.track(rendered, call=call.call, reply=call.reply, completion=ids)]
         messages.append(call.reply)
@@ -214,13 +268,16 @@ def test_white_space_that_a_template_trims_is_kept_or_starts_a_row() -> None:
         later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
         assert (later.split is not None) == split
         assert (later.keep == len(track.ids)) == (not split)
-    assert later.split == ("the template rewrote the last answer: "
-                           "' 3901 \\n<|eot_id|>' became '3901<|eot_id|><|start_he'")
+    assert later.split == (
+        "the template rewrote the last answer: ' 3901 \\n<|eot_id|>' became '3901<|eot_id|><|start_he'"
+    )
 
 
 def test_a_prompt_that_asks_with_more_than_history_shows_is_kept_as_it_was() -> None:
-    for name, kwargs, asked in (("qwen3", {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
-                                ("r1", {}, "<think>\n")):
+    for name, kwargs, asked in (
+        ("qwen3", {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+        ("r1", {}, "<think>\n"),
+    ):
         renderer = Renderer(tokenizer(name), template_kwargs=kwargs)
         assert any(f"asks for an answer with {asked!r}" in finding for finding in renderer.probe())
         track = sample(renderer, [say("user", "q")], [*encode(name, "so"), renderer.end_ids[0]], [])
@@ -228,7 +285,7 @@ def test_a_prompt_that_asks_with_more_than_history_shows_is_kept_as_it_was() -> 
         assert tokenizer(name).decode(track.ids[:prompt]).endswith(asked)
         later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
         assert (later.split, later.keep) == (None, len(track.ids))
-        assert list(later.new) == whole(name, [*track.messages, say("user", "r")], **kwargs)[-len(later.new):]
+        assert list(later.new) == whole(name, [*track.messages, say("user", "r")], **kwargs)[-len(later.new) :]
         literal = Renderer(tokenizer(name), template_kwargs=kwargs, history="template")
         track = sample(literal, [say("user", "q")], [*encode(name, "so"), renderer.end_ids[0]], [])
         split = literal.prompt([*track.messages, say("user", "r")], None, [track]).split
@@ -256,14 +313,17 @@ def test_a_tool_call_that_an_engine_parsed_is_kept_as_it_was_sampled(name: str) 
     assert (later.split, later.keep) == (None, len(track.ids))
     end = renderer.end_ids[0]
     canonical = whole(name, [*track.messages, result], [LOOKUP])
-    behind = canonical[len(canonical) - canonical[::-1].index(end):] if name == "mistral" else list(later.new)
+    behind = canonical[len(canonical) - canonical[::-1].index(end) :] if name == "mistral" else list(later.new)
     assert list(later.new) == behind
-    assert tokenizer(name).decode(later.new) == {
-        "qwen3": "\n<|im_start|>user\n<tool_response>\nripe\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        "llama3": '<|start_header_id|>ipython<|end_header_id|>\n\n"ripe"<|eot_id|>'
-                  '<|start_header_id|>assistant<|end_header_id|>\n\n',
-        "mistral": '[TOOL_RESULTS] {"content": ripe, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
-    }[name]
+    assert (
+        tokenizer(name).decode(later.new)
+        == {
+            "qwen3": "\n<|im_start|>user\n<tool_response>\nripe\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            "llama3": '<|start_header_id|>ipython<|end_header_id|>\n\n"ripe"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "mistral": '[TOOL_RESULTS] {"content": ripe, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+        }[name]
+    )
     literal = Renderer(tokenizer(name), history="template")
     track = sample(literal, [say("user", "q")], ids, [], [LOOKUP], reply)
     assert literal.prompt([*track.messages, result], [LOOKUP], [track]).split is not None
@@ -277,7 +337,7 @@ def test_an_authored_tool_call_is_written_as_the_template_writes_it(name: str) -
     rendered = renderer.prompt(messages, [LOOKUP])
     completion = renderer.completion(rendered, reply)
     shown = renderer.decode(completion)
-    assert json.loads(shown[shown.index("{"): shown.rindex("}") + 1])["name"] == "lookup"
+    assert json.loads(shown[shown.index("{") : shown.rindex("}") + 1])["name"] == "lookup"
     assert completion[-1] == renderer.end_ids[0]
     track = renderer.track(rendered, call="c", reply=reply, completion=completion)
     result = say("tool", "ripe", tool_call_id="abcdefghi", name="lookup")
@@ -296,13 +356,14 @@ def test_what_moves_in_front_of_an_answer_starts_a_row_and_says_why() -> None:
     assert moved.split is not None
     assert moved.split.startswith("the template rewrote the earlier prompt: 'AVAILABLE_TOOLS]")
     assert list(moved.ids) == whole("mistral", [*track.messages, say("user", "r")], [LOOKUP])
-    assert list(moved.ids[:moved.keep]) == [tokenizer("mistral").bos_token_id]
+    assert list(moved.ids[: moved.keep]) == [tokenizer("mistral").bos_token_id]
     asked = [say("system", "Be brief."), say("user", "q")]
     track = sample(renderer, asked, encode("mistral", "so</s>"), [])
     moved = renderer.prompt([*track.messages, say("user", "r")], None, [track])
     assert moved.split is not None
-    assert moved.split == ("the template rewrote the earlier prompt: "
-                           "'Be brief.\\n\\nq[/INST]' became 'q[/INST] …</s>[INST] Be '")
+    assert moved.split == (
+        "the template rewrote the earlier prompt: 'Be brief.\\n\\nq[/INST]' became 'q[/INST] …</s>[INST] Be '"
+    )
 
 
 def test_a_rewritten_answer_whose_end_is_not_found_starts_a_row() -> None:
@@ -311,11 +372,14 @@ def test_a_rewritten_answer_whose_end_is_not_found_starts_a_row() -> None:
     words.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}"
         "{% if m['role'] == 'assistant' and not m['tool_calls'] %}{{ '\n' }}{% endif %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     renderer = Renderer(words)
     sampled = words.encode(" a <|end|>")
-    for reply, split in ((say("assistant", " a "), None),
-                         (say("assistant", " a ", tool_calls=[CALL]), "the end of the last answer can't be found")):
+    for reply, split in (
+        (say("assistant", " a "), None),
+        (say("assistant", " a ", tool_calls=[CALL]), "the end of the last answer can't be found"),
+    ):
         track = sample(renderer, [say("user", "q")], sampled, [], None, reply)
         later = renderer.prompt([*track.messages, say("user", "r")], None, [track])
         assert (later.split or "").startswith(split or "")
@@ -325,12 +389,14 @@ def test_a_rewritten_answer_whose_end_is_not_found_starts_a_row() -> None:
 def test_answers_that_an_agent_adds_behind_a_rewritten_one_are_shown_to_the_model() -> None:
     renderer = Renderer(tokenizer("qwen3"))
     track = sample(renderer, [say("user", "q")], [*encode("qwen3", f"{THOUGHT}."), renderer.end_ids[0]], [])
-    later = renderer.prompt([*track.messages, say("user", "r"), say("assistant", "ok"), say("user", "s\ufdd2")], None,
-                            [track])
+    later = renderer.prompt(
+        [*track.messages, say("user", "r"), say("assistant", "ok"), say("user", "s\ufdd2")], None, [track]
+    )
     assert later.split is None
     assert tokenizer("qwen3").decode(later.new) == (
         "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n<|im_start|>user\ns\ufdd2<|im_end|>\n"
-        "<|im_start|>assistant\n")
+        "<|im_start|>assistant\n"
+    )
     everything = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     later = renderer.prompt([*track.messages, say("user", everything)], None, [track])
     assert later.split is not None
@@ -352,8 +418,12 @@ def test_control_token_text_never_becomes_a_control_token(name: str) -> None:
         completion = renderer.completion(renderer.prompt([say("user", "x")]), say("assistant", f"a{token}b"))
         assert [id for id in completion if id in renderer.end_ids] == [renderer.end_ids[0]]
         assert completion[-1] == renderer.end_ids[0]
-    belongs = {"qwen3": ["<tool_call>", "</tool_call>"], "llama3": ["<|python_tag|>"], "mistral": ["[TOOL_CALLS]"],
-               "r1": ["</think>"]}
+    belongs = {
+        "qwen3": ["<tool_call>", "</tool_call>"],
+        "llama3": ["<|python_tag|>"],
+        "mistral": ["[TOOL_CALLS]"],
+        "r1": ["</think>"],
+    }
     for inside in belongs.get(name, []):
         completion = renderer.completion(renderer.prompt([say("user", "x")]), say("assistant", f"a{inside}b"))
         assert words.convert_tokens_to_ids(inside) in completion
@@ -361,9 +431,13 @@ def test_control_token_text_never_becomes_a_control_token(name: str) -> None:
 
 def test_several_templates_in_one_tokenizer_are_chosen_by_whether_there_are_tools() -> None:
     both = tokenizer("chatml").__class__(
-        tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>",
-        chat_template={"default": str(tokenizer("chatml").chat_template),
-                       "tool_use": "{{ tools | tojson }}" + str(tokenizer("chatml").chat_template)})
+        tokenizer_object=tokenizer("chatml").backend_tokenizer,
+        eos_token="<|im_end|>",
+        chat_template={
+            "default": str(tokenizer("chatml").chat_template),
+            "tool_use": "{{ tools | tojson }}" + str(tokenizer("chatml").chat_template),
+        },
+    )
     renderer = Renderer(both)
     assert both.decode(renderer.prompt([say("user", "q")], [LOOKUP]).ids).startswith('[{"type": "function"')
     assert both.decode(renderer.prompt([say("user", "q")]).ids).startswith("<|im_start|>system")

@@ -24,9 +24,36 @@ from tapereel.tapes.records import Begin, Call, End, Identity, Message, Status, 
 from .families import FAMILIES, tokenizer
 
 QUICK = settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
-WORDS = ["a", "the pear", " 12", "\n", "\n\n", "  ", "é", "東京", "🙂", "🚀", "\ufdd0", "\ufffd", "</think>", "<think>",
-         "<|end|>", "<|im_end|>", "<|im_start|>system\n", "<|eot_id|>", "<｜User｜>", "[/INST]", "</s>", "<|user|>",
-         "<end_of_turn>", "<tool_response>", "<table>", "{{ bos_token }}", "Ax", "Qx"]
+WORDS = [
+    "a",
+    "the pear",
+    " 12",
+    "\n",
+    "\n\n",
+    "  ",
+    "é",
+    "東京",
+    "🙂",
+    "🚀",
+    "\ufdd0",
+    "\ufffd",
+    "</think>",
+    "<think>",
+    "<|end|>",
+    "<|im_end|>",
+    "<|im_start|>system\n",
+    "<|eot_id|>",
+    "<｜User｜>",
+    "[/INST]",
+    "</s>",
+    "<|user|>",
+    "<end_of_turn>",
+    "<tool_response>",
+    "<table>",
+    "{{ bos_token }}",
+    "Ax",
+    "Qx",
+]
 TEXT = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "F <|end|>", "parameters": {"properties": {}}}}]
 
@@ -66,12 +93,23 @@ class Episode:
         sampled = [id % self.size for id in turn["sampled"] if id % self.size not in ends]
         completion = ints([*sampled, ends[turn["which"] % len(ends)]] if turn["end"] else sampled)
         call = Call(
-            tape="t", call=f"call{len(self.calls)}", by=turn["path"],
-            base=rendered.base.call if rendered.base is not None else None, keep=rendered.keep,
-            keep_messages=rendered.keep_messages, messages=rendered.new_messages, prompt=rendered.new,
-            completion=completion, logprobs=[-0.5] * len(completion), text=self.renderer.decode(completion),
-            spans=(("v:0", 0, len(completion)),), finish="stop" if turn["end"] else "cancelled",
-            tools=Tools(hash="h") if turn["tools"] else None, split=rendered.split, at=0.0)
+            tape="t",
+            call=f"call{len(self.calls)}",
+            by=turn["path"],
+            base=rendered.base.call if rendered.base is not None else None,
+            keep=rendered.keep,
+            keep_messages=rendered.keep_messages,
+            messages=rendered.new_messages,
+            prompt=rendered.new,
+            completion=completion,
+            logprobs=[-0.5] * len(completion),
+            text=self.renderer.decode(completion),
+            spans=(("v:0", 0, len(completion)),),
+            finish="stop" if turn["end"] else "cancelled",
+            tools=Tools(hash="h") if turn["tools"] else None,
+            split=rendered.split,
+            at=0.0,
+        )
         track = self.renderer.track(rendered, call=call.call, reply=call.reply, completion=completion)
         if rendered.base is not None and rendered.split is None and turn["which"] % 2:
             tracks.remove(rendered.base)
@@ -94,8 +132,16 @@ class Episode:
         return (*kept, question)
 
     def tape(self) -> Tape:
-        begin = Begin(tape="t", task=Task(), task_hash="", agent=Identity(name="main"), env=Identity(name="e"),
-                      env_seed=0, seed=0, at=0.0)
+        begin = Begin(
+            tape="t",
+            task=Task(),
+            task_hash="",
+            agent=Identity(name="main"),
+            env=Identity(name="e"),
+            env_seed=0,
+            seed=0,
+            at=0.0,
+        )
         end = End(tape="t", status=Status.FINISHED, at=0.0)
         return Tape.of([record.body() for record in (begin, *self.calls, end)])
 
@@ -109,8 +155,9 @@ def check(episode: Episode) -> None:
     made = rows(tape)
     owned = [(row.calls[c], int(id)) for row in made for c, id in zip(row.call, row.input_ids[row.own], strict=True)]
     assert sorted(owned) == sorted((call.call, id) for call in episode.calls for id in call.completion or ())
-    length = {call.call: len(ids) + len(call.completion or ())
-              for call, ids in zip(episode.calls, episode.seen, strict=True)}
+    length = {
+        call.call: len(ids) + len(call.completion or ()) for call, ids in zip(episode.calls, episode.seen, strict=True)
+    }
     spoke: set[str] = set()
     for call in episode.calls:
         extends = call.base is not None and call.keep == length[call.base]
@@ -120,8 +167,9 @@ def check(episode: Episode) -> None:
 
 def renderers() -> list[Any]:
     made = [pytest.param("tiny", history, id=f"tiny-{history}") for history in ("sampled", "template")]
-    return made + [pytest.param(name, history, id=f"{name}-{history}")
-                   for name in FAMILIES for history in ("sampled", "template")]
+    return made + [
+        pytest.param(name, history, id=f"{name}-{history}") for name in FAMILIES for history in ("sampled", "template")
+    ]
 
 
 def make(name: str, history: Any) -> tuple[Renderer, int]:
@@ -161,7 +209,7 @@ def test_on_the_tiny_template_every_prompt_is_written_down_by_hand(turns: list[d
         expected = list(held[spliced.call]) if spliced is not None else []
         if spliced is not None and rendered.keep_messages == len(spliced.messages) and expected[-1] != 6:
             expected.append(6)
-        for message in rendered.messages[rendered.keep_messages if spliced is not None else 0:]:
+        for message in rendered.messages[rendered.keep_messages if spliced is not None else 0 :]:
             role = words.convert_tokens_to_ids(f"<|{message['role']}|>")
             expected += [role, *spelled(message["content"]), 6]
         # A prompt that is asked again after a call that sampled nothing asks already.
@@ -179,12 +227,18 @@ def test_what_is_added_is_what_the_whole_conversation_has_behind_the_answer(name
     renderer = Renderer(words)
     end = renderer.end_ids[0]
     control = set(words.convert_tokens_to_ids([*family.special, *family.plain]))
-    unmarked = st.lists(st.sampled_from([word for word in WORDS if not any(c in word for c in "<[\ufdd0")]),
-                        max_size=5).map("".join)
+    unmarked = st.lists(
+        st.sampled_from([word for word in WORDS if not any(c in word for c in "<[\ufdd0")]), max_size=5
+    ).map("".join)
 
     @QUICK
-    @given(st.lists(st.tuples(unmarked, st.lists(st.integers(0, len(words) - 1), max_size=6), st.booleans()),
-                    min_size=2, max_size=5))
+    @given(
+        st.lists(
+            st.tuples(unmarked, st.lists(st.integers(0, len(words) - 1), max_size=6), st.booleans()),
+            min_size=2,
+            max_size=5,
+        )
+    )
     def run(turns: list[tuple[str, list[int], bool]]) -> None:
         messages: list[Message] = []
         tracks: list[Track] = []
@@ -192,14 +246,15 @@ def test_what_is_added_is_what_the_whole_conversation_has_behind_the_answer(name
             messages.append({"role": "user", "content": says})
             rendered = renderer.prompt(messages, None, tracks)
             if tracks:
-                behind = words.apply_chat_template(messages, tokenize=True, return_dict=False,
-                                                   add_generation_prompt=True)
+                behind = words.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, add_generation_prompt=True
+                )
                 ends = words.apply_chat_template(messages[:-1], tokenize=True, return_dict=False).count(end)
                 place = [at for at, id in enumerate(behind) if id == end][ends - 1]
                 was_cut = tracks[0].completion[-1:] != array("i", [end])
                 closing = words.encode("</s> </s>")[1:-1] if name == "llama2" and was_cut else []
-                assert list(rendered.new) == [*closing, *behind[place + (not was_cut):]]
-                assert list(rendered.ids[:rendered.keep]) == list(tracks[0].ids)
+                assert list(rendered.new) == [*closing, *behind[place + (not was_cut) :]]
+                assert list(rendered.ids[: rendered.keep]) == list(tracks[0].ids)
                 assert rendered.split is None
             ids = [id for id in sampled if id not in control] + ([end] if ended else [])
             reply = {"role": "assistant", "content": renderer.decode(ids)}
@@ -214,10 +269,17 @@ def test_no_content_makes_a_control_token(name: str) -> None:
     """The control tokens of a prompt are those of the same conversation with harmless content."""
     renderer, _ = make(name, "sampled")
     words = char_tokenizer() if name == "tiny" else tokenizer(name)
-    control = {id for id, token in words.added_tokens_decoder.items()
-               if token.special or token.content in str(words.chat_template)} - {words.unk_token_id}
-    pieces = [piece for token in words.added_tokens_decoder.values() for piece in (
-        token.content, token.content[:3], token.content[3:]) if piece]
+    control = {
+        id
+        for id, token in words.added_tokens_decoder.items()
+        if token.special or token.content in str(words.chat_template)
+    } - {words.unk_token_id}
+    pieces = [
+        piece
+        for token in words.added_tokens_decoder.values()
+        for piece in (token.content, token.content[:3], token.content[3:])
+        if piece
+    ]
     content = st.lists(st.sampled_from([*pieces, "a", " ", "\ufdd0", "1", "\n"]), max_size=6).map("".join)
 
     @QUICK

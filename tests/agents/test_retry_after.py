@@ -10,12 +10,25 @@ import pytest
 from tapereel.agents.retry_after import LATEST, retry_after
 
 
-@pytest.mark.parametrize(("header", "seconds"), [
-    ("2", 2.0), ("0.5", 0.5), ("999999999", LATEST), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
-    ("Wed, 21 Oct 2015 07:28:00 -0000", 0.0), ("Fri, 31 Dec 9999 23:59:59 GMT", LATEST), (None, None), ("", None),
-    ("soon", None), ("-1", None), ("\N{SUPERSCRIPT TWO}", None), ("Wed, 99 Oct 2015 07:28:00 GMT", None),
-    ("nan", None), ("inf", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("2", 2.0),
+        ("0.5", 0.5),
+        ("999999999", LATEST),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("Wed, 21 Oct 2015 07:28:00 -0000", 0.0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", LATEST),
+        (None, None),
+        ("", None),
+        ("soon", None),
+        ("-1", None),
+        ("\N{SUPERSCRIPT TWO}", None),
+        ("Wed, 99 Oct 2015 07:28:00 GMT", None),
+        ("nan", None),
+        ("inf", None),
+    ],
+)
 def test_seconds_and_dates_are_read_and_bounded(header: str | None, seconds: float | None):
     assert retry_after(header) == seconds
 

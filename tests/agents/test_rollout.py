@@ -42,8 +42,13 @@ def test_an_episode_and_what_the_model_was_asked():
     assert [e.turn for e in tape.entries] == [0, 0, 0, 1, 1, 2]
     assert [(r.step, r.value) for r in tape.rewards] == [(1, -0.1), (3, -0.1), (5, 1.0)]
     assert [m["content"] for m in tape.call_messages(tape.calls[-1])] == [
-        "Guess the number. Answer with one digit.", "I think of a number from 1 to 9.", "5", "higher", "8", "lower",
-    ]  # fmt: skip
+        "Guess the number. Answer with one digit.",
+        "I think of a number from 1 to 9.",
+        "5",
+        "higher",
+        "8",
+        "lower",
+    ]
     assert [c.keep_messages for c in tape.calls] == [0, 3, 5]
     assert [len(c.messages) for c in tape.calls] == [2, 1, 1]
     assert (tape.begin.group, tape.begin.attempt, tape.begin.task.private, tape.begin.task.bare) == ("g", 2, 7, True)
@@ -84,8 +89,13 @@ def test_nothing_private_reaches_a_prompt():
         seen.append(repr(request))
         return "ok"
 
-    tape = run(snoop, Watched, Task(public="q", private={"answer": canary}), engine=ScriptedEngine(model),
-               limits=Limits(turns=3))  # fmt: skip
+    tape = run(
+        snoop,
+        Watched,
+        Task(public="q", private={"answer": canary}),
+        engine=ScriptedEngine(model),
+        limits=Limits(turns=3),
+    )
     assert tape.reward == pytest.approx(2.875)
     assert len(seen) == 6
     for text in seen:

@@ -32,8 +32,15 @@ def questions() -> list[Request]:
     made = []
     for k in range(12):
         messages = [{"role": "user", "content": "abcd"[k % 4] * (1 + k % 3)}]
-        made.append(Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=k,
-                            sampling=Sampling(max_tokens=40 - 3 * k), cache_key=str(k)))  # fmt: skip
+        made.append(
+            Request(
+                messages=messages,
+                prompt=RENDERER.prompt(messages).ids,
+                seed=k,
+                sampling=Sampling(max_tokens=40 - 3 * k),
+                cache_key=str(k),
+            )
+        )
     return made
 
 
@@ -102,7 +109,9 @@ def test_a_prompt_too_long_ends_its_episode_is_counted_and_the_run_goes_on(
     scene = (*SCENE, "--model", folder)
     found = answer(capsys, "run", *scene, *small, "--set", "count=10", "--out", str(tmp_path / "run"))
     assert sorted((end["status"], end["cause"], end["episodes"]) for end in found["ends"]) == [
-        ("finished", None, 4), ("limit", "context", 6)]  # fmt: skip
+        ("finished", None, 4),
+        ("limit", "context", 6),
+    ]
     assert found["scored"] == 4, "what was never answered is not worth 0"
     trained = answer(capsys, "train", *scene, *settings(*MICRO), *small, "--out", str(tmp_path / "train"))
     assert (trained["updates"], trained["books_close"]) == (3, True)

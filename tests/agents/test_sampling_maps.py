@@ -28,15 +28,34 @@ def request_of(case: dict[str, Any]) -> Request:
 def test_sampling_in_the_words_of_each_backend(case: dict[str, Any]) -> None:
     request = request_of(case)
     asked = Generate().body(request, model="m", request_id="x", stops=[6])
-    assert asked == {"model": "m", "token_ids": [3, 90, 6, 4], "request_id": "x", "stream": False,
-                     "sampling_params": case["vllm"] | {"logprobs": 0}}  # fmt: skip
+    assert asked == {
+        "model": "m",
+        "token_ids": [3, 90, 6, 4],
+        "request_id": "x",
+        "stream": False,
+        "sampling_params": case["vllm"] | {"logprobs": 0},
+    }
     asked = Completions().body(request, model="m", request_id="x", stops=[6])
-    more = {"model": "m", "prompt": [3, 90, 6, 4], "request_id": "x", "stream": False, "echo": False, "logprobs": 0,
-            "return_token_ids": True, "return_weight_versions": True}  # fmt: skip
+    more = {
+        "model": "m",
+        "prompt": [3, 90, 6, 4],
+        "request_id": "x",
+        "stream": False,
+        "echo": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_weight_versions": True,
+    }
     assert asked == case["vllm"] | more
     asked = SGLangGenerate().body(request, model="m", request_id="x", stops=[6])
-    assert asked == {"rid": "x", "input_ids": [3, 90, 6, 4], "sampling_params": case["sglang"], "return_logprob": True,
-                     "logprob_start_len": -1, "stream": False}  # fmt: skip
+    assert asked == {
+        "rid": "x",
+        "input_ids": [3, 90, 6, 4],
+        "sampling_params": case["sglang"],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+    }
     assert parameters(request) == case["litellm"] | {"messages": HELLO}
 
 

@@ -19,35 +19,69 @@ from tapereel.cli import main
 
 pytestmark = pytest.mark.timeout(120)
 
-FLAGS = ["--host", "127.0.0.1", "--port", "8123", "--enable-scale-out", "--generation-config", "vllm",
-         "--logprobs-mode", "processed_logprobs"]  # fmt: skip
+FLAGS = [
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "8123",
+    "--enable-scale-out",
+    "--generation-config",
+    "vllm",
+    "--logprobs-mode",
+    "processed_logprobs",
+]
 CUDA = {"VLLM_TARGET_DEVICE": "cuda"}
 
 
 def test_the_flags_that_make_answers_training_data() -> None:
     command = LocalServer("m", port=8123, environment=CUDA, options=["--dtype", "half"]).command
-    assert command == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "m", *FLAGS, "--dtype",
-                       "half"]  # fmt: skip
+    assert command == [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "m",
+        *FLAGS,
+        "--dtype",
+        "half",
+    ]
 
 
-@pytest.mark.parametrize("options", [
-    "--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--api-key sesame", "--api_key=sesame", "--port 1",
-    "--uds /tmp/x", "--model other",
-])  # fmt: skip
-def test_options_decide_nothing_about_who_reaches_it(options: str, capsys: pytest.CaptureFixture[str],
-                                                     tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--host 0.0.0.0",
+        "--host=0.0.0.0",
+        "--hos 0.0.0.0",
+        "--api-key sesame",
+        "--api_key=sesame",
+        "--port 1",
+        "--uds /tmp/x",
+        "--model other",
+    ],
+)
+def test_options_decide_nothing_about_who_reaches_it(
+    options: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["serve", str(tmp_path), f"--options={options}"]) == 64
     said = capsys.readouterr().err
     assert options.replace("=", " ").split()[0] in said
     assert "sesame" not in said
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    (("--options", 'a "b'), "No closing quotation"), (("--lora", "0"), "--lora"), (("--lora", "1000"), "up to 512"),
-    (("--patience", "0"), "--patience"), (("--python", "/nowhere/python"), "/nowhere/python"),
-    (("--log", "/nowhere/x.log"), "/nowhere/x.log"), (("--host", "0.0.0.0"), "--key"),
-    (("--transfer", "--no-weights"), "--no-weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--options", 'a "b'), "No closing quotation"),
+        (("--lora", "0"), "--lora"),
+        (("--lora", "1000"), "up to 512"),
+        (("--patience", "0"), "--patience"),
+        (("--python", "/nowhere/python"), "/nowhere/python"),
+        (("--log", "/nowhere/x.log"), "/nowhere/x.log"),
+        (("--host", "0.0.0.0"), "--key"),
+        (("--transfer", "--no-weights"), "--no-weights"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_in_the_words_of_the_command(
     more: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -78,8 +112,19 @@ def test_what_was_started_is_ended_with_it(told: signal.Signals, tmp_path: Path)
     python, pid = tmp_path / "python", tmp_path / "pid"
     python.write_text(f"#!/bin/sh\necho $$ > {pid}.new && mv {pid}.new {pid}\nexec sleep 600\n")
     python.chmod(0o755)
-    command = [sys.executable, "-c", HEARING, "serve", str(tmp_path), "--port", "0", "--python", str(python),
-               "--log", str(tmp_path / "log")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        HEARING,
+        "serve",
+        str(tmp_path),
+        "--port",
+        "0",
+        "--python",
+        str(python),
+        "--log",
+        str(tmp_path / "log"),
+    ]
     serving = subprocess.Popen(command, env={**os.environ, **CUDA}, stderr=subprocess.DEVNULL)
     while not pid.exists():  # the other side is a process
         assert serving.poll() is None

@@ -80,10 +80,14 @@ def test_transfer_starts_updates_and_finishes_with_the_version(tmp_path: Path) -
 
     assert using([server], test, way="transfer", weights_folder=tmp_path).spans == (("run:1", 0, 5),)
     assert server.told == [
-        ("/init_weight_transfer_engine", {"init_info": {}}), ("/pause", {"mode": "keep", "clear_cache": "true"}),
-        ("/start_weight_update", {}), ("/update_weights", {"update_info": {"folder": str(tmp_path / "run_1")}}),
-        ("/reset_prefix_cache", {}), ("/finish_weight_update", {"weight_version": "run:1"}), ("/resume", {}),
-    ]  # fmt: skip
+        ("/init_weight_transfer_engine", {"init_info": {}}),
+        ("/pause", {"mode": "keep", "clear_cache": "true"}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"folder": str(tmp_path / "run_1")}}),
+        ("/reset_prefix_cache", {}),
+        ("/finish_weight_update", {"weight_version": "run:1"}),
+        ("/resume", {}),
+    ]
 
 
 def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
@@ -103,8 +107,12 @@ def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
 
 def test_what_is_said_over_nccl() -> None:
     assert worker_info(address="10.0.0.1", port=29500, workers=4) == {
-        "master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 5, "packed": True,
-    }  # fmt: skip
+        "master_address": "10.0.0.1",
+        "master_port": 29500,
+        "rank_offset": 1,
+        "world_size": 5,
+        "packed": True,
+    }
     with pytest.raises(ValueError, match="0 workers"):
         worker_info(address="10.0.0.1", port=1, workers=0)
     state = [("a", torch.zeros(2, 3, dtype=torch.bfloat16)), ("b", torch.zeros(4))]
@@ -144,8 +152,12 @@ def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtra, match=r"publishing weights over NCCL.*tapereel\[vllm\]"):
         using([FaultyServer()], never, way="nccl")
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer",
-                 "vllm.distributed.weight_transfer.nccl_common"):  # fmt: skip
+    for name in (
+        "vllm",
+        "vllm.distributed",
+        "vllm.distributed.weight_transfer",
+        "vllm.distributed.weight_transfer.nccl_common",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CannotSend, match=r"no CUDA device here.*engine\.publish=reload"):
@@ -230,7 +242,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool
     using([server], test, way=way)
     named = {"reload": ["/update_weight_version"], "transfer": ["/finish_weight_update"]}[way]
     named += ["/start_weight_update", *named] if way == "transfer" and not begun else []
-    assert server.control[:len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
+    assert server.control[: len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
     server.paused = True
     with pytest.raises(NotTrainable, match="under the adapters"):
         using([server], test, way="lora", adapters=ADAPTERS)
@@ -276,8 +288,10 @@ def test_an_adapter_on_disk_is_one_that_peft_loads(tmp_path: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_()
     write_adapter(model.state_dict(), tmp_path / "a", ADAPTERS, Path("base"))
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["adapter_config.json",
-                                                                                    "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     found: Any = PeftModel.from_pretrained(tiny_model(WORDS, "micro", context=64), str(tmp_path / "a"))
     ids = torch.tensor([[8, 9, 10]])
     torch.testing.assert_close(found(ids).logits, model(ids).logits)
@@ -424,9 +438,16 @@ def test_timers_and_sums_only_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.ledger("X9")
-@pytest.mark.parametrize(("under_way", "new"), [
-    ((0, 0, 0), (3, 2, 2)), ((5, 0, 2), (0, 4, 2)), ((9, 9, 0), (0, 0, 6)), ((1, 1), (2, 1)), ((4,), (3,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("under_way", "new"),
+    [
+        ((0, 0, 0), (3, 2, 2)),
+        ((5, 0, 2), (0, 4, 2)),
+        ((9, 9, 0), (0, 0, 6)),
+        ((1, 1), (2, 1)),
+        ((4,), (3,)),
+    ],
+)
 def test_conversations_that_begin_at_once_go_where_the_least_is_under_way(under_way: Any, new: Any) -> None:
     async def placed() -> list[Any]:
         return [wellness.best(servers) for _ in range(sum(new))]
@@ -455,8 +476,18 @@ def test_health_is_asked_and_new_conversations_avoid_a_server_that_was_lost() ->
     using([first, second], test)
 
 
-@pytest.mark.parametrize("more", [("--lora", "4"), ("--transfer",), ("--nccl",), ("--no-weights",), ("--patience", "3"),
-                                  ("--log", "elsewhere"), ("--options=--dtype float32",)])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lora", "4"),
+        ("--transfer",),
+        ("--nccl",),
+        ("--no-weights",),
+        ("--patience", "3"),
+        ("--log", "elsewhere"),
+        ("--options=--dtype float32",),
+    ],
+)
 def test_what_the_embedded_engine_would_ignore_is_refused(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

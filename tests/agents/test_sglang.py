@@ -35,19 +35,28 @@ pytestmark = pytest.mark.timeout(60)
 
 PROTOCOL = json.loads(Path(__file__).with_name("sglang_protocol.json").read_text())
 TAKES = {
-    "/generate": "GenerateReqInput", "/abort_request": "AbortReq", "/pause_generation": "PauseGenerationReqInput",
-    "/continue_generation": "ContinueGenerationReqInput", "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "/update_weight_version": "UpdateWeightVersionReqInput", "/flush_cache": None,
+    "/generate": "GenerateReqInput",
+    "/abort_request": "AbortReq",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
+    "/flush_cache": None,
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
-}  # fmt: skip
+}
 """Route -> the class of its body."""
 
 
 def ask(seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
     messages = [{"role": "user", "content": "abcd"}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                   sampling=Sampling(**{"max_tokens": 5, **sampling}))  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=RENDERER.prompt(messages).ids,
+        seed=seed,
+        on_partial=on_partial,
+        sampling=Sampling(**{"max_tokens": 5, **sampling}),
+    )
 
 
 class SGLangServer:
@@ -71,8 +80,12 @@ class SGLangServer:
             yield url
 
     async def about(self, request: web.Request) -> web.Response:
-        found = {"/server_info": {"version": "0.5.23"}, "/health": {}, "/v1/models": {
-            "data": [{"id": "m", "max_model_len": 64}]}, "/model_info": {"weight_version": self.version}}  # fmt: skip
+        found = {
+            "/server_info": {"version": "0.5.23"},
+            "/health": {},
+            "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+            "/model_info": {"weight_version": self.version},
+        }
         if request.path not in found or request.path not in PROTOCOL["routes"]:
             return web.Response(status=404)
         return web.json_response(found[request.path])
@@ -104,11 +117,18 @@ class SGLangServer:
             await event.wait()
             count, finish = 2, "abort"
         scale = 1.0 / body["sampling_params"]["temperature"]
-        meta = {"id": body["rid"], "finish_reason": {"type": finish}, "prompt_tokens": len(body["input_ids"]),
-                "completion_tokens": count, "cached_tokens": 0, "weight_version": self.version,
-                "output_token_logprobs": [[-0.5, 8 + k % 4, None] for k in range(count)],
-                "output_top_logprobs": [[[-0.5 - scale * 0.25 * k, k, None]
-                                         for k in range(body.get("top_logprobs_num", 0))]]}  # fmt: skip
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": finish},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "weight_version": self.version,
+            "output_token_logprobs": [[-0.5, 8 + k % 4, None] for k in range(count)],
+            "output_top_logprobs": [
+                [[-0.5 - scale * 0.25 * k, k, None] for k in range(body.get("top_logprobs_num", 0))]
+            ],
+        }
         if self.name_versions:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": count}]
         answer = {"text": "", "output_ids": [8 + k % 4 for k in range(count)], "meta_info": meta}

@@ -138,8 +138,13 @@ def test_an_engine_that_sleeps_samples_nothing_and_takes_weights(tmp_path: Path)
         server.told.clear()
         await engine.publish({"w": torch.zeros(2)}, "run:1")
         assert server.told[:2] == [("/reset_prefix_cache", {}), ("/wake_up", {"tags": "weights"})]
-        assert [route for route, _ in server.told[2:]] == ["/pause", "/collective_rpc", "/reset_prefix_cache",
-                                                            "/update_weight_version", "/resume"]
+        assert [route for route, _ in server.told[2:]] == [
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
         with pytest.raises(EngineError, match="until they are woken"):
             await engine.complete(ask())
         server.told.clear()
@@ -168,6 +173,9 @@ def test_sglang_lets_go_of_kv_and_graphs_and_keeps_its_weights() -> None:
         return [(route, (body or {}).get("tags")) for route, body in asked]
 
     assert asyncio.run(test(False)) == [
-        ("/release_memory_occupation", ["kv_cache", "cuda_graph"]), ("/flush_cache", None), ("/flush_cache", None),
-        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"])]  # fmt: skip
+        ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
+        ("/flush_cache", None),
+        ("/flush_cache", None),
+        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+    ]
     assert ("/resume_memory_occupation", ["weights"]) in asyncio.run(test(True))

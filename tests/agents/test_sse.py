@@ -27,17 +27,22 @@ def logprob(value: float) -> dict[str, Any]:
 
 
 CHUNKS = [
-    {**chunk(), "prompt_token_ids": [4, 5]}, chunk(token_ids=[8], logprobs=logprob(-0.5)),
+    {**chunk(), "prompt_token_ids": [4, 5]},
+    chunk(token_ids=[8], logprobs=logprob(-0.5)),
     chunk(token_ids=[9], logprobs=logprob(-1.0)),
-    chunk(token_ids=[2], logprobs=logprob(-0.25), finish_reason="stop",
-          weight_versions=[{"version": "r:1", "start": 0, "end": 3}]),
+    chunk(
+        token_ids=[2],
+        logprobs=logprob(-0.25),
+        finish_reason="stop",
+        weight_versions=[{"version": "r:1", "start": 0, "end": 3}],
+    ),
     {"choices": [], "usage": {"prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}},
-]  # fmt: skip
+]
 
 
 def stream_of(chunks: list[Any], end: str = "\n\n") -> bytes:
     events = [json.dumps(one, ensure_ascii=False) for one in chunks] + ["[DONE]"]
-    return "".join(f": ping{end[:len(end) // 2]}data: {event}{end}" for event in events).encode()
+    return "".join(f": ping{end[: len(end) // 2]}data: {event}{end}" for event in events).encode()
 
 
 @given(st.sampled_from(["\n\n", "\r\n\r\n", "\r\r"]), st.lists(st.integers(1, 40), min_size=1, max_size=20))
@@ -45,7 +50,7 @@ def test_events_are_the_same_in_whatever_pieces_they_come(end: str, sizes: list[
     data, at, k = stream_of([*CHUNKS, {"text": "ü\u2028𝄞"}], end), 0, 0
     events, found = Events(), []
     while at < len(data):
-        found += events.feed(data[at:at + sizes[k % len(sizes)]])
+        found += events.feed(data[at : at + sizes[k % len(sizes)]])
         at, k = at + sizes[k % len(sizes)], k + 1
     found += events.feed(b"\n")  # a CR at the very end may be half of a line's end
     assert [json.loads(event) for event in found[:-1]] == [*CHUNKS, {"text": "ü\u2028𝄞"}]
@@ -124,8 +129,9 @@ def test_tools_are_offered_and_arguments_are_text() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = ({"type": "function", "function": {"name": "f"}},)
-    request = Request(messages=messages, prompt=RENDERER.prompt(messages[:1]).ids, seed=1, sampling=Sampling(),
-                      tools=tools)  # fmt: skip
+    request = Request(
+        messages=messages, prompt=RENDERER.prompt(messages[:1]).ids, seed=1, sampling=Sampling(), tools=tools
+    )
     body = Chat({"enable_thinking": False}).body(request, model="m", request_id="x", stops=(2,))
     assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"x": "ü"}'
     assert (body["tools"], body["tool_choice"]) == (list(tools), "none")

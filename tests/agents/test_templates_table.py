@@ -1,5 +1,4 @@
-"""The families' templates in conversations with tools, thinking and parallel calls, and the table of what these force.
-"""
+"""The families' templates in conversations with tools, thinking and parallel calls, and the table of results."""
 
 from __future__ import annotations
 
@@ -47,8 +46,9 @@ def test_parallel_calls_and_their_results_are_what_the_template_says(name: str) 
     messages += [reply, *results("pear", "plum")]
     track = renderer.track(rendered, call="c", reply=reply, completion=completion)
     later = renderer.prompt(messages, [TOOL], [track])
-    whole = words.apply_chat_template(messages, tools=[TOOL], add_generation_prompt=True, tokenize=True,
-                                      return_dict=False)  # fmt: skip
+    whole = words.apply_chat_template(
+        messages, tools=[TOOL], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert list(later.ids) == whole
     assert (later.split is None) == (name != "qwen3"), "which shows a last answer with an empty thought"
     said = words.decode(later.ids)
@@ -75,14 +75,16 @@ def test_gpt_oss_ends_a_call_in_its_own_way() -> None:
     first, reply = renderer.prompt([say("user", "q")], [TOOL]), say("assistant", "", tool_calls=calls("pear"))
     authored = renderer.completion(first, reply)
     assert words.decode(authored) == (
-        ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "pear"}<|call|>')
+        ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "pear"}<|call|>'
+    )
     completion = sampled("harmony", renderer, first, reply)
     assert list(completion) != list(authored), "the engine spaced it otherwise"
     track = renderer.track(first, call="c", reply=reply, completion=completion)
     later = renderer.prompt([*track.messages, *results("pear")], [TOOL], [track])
     assert (later.split, later.keep) == (None, len(track.ids))
     assert words.decode(later.new) == (
-        '<|start|>functions.lookup to=assistant<|channel|>commentary<|message|>"pear is ripe"<|end|><|start|>assistant')
+        '<|start|>functions.lookup to=assistant<|channel|>commentary<|message|>"pear is ripe"<|end|><|start|>assistant'
+    )
 
 
 def test_deepseek_begins_an_answer_as_it_shows_it_and_drops_its_thinking() -> None:
@@ -101,8 +103,23 @@ def test_deepseek_begins_an_answer_as_it_shows_it_and_drops_its_thinking() -> No
     assert shown.endswith("<｜User｜>q<｜Assistant｜></think>so<｜end▁of▁sentence｜><｜User｜>r<｜Assistant｜><think>")
 
 
-WORDS = ["a", " 12", "\n", "é", "東京", "🙂", "<think>", "</think>", "<|end|>", "<|call|>", "{}", "<｜User｜>",
-         "<tool_call>", "[TOOL_CALLS]", "<|im_end|>"]  # fmt: skip
+WORDS = [
+    "a",
+    " 12",
+    "\n",
+    "é",
+    "東京",
+    "🙂",
+    "<think>",
+    "</think>",
+    "<|end|>",
+    "<|call|>",
+    "{}",
+    "<｜User｜>",
+    "<tool_call>",
+    "[TOOL_CALLS]",
+    "<|im_end|>",
+]
 TEXT = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
 TURN = st.tuples(TEXT, st.integers(0, 2), TEXT)
 """What the user says, how many calls the answer makes, and the text of it (or of the results)."""
@@ -122,8 +139,9 @@ def test_any_conversation_with_tools_is_one_row_whose_ids_are_what_was_sampled(n
     for k, (question, count, text) in enumerate(turns):
         messages.append(say("user", question))
         keys = ["pear", "plum"][: min(count, 2 if name in PARALLEL else 1)]
-        for asked, reply in [([], say("assistant", "", tool_calls=calls(*keys))), (results(*keys), None)] if keys else [
-                ([], None)]:  # fmt: skip
+        for asked, reply in (
+            [([], say("assistant", "", tool_calls=calls(*keys))), (results(*keys), None)] if keys else [([], None)]
+        ):
             messages += [{**result, "content": text} for result in asked]
             rendered = renderer.prompt(messages, [TOOL], tracks)
             assert rendered.split is None

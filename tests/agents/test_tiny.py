@@ -30,13 +30,15 @@ def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1 + 2 . <|end|>?"}, {"role": "assistant", "content": "3"}]
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"properties": {}}}}]
     for kwargs in ({}, {"tools": tools}, {"add_generation_prompt": True}):
-        assert (loaded.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
-                == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs))
+        assert loaded.apply_chat_template(
+            messages, tokenize=True, return_dict=False, **kwargs
+        ) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
     assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize(("size", "parameters"),
-                         [("micro", 23_968), ("tiny", 101_184), ("small", 342_432), ("base", 768_128)])
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("micro", 23_968), ("tiny", 101_184), ("small", 342_432), ("base", 768_128)]
+)
 def test_models_have_the_promised_size(size: str, parameters: int) -> None:
     model = tiny_model(char_tokenizer(), size)  # type: ignore[arg-type]
     assert sum(p.numel() for p in model.parameters()) == parameters < 1_000_000

@@ -30,8 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     vllm_is_there()
-    local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, transfer=True,
-                        lora_rank=ADAPTERS.rank, log=tmp_path_factory.mktemp("log") / "vllm.log", patience=540.0)
+    local = LocalServer(
+        folder,
+        python=str(PYTHON),
+        environment=ENVIRONMENT,
+        options=OPTIONS,
+        transfer=True,
+        lora_rank=ADAPTERS.rank,
+        log=tmp_path_factory.mktemp("log") / "vllm.log",
+        patience=540.0,
+    )
     asyncio.run(local.start())
     yield local
     local.stop()
@@ -44,8 +52,9 @@ def server(vllm: LocalServer) -> Iterator[str]:
     if asyncio.run(healthy(vllm.url)):
         return
     # The cause is the engine's or its worker's; each request repeats what follows from it.
-    errors = [line[:300] for line in vllm.printed(4_000_000).splitlines()
-              if "ERROR" in line and "(APIServer" not in line]  # fmt: skip
+    errors = [
+        line[:300] for line in vllm.printed(4_000_000).splitlines() if "ERROR" in line and "(APIServer" not in line
+    ]
     vllm.stop()
     asyncio.run(vllm.start())
     pytest.fail("the server died:\n" + "\n".join(errors[-200:]))
@@ -70,8 +79,15 @@ def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[..., Any]
 
     def runs(test: Test, way: Any = "reload") -> Any:
         async def engine_of(way: Any) -> Any:
-            return await connect([server], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path,
-                                 way=way, adapters=ADAPTERS)  # fmt: skip
+            return await connect(
+                [server],
+                RENDERER,
+                model_folder=folder,
+                weights=True,
+                weights_folder=tmp_path,
+                way=way,
+                adapters=ADAPTERS,
+            )
 
         async def whole() -> Any:
             version = f"base/{tmp_path.name}-{next(marks)}"

@@ -32,15 +32,30 @@ KL = {"regulariser": [{"kind": "kl", "beta": 0.5}]}
 ENTROPY = {"regulariser": [{"kind": "entropy", "coefficient": 0.01}]}
 SHOWN = {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("grpo", {}, {}), ("gspo", {}, {}), ("cispo", {}, {}), ("grpo", KL, {}), ("grpo", ENTROPY, {}), ("grpo", SHOWN, {}),
-    ("grpo", {}, {"gradient_checkpointing": True}), ("ppo", {}, {"critic": "own"}), ("ppo", {}, {"critic": "policy"}),
-    ("grpo", KL, {"adapters": True}), ("grpo", {}, {"autocast": torch.bfloat16}),
-]  # fmt: skip
+    ("grpo", {}, {}),
+    ("gspo", {}, {}),
+    ("cispo", {}, {}),
+    ("grpo", KL, {}),
+    ("grpo", ENTROPY, {}),
+    ("grpo", SHOWN, {}),
+    ("grpo", {}, {"gradient_checkpointing": True}),
+    ("ppo", {}, {"critic": "own"}),
+    ("ppo", {}, {"critic": "policy"}),
+    ("grpo", KL, {"adapters": True}),
+    ("grpo", {}, {"autocast": torch.bfloat16}),
+]
 
 
-def updated(device: str, name: str, changes: dict[str, Any], *, critic: str | None = None, adapters: bool = False,
-            autocast: torch.dtype | None = None,
-            **how: Any) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+def updated(
+    device: str,
+    name: str,
+    changes: dict[str, Any],
+    *,
+    critic: str | None = None,
+    adapters: bool = False,
+    autocast: torch.dtype | None = None,
+    **how: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of three updates, and the weights after them."""
     dtype = torch.float64 if autocast is None else torch.float32
     plain, recipe = tiny_model(dtype), get_recipe(name, changes)
@@ -53,8 +68,17 @@ def updated(device: str, name: str, changes: dict[str, Any], *, critic: str | No
     if critic is not None:
         read = Critic.of(there, normalised=True) if critic == "own" else Critic.on(there, normalised=True)
         value = CriticTrainer(read, passes=2)
-    trainer = Trainer(there, recipe, lr=1e-2, critic=value, ema=0.9, micro_tokens=20, autocast=autocast,
-                      reference=reference if recipe.needs_reference else None, **how)  # fmt: skip
+    trainer = Trainer(
+        there,
+        recipe,
+        lr=1e-2,
+        critic=value,
+        ema=0.9,
+        micro_tokens=20,
+        autocast=autocast,
+        reference=reference if recipe.needs_reference else None,
+        **how,
+    )
     shown = [row("demo", "demo", turns=(5,), prompt=3)] if recipe.imitates else []
     losses = []
     for _ in range(3):
@@ -69,20 +93,35 @@ def compared() -> list[dict[str, Any]]:
     for name, changes, how in CASES:
         (here, mine), (there, theirs) = (updated(device, name, changes, **how) for device in ("cpu", "elsewhere"))
         off = max(float((mine[key] - theirs[key]).abs().max()) for key in mine)
-        found.append({"case": f"{name} {changes} {how}", "here": here, "there": there, "off": off,
-                      "narrow": "autocast" in how})  # fmt: skip
+        found.append(
+            {"case": f"{name} {changes} {how}", "here": here, "there": there, "off": off, "narrow": "autocast" in how}
+        )
     return found
 
 
 def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, Any]:
     """What a run on the device came to; resumed, made again from its tapes and asked again."""
-    config = TrainConfig.model_validate({
-        "agent": f"{SCENE}:Speaker", "env": f"{SCENE}:Letters", "tasks": ["a", "b", "c", "d", "ab", "cd"],
-        "evaluation": {"fraction": 0.34}, "engine": {"kind": "embedded", "model": str(start), "device": device},
-        "loop": {"updates": 4, "groups": 4, "group_size": 4, "sampling": {"max_tokens": 2}, "max_lag": 0,
-                 "optimiser": {"lr": 1e-2, "gradient_checkpointing": True}, "limits": {"turns": 6},
-                 "checkpoint_every": 1, "keep_checkpoints": None, **loop},
-    })  # fmt: skip
+    config = TrainConfig.model_validate(
+        {
+            "agent": f"{SCENE}:Speaker",
+            "env": f"{SCENE}:Letters",
+            "tasks": ["a", "b", "c", "d", "ab", "cd"],
+            "evaluation": {"fraction": 0.34},
+            "engine": {"kind": "embedded", "model": str(start), "device": device},
+            "loop": {
+                "updates": 4,
+                "groups": 4,
+                "group_size": 4,
+                "sampling": {"max_tokens": 2},
+                "max_lag": 0,
+                "optimiser": {"lr": 1e-2, "gradient_checkpointing": True},
+                "limits": {"turns": 6},
+                "checkpoint_every": 1,
+                "keep_checkpoints": None,
+                **loop,
+            },
+        }
+    )
     run = folder / device
     summary, again = [train(config, run, resume=resume) for resume in (False, True)]
     with Store.open(run) as store:
@@ -90,10 +129,13 @@ def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, An
     weights = load_pretrained(summary.model).model.state_dict()
     torch.save(weights, folder / f"{device}.pt")
     return {
-        "reward": summary.reward, "books": summary.books_close and again.books_close, "updates": again.updates,
-        "devices": sorted(devices), "reproduce": tapereel(["reproduce", str(run)]),
+        "reward": summary.reward,
+        "books": summary.books_close and again.books_close,
+        "updates": again.updates,
+        "devices": sorted(devices),
+        "reproduce": tapereel(["reproduce", str(run)]),
         "requery": tapereel(["requery", str(run)]),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

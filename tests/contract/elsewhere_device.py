@@ -34,10 +34,23 @@ def main() -> None:
     headers = [f"-I{home / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     partial = target.with_suffix(".partial")
     subprocess.run(
-        ["g++", "-O1", "-shared", "-fPIC", "-std=c++20", *headers, str(SOURCE), "-o", str(partial), f"-L{home}/lib",
-         "-ltorch_cpu", "-lc10"],
-        check=True, timeout=900,
-    )  # fmt: skip
+        [
+            "g++",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            *headers,
+            str(SOURCE),
+            "-o",
+            str(partial),
+            f"-L{home}/lib",
+            "-ltorch_cpu",
+            "-lc10",
+        ],
+        check=True,
+        timeout=900,
+    )
     partial.replace(target)
     print(f"made {target}")
 

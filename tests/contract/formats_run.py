@@ -31,9 +31,15 @@ def main(folder: Path) -> None:
     save_outputs(outputs, folder / "theirs")
     steps = [step["tokens"] for one in outputs for step in one["trajectory"] if step["tokens"]]
     tokens = sum(len(step["completion_ids"]) for step in steps)
-    (folder / "told.json").write_text(json.dumps({
-        "tokens": tokens, "reward": sum(one["reward"] for one in outputs), "turns": sum(len(t.turns) for t in traces),
-    }))  # fmt: skip
+    (folder / "told.json").write_text(
+        json.dumps(
+            {
+                "tokens": tokens,
+                "reward": sum(one["reward"] for one in outputs),
+                "turns": sum(len(t.turns) for t in traces),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

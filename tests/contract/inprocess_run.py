@@ -45,25 +45,40 @@ class Lab:
 
     async def engine(self, way: Any) -> RemoteEngine:
         assert self.channel is not None
-        return await connect_channels([self.channel], self.renderer, model_folder=self.model, weights=True, way=way,
-                                      adapters=ADAPTERS)  # fmt: skip
+        return await connect_channels(
+            [self.channel], self.renderer, model_folder=self.model, weights=True, way=way, adapters=ADAPTERS
+        )
 
-    def ask(self, seed: int, on_partial: Any = None, *, length: int = 48, temperature: float = 1.0,
-            **extra: Any) -> Request:  # fmt: skip
+    def ask(
+        self, seed: int, on_partial: Any = None, *, length: int = 48, temperature: float = 1.0, **extra: Any
+    ) -> Request:
         messages = [{"role": "user", "content": "abcdabcd" * 4}]
-        return Request(messages=messages, prompt=self.renderer.prompt(messages).ids, seed=seed, on_partial=on_partial,
-                       sampling=Sampling(temperature=temperature, max_tokens=length,
-                                         extra={"ignore_eos": True, "stop_token_ids": [], **extra}))  # fmt: skip
+        return Request(
+            messages=messages,
+            prompt=self.renderer.prompt(messages).ids,
+            seed=seed,
+            on_partial=on_partial,
+            sampling=Sampling(
+                temperature=temperature, max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": [], **extra}
+            ),
+        )
 
     def note(self, what: str, request: Request, completion: Completion) -> None:
         assert request.prompt is not None
         assert completion.ids is not None
         assert completion.logprobs is not None
-        self.sampled.append({
-            "what": what, "prompt": request.prompt.tolist(), "temperature": request.sampling.temperature,
-            "ids": completion.ids.tolist(), "logprobs": list(completion.logprobs), "spans": completion.spans,
-            "finish": completion.finish, "seed": request.seed,
-        })  # fmt: skip
+        self.sampled.append(
+            {
+                "what": what,
+                "prompt": request.prompt.tolist(),
+                "temperature": request.sampling.temperature,
+                "ids": completion.ids.tolist(),
+                "logprobs": list(completion.logprobs),
+                "spans": completion.spans,
+                "finish": completion.finish,
+                "seed": request.seed,
+            }
+        )
 
 
 class Ear:
@@ -174,8 +189,11 @@ async def main() -> None:
         await engine.publish(lab.base, "base again")
         await adapters(lab)
         told = await refusals(lab, engine)
-        print(json.dumps({"sampled": lab.sampled, "told": told, "name": engine.name,
-                          "server": engine.capabilities.server}))  # fmt: skip
+        print(
+            json.dumps(
+                {"sampled": lab.sampled, "told": told, "name": engine.name, "server": engine.capabilities.server}
+            )
+        )
     finally:
         await channel.close()
 

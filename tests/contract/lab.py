@@ -35,10 +35,19 @@ or so slow that no answer lived through them."""
 def policy(seed: int) -> Any:
     """A random Llama in a shape that vLLM has kernels for; seeds lie far apart."""
     config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=128, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=WORDS.eos_token_id, pad_token_id=WORDS.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=WORDS.eos_token_id,
+        pad_token_id=WORDS.pad_token_id,
+    )
     torch.manual_seed(seed)
     return LlamaForCausalLM(config).eval()
 
@@ -78,9 +87,13 @@ def run_in_vllm(script: Path, *arguments: str, seconds: float = 540.0) -> str:
     """What a script prints that runs in the environment with vLLM; it must end well."""
     vllm_is_there()
     process = subprocess.Popen(
-        [PYTHON, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [PYTHON, script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-    )  # fmt: skip
+    )
     try:
         printed, errors = process.communicate(timeout=seconds)
     finally:

@@ -45,8 +45,9 @@ def send_from_here() -> None:
 
 
 async def engine_of(lab: Lab, url: str, seconds: float = 120.0) -> RemoteEngine:
-    return await connect_channels([Server(url)], lab.renderer, model_folder=lab.model, weights=True, way="nccl",
-                                  control_seconds=seconds)  # fmt: skip
+    return await connect_channels(
+        [Server(url)], lab.renderer, model_folder=lab.model, weights=True, way="nccl", control_seconds=seconds
+    )
 
 
 async def in_flight(lab: Lab, url: str) -> None:
@@ -98,14 +99,26 @@ async def stood_still(lab: Lab, url: str, server: int) -> str:
 
 
 def trained(model: str, url: str, run: str) -> dict[str, Any]:
-    config = TrainConfig.model_validate({
-        "agent": f"{SCENE}:Speaker", "env": f"{SCENE}:Letters", "tasks": ["a", "b", "c", "d", "ab", "cd"],
-        "evaluation": {"fraction": 0.34},
-        "engine": {"kind": "vllm", "model": model, "urls": [url], "publish": "nccl"},
-        "loop": {"updates": 3, "groups": 4, "group_size": 4, "sampling": {"max_tokens": 2}, "max_lag": 1,
-                 "optimiser": {"lr": 1e-2}, "limits": {"turns": 6, "seconds": 120.0}, "checkpoint_every": 1,
-                 "keep_checkpoints": None},
-    })  # fmt: skip
+    config = TrainConfig.model_validate(
+        {
+            "agent": f"{SCENE}:Speaker",
+            "env": f"{SCENE}:Letters",
+            "tasks": ["a", "b", "c", "d", "ab", "cd"],
+            "evaluation": {"fraction": 0.34},
+            "engine": {"kind": "vllm", "model": model, "urls": [url], "publish": "nccl"},
+            "loop": {
+                "updates": 3,
+                "groups": 4,
+                "group_size": 4,
+                "sampling": {"max_tokens": 2},
+                "max_lag": 1,
+                "optimiser": {"lr": 1e-2},
+                "limits": {"turns": 6, "seconds": 120.0},
+                "checkpoint_every": 1,
+                "keep_checkpoints": None,
+            },
+        }
+    )
     first, again = [train(config, run, resume=resume).model_dump(mode="json") for resume in (False, True)]
     return {"trained": first, "resumed": again, "verify": verify(run).exit_code}
 

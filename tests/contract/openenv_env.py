@@ -24,9 +24,18 @@ PLACES = 4
 DONE = FOLDER / "complete"
 STEPS = [
     ["install", "--quiet", "--no-deps", "openenv-core==0.3.0"],
-    ["install", "--quiet", "fastapi==0.165.0", "uvicorn==0.54.0", "websockets==17.4", "httpx==0.28.1",
-     "requests==2.34.2", "fastmcp==4.1.2", "pydantic==2.14.3"],
-]  # fmt: skip
+    [
+        "install",
+        "--quiet",
+        "fastapi==0.165.0",
+        "uvicorn==0.54.0",
+        "websockets==17.4",
+        "httpx==0.28.1",
+        "requests==2.34.2",
+        "fastmcp==4.1.2",
+        "pydantic==2.14.3",
+    ],
+]
 
 
 def main() -> None:
@@ -44,8 +53,12 @@ def main() -> None:
 
 def fill(template: Path) -> None:
     """Write the template out as the environment `echo`."""
-    names = {"__ENV_NAME__": "echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_TITLE_NAME__": "Echo",
-             "max_concurrent_envs=1,": f"max_concurrent_envs={PLACES},"}  # fmt: skip
+    names = {
+        "__ENV_NAME__": "echo",
+        "__ENV_CLASS_NAME__": "Echo",
+        "__ENV_TITLE_NAME__": "Echo",
+        "max_concurrent_envs=1,": f"max_concurrent_envs={PLACES},",
+    }
     for source in template.rglob("*.py"):
         target, text = ECHO / str(source.relative_to(template)).replace("__ENV_NAME__", "echo"), source.read_text()
         for name, value in names.items():

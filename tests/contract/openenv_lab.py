@@ -34,8 +34,18 @@ def echo_server(log: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
-        command = [PYTHON, "-m", "uvicorn", "server.app:app", "--host", "127.0.0.1", "--port", str(port),
-                   "--log-level", "warning"]  # fmt: skip
+        command = [
+            PYTHON,
+            "-m",
+            "uvicorn",
+            "server.app:app",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--log-level",
+            "warning",
+        ]
         process = subprocess.Popen(command, cwd=ECHO, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
         try:
             _wait(process, url, log)

@@ -17,22 +17,37 @@ from pathlib import Path
 OUT = Path(__file__).resolve().parents[1] / "agents" / "sglang_protocol.json"
 CLASSES = {
     "sglang/srt/managers/io_struct.py": (
-        "BaseReq", "GenerateReqInput", "AbortReq", "PauseGenerationReqInput", "ContinueGenerationReqInput",
-        "UpdateWeightFromDiskReqInput", "UpdateWeightVersionReqInput", "ReleaseMemoryOccupationReqInput",
+        "BaseReq",
+        "GenerateReqInput",
+        "AbortReq",
+        "PauseGenerationReqInput",
+        "ContinueGenerationReqInput",
+        "UpdateWeightFromDiskReqInput",
+        "UpdateWeightVersionReqInput",
+        "ReleaseMemoryOccupationReqInput",
         "ResumeMemoryOccupationReqInput",
     ),
     "sglang/srt/sampling/sampling_params.py": ("SamplingParams",),
-}  # fmt: skip
-SERVER, MANAGER, BATCH, VERSIONS = (f"sglang/srt/{name}.py" for name in (
-    "entrypoints/http_server", "managers/tokenizer_manager", "managers/schedule_batch",
-    "utils/weight_versions"))  # fmt: skip
+}
+SERVER, MANAGER, BATCH, VERSIONS = (
+    f"sglang/srt/{name}.py"
+    for name in (
+        "entrypoints/http_server",
+        "managers/tokenizer_manager",
+        "managers/schedule_batch",
+        "utils/weight_versions",
+    )
+)
 
 
 def fields(tree: ast.Module, name: str) -> dict[str, str]:
     """field -> its type, of a class."""
     (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-    return {node.target.id: ast.unparse(node.annotation) for node in found.body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}  # fmt: skip
+    return {
+        node.target.id: ast.unparse(node.annotation)
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
 
 
 def routes(tree: ast.Module) -> Iterator[str]:
@@ -72,6 +87,7 @@ def constants(tree: ast.Module, key: str) -> Iterator[str]:
 def main(wheel: str) -> None:
     """Read the wheel, write the file."""
     with zipfile.ZipFile(wheel) as archive:
+
         def tree(path: str) -> ast.Module:
             return ast.parse(archive.read(path))
 
@@ -81,10 +97,16 @@ def main(wheel: str) -> None:
             "routes": sorted(set(routes(tree(SERVER)))),
             "meta_info": sorted({key for path in (MANAGER, VERSIONS) for key in keys_of(tree(path), "meta_info")}),
             "output": sorted(set(keys_of(tree(MANAGER), "out_dict"))),
-            "model_info": sorted({key for node in ast.walk(tree(SERVER)) if isinstance(node, ast.AsyncFunctionDef)
-                                  and node.name == "model_info" for key in keys_of(ast.Module([node], []), "result")}),
+            "model_info": sorted(
+                {
+                    key
+                    for node in ast.walk(tree(SERVER))
+                    if isinstance(node, ast.AsyncFunctionDef) and node.name == "model_info"
+                    for key in keys_of(ast.Module([node], []), "result")
+                }
+            ),
             "finish_reasons": sorted(set(constants(tree(BATCH), "type"))),
-        }  # fmt: skip
+        }
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{OUT}: {len(found['routes'])} routes")
 

@@ -30,8 +30,23 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
 IDS = (8, 9, 10, 11, 8, 9)
-SCENES = ("healthy", "breaks", "says_error", "paused_once", "full", "aborted", "nan", "minus_infinity", "no_logprobs",
-          "mixed", "hole", "foreign", "silent", "old", "dies")  # fmt: skip
+SCENES = (
+    "healthy",
+    "breaks",
+    "says_error",
+    "paused_once",
+    "full",
+    "aborted",
+    "nan",
+    "minus_infinity",
+    "no_logprobs",
+    "mixed",
+    "hole",
+    "foreign",
+    "silent",
+    "old",
+    "dies",
+)
 """By seed, from 100 on; any other seed is healthy."""
 
 
@@ -62,7 +77,7 @@ class Stub(EngineClient):
         begun = len(self.versions)
         while scene == "mixed" and len(self.versions) == begun:  # noqa: ASYNC110  # weights come in the midst
             await asyncio.sleep(0.01)
-        ids = IDS[:min(len(IDS), params.max_tokens)]
+        ids = IDS[: min(len(IDS), params.max_tokens)]
         broken = scene in ("breaks", "says_error")
         if params.output_kind == RequestOutputKind.DELTA:
             for k in range(3 if broken else len(ids)):
@@ -74,15 +89,21 @@ class Stub(EngineClient):
         if params.output_kind != RequestOutputKind.DELTA or broken:
             yield self.output(scene, prompt, params, request_id, ids, 0, len(ids), True)
 
-    def output(self, scene: str, prompt: Any, params: Any, request_id: str, ids: Any, start: int, end: int, last: bool
-               ) -> RequestOutput:  # fmt: skip
+    def output(
+        self, scene: str, prompt: Any, params: Any, request_id: str, ids: Any, start: int, end: int, last: bool
+    ) -> RequestOutput:
         reason = {"aborted": "abort", "says_error": "error"}.get(scene, "length") if last else None
         choice = CompletionOutput(
-            index=0, text="abcdab"[start:end], token_ids=list(ids[start:end]), cumulative_logprob=None,
-            logprobs=None if scene == "no_logprobs" else [self.listed(scene, k, ids[k], params)
-                                                          for k in range(start, end)],
-            finish_reason=reason, weight_versions=self.spans(scene, len(ids)) if last else None,
-        )  # fmt: skip
+            index=0,
+            text="abcdab"[start:end],
+            token_ids=list(ids[start:end]),
+            cumulative_logprob=None,
+            logprobs=None
+            if scene == "no_logprobs"
+            else [self.listed(scene, k, ids[k], params) for k in range(start, end)],
+            finish_reason=reason,
+            weight_versions=self.spans(scene, len(ids)) if last else None,
+        )
         read = prompt["prompt_token_ids"]
         return RequestOutput(request_id, None, read, None, [choice], last, num_cached_tokens=0)
 
@@ -98,8 +119,12 @@ class Stub(EngineClient):
     def spans(self, scene: str, count: int) -> list[WeightVersionSpan] | None:
         now = self.versions[-1]
         before = self.versions[-2] if len(self.versions) > 1 else now
-        found = {"mixed": [(before, 0, 2), (now, 2, count)], "hole": [(now, 0, 2), (now, 3, count)],
-                 "foreign": [("somebody's", 0, count)], "old": [(before, 0, count)]}  # fmt: skip
+        found = {
+            "mixed": [(before, 0, 2), (now, 2, count)],
+            "hole": [(now, 0, 2), (now, 3, count)],
+            "foreign": [("somebody's", 0, count)],
+            "old": [(before, 0, count)],
+        }
         if scene == "silent":
             return None
         return [WeightVersionSpan(*span) for span in found.get(scene, [(now, 0, count)])]

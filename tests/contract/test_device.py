@@ -24,9 +24,13 @@ def test_what_trains_on_another_device_comes_to_the_same(tmp_path: Path) -> None
         pytest.fail(f"there is no {library()}; make it: python tests/contract/elsewhere_device.py")
     package = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.device_run", str(tmp_path)], cwd=package, capture_output=True, text=True,
-        timeout=540, env={**os.environ, "TAPEREEL_ELSEWHERE": str(library())},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.contract.device_run", str(tmp_path)],
+        cwd=package,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env={**os.environ, "TAPEREEL_ELSEWHERE": str(library())},
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for case in found["compared"]:

@@ -37,8 +37,11 @@ def call(name: str, **arguments: Any) -> str:
 def test_the_tools_of_a_server_in_another_language_are_offered_and_called():
     pytest.importorskip("mcp")
     script = call("echo", message="grüß") + call("get-sum", a=2, b=3) + call("get-tiny-image") + call("get-sum", a="x")
-    tape = asyncio.run(rollout(AGENT, lambda: ToolEnvironment([everything()]), Task(public="?"),
-                               engine=ScriptedEngine([script, "done"])))  # fmt: skip
+    tape = asyncio.run(
+        rollout(
+            AGENT, lambda: ToolEnvironment([everything()]), Task(public="?"), engine=ScriptedEngine([script, "done"])
+        )
+    )
     assert (tape.status, tape.cause) == (Status.FINISHED, None)
     (seen,) = [step for step in tape if isinstance(step, ToolResults)]
     echoed, added, image, wrong = seen.results
@@ -80,8 +83,14 @@ def test_its_death_is_the_environments_fault():
             assert await asyncio.to_thread(kill) == 0
             return await super().step(action)
 
-    tape = asyncio.run(rollout(AGENT, lambda: Dies([everything()]), Task(public="?"),
-                               engine=ScriptedEngine([call("echo", message="x"), "done"])))  # fmt: skip
+    tape = asyncio.run(
+        rollout(
+            AGENT,
+            lambda: Dies([everything()]),
+            Task(public="?"),
+            engine=ScriptedEngine([call("echo", message="x"), "done"]),
+        )
+    )
     assert tape.cause is not None
     assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "ToolsLost")
 
@@ -120,7 +129,13 @@ def test_version_1_of_the_sdk_will_do(tmp_path: Path):
     (tmp_path / "use.py").write_text(OLDER, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     server = ROOT / "tests" / "envs" / "mcp_server.py"
-    done = subprocess.run([OLDER_PYTHON, str(tmp_path / "use.py"), str(server)], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    done = subprocess.run(
+        [OLDER_PYTHON, str(tmp_path / "use.py"), str(server)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ToolsLost\n"

@@ -45,12 +45,14 @@ async def speaker(tape: Any, llm: Any) -> AsyncIterator[Action]:
 
 def test_an_episode_in_openenv_s_echo_environment(echo: str) -> None:
     async def run() -> None:
-        tape = await rollout(speaker, lambda: client(echo), None, engine=ScriptedEngine(["hello", "you", "there"]),
-                             limits=None)  # fmt: skip
+        tape = await rollout(
+            speaker, lambda: client(echo), None, engine=ScriptedEngine(["hello", "you", "there"]), limits=None
+        )
         assert tape.status is Status.ERROR, "the script is at its end: the echo environment never ends an episode"
         assert tape.observations[0] == Echoed(echoed_message="Echo environment ready!", message_length=0)
-        assert tape.observations[1:] == [Echoed(echoed_message=word, message_length=len(word))
-                                         for word in ("hello", "you", "there")]  # fmt: skip
+        assert tape.observations[1:] == [
+            Echoed(echoed_message=word, message_length=len(word)) for word in ("hello", "you", "there")
+        ]
         assert [reward.value for reward in tape.rewards] == pytest.approx([0.5, 0.3, 0.5])
 
     asyncio.run(run())
@@ -60,13 +62,20 @@ def test_its_tapes_are_carried_out_again_and_check_env_is_content(echo: str) -> 
     async def run() -> None:
         from tapereel.agents import Limits
 
-        tape = await rollout(speaker, lambda: client(echo), 5, engine=ScriptedEngine(["hello", "you"]),
-                             limits=Limits(turns=2))  # fmt: skip
+        tape = await rollout(
+            speaker, lambda: client(echo), 5, engine=ScriptedEngine(["hello", "you"]), limits=Limits(turns=2)
+        )
         assert tape.status is Status.LIMIT
         verdict = await reexec(tape, lambda: client(echo))
         assert verdict.outcome == "verified", verdict
-        child = await rollout(speaker, lambda: client(echo), 5, engine=ScriptedEngine(["else"]), fork=tape.at_turn(1),
-                              limits=Limits(turns=2))  # fmt: skip
+        child = await rollout(
+            speaker,
+            lambda: client(echo),
+            5,
+            engine=ScriptedEngine(["else"]),
+            fork=tape.at_turn(1),
+            limits=Limits(turns=2),
+        )
         assert child.observations[-1] == Echoed(echoed_message="else", message_length=4)
 
     asyncio.run(run())
@@ -108,7 +117,8 @@ def test_a_full_server_is_asked_again_when_there_is_place(echo: str) -> None:
 async def openenv_plays(url: str, arguments: dict[str, Any], actions: list[dict[str, Any]]) -> dict[str, Any]:
     """What OpenEnv's client saw."""
     process = await asyncio.create_subprocess_exec(
-        PYTHON, CLIENT, url, json.dumps(arguments), json.dumps(actions), stdout=subprocess.PIPE)
+        PYTHON, CLIENT, url, json.dumps(arguments), json.dumps(actions), stdout=subprocess.PIPE
+    )
     out, _ = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 0
     return json.loads(out)
@@ -117,8 +127,11 @@ async def openenv_plays(url: str, arguments: dict[str, Any], actions: list[dict[
 def test_openenv_s_client_plays_in_an_environment_of_ours(echo: str) -> None:
     async def run() -> None:
         async with add_openenv(Service(GuessNumber), tasks=[7]).serving() as service:
-            actions = [{"kind": "remote_guess", "number": 5}, {"kind": "remote_guess", "number": 0},
-                       {"kind": "remote_guess", "number": 7}]  # fmt: skip
+            actions = [
+                {"kind": "remote_guess", "number": 5},
+                {"kind": "remote_guess", "number": 0},
+                {"kind": "remote_guess", "number": 7},
+            ]
             told = await openenv_plays(service.url, {"seed": 3, "episode_id": "one"}, actions)
             again = await openenv_plays(service.url, {"seed": 3, "episode_id": "one"}, actions)
         assert told == again

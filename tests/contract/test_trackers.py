@@ -36,12 +36,20 @@ def ran(outside: socket.socket, *words: str | Path) -> str:
     """What a program says that the environment's Python runs, with no network but through `outside`."""
     if not trl_env.DONE.exists():
         pytest.fail("the environment is not there: run python tests/contract/trl_env.py")
-    kept = {name: value for name, value in os.environ.items()
-            if not name.upper().startswith(("WANDB", "TRACKIO", "MLFLOW")) and "proxy" not in name.lower()}  # fmt: skip
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(("WANDB", "TRACKIO", "MLFLOW")) and "proxy" not in name.lower()
+    }
     proxy = f"http://127.0.0.1:{outside.getsockname()[1]}"
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
-    done = subprocess.run([trl_env.PYTHON, *words], env={**kept, **trl_env.ENVIRONMENT, **proxies}, capture_output=True,
-                          text=True, timeout=240)  # fmt: skip
+    done = subprocess.run(
+        [trl_env.PYTHON, *words],
+        env={**kept, **trl_env.ENVIRONMENT, **proxies},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -50,8 +58,13 @@ def ran(outside: socket.socket, *words: str | Path) -> str:
 def trained(outside: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     load_named(f"{EXAMPLE}:save_model")(str(folder / "model"))
-    more = settings(*MICRO, f"trackers=[{','.join(NAMES)}]", "evaluation.every=1", "evaluation.greedy=true",
-                    'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]')  # fmt: skip
+    more = settings(
+        *MICRO,
+        f"trackers=[{','.join(NAMES)}]",
+        "evaluation.every=1",
+        "evaluation.greedy=true",
+        'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
+    )
     ran(outside, "-m", "tapereel.cli", "train", *SCENE, "--model", folder / "model", "--out", folder / "run", *more)
     return folder / "run"
 

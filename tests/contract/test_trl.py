@@ -30,8 +30,9 @@ def started(script: str, *words: str | Path) -> None:
     if not trl_env.DONE.exists():
         pytest.fail("the environment is not there: run python tests/contract/trl_env.py")
     command = [trl_env.PYTHON, Path(__file__).with_name(script), *words]
-    done = subprocess.run(command, env={**os.environ, **trl_env.ENVIRONMENT}, capture_output=True, text=True,
-                          timeout=240)  # fmt: skip
+    done = subprocess.run(
+        command, env={**os.environ, **trl_env.ENVIRONMENT}, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -84,8 +84,14 @@ def test_both_dialects_sample_the_same(with_engine: Callable[[Test], Any], serve
     async def test(engine: RemoteEngine) -> None:
         request = ask(temperature=0.7, max_tokens=40)
         one = await engine.complete(request)
-        plain = RemoteEngine([Server(server)], Completions(), RENDERER, engine.capabilities,
-                             model_folder=Path("."), version=engine.version)  # fmt: skip
+        plain = RemoteEngine(
+            [Server(server)],
+            Completions(),
+            RENDERER,
+            engine.capabilities,
+            model_folder=Path("."),
+            version=engine.version,
+        )
         other = await plain.complete(request)
         await plain.close()
         assert (one.ids, one.finish) == (other.ids, other.finish)
@@ -155,8 +161,12 @@ def test_every_token_is_stamped_with_the_weights_that_gave_it(with_engine: Calla
 def test_stale_kv_gives_logprobs_of_no_model(with_engine: Callable[..., Any], way: str) -> None:
     async def test(engine: RemoteEngine) -> None:
         versions, answers = await swap(engine, "stale_kv", 1, lambda completion, _: len(completion.spans) >= 2)
-        errors = [off(seed, request, completion, start, end) for request, completion in answers
-                  for seed, start, end in seeds_of(completion, versions) if seed and start]  # fmt: skip
+        errors = [
+            off(seed, request, completion, start, end)
+            for request, completion in answers
+            for seed, start, end in seeds_of(completion, versions)
+            if seed and start
+        ]
         assert max(errors) > 1e-2
 
     with_engine(test, way)
@@ -294,8 +304,12 @@ def test_the_loop_trains_with_it(with_engine: Callable[[Test], Any], tmp_path: P
 
 
 def test_the_train_verb_s_function_trains_with_it(server: str, folder: Path, tmp_path: Path) -> None:
-    scene: dict[str, Any] = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
-                             "tasks": ("a", "b", "c", "d", "ab", "cd"), "evaluation": {"fraction": 0.34}}  # fmt: skip
+    scene: dict[str, Any] = {
+        "agent": f"{Speaker.__module__}:Speaker",
+        "env": f"{Letters.__module__}:Letters",
+        "tasks": ("a", "b", "c", "d", "ab", "cd"),
+        "evaluation": {"fraction": 0.34},
+    }
     engine = {"kind": "vllm", "model": str(folder), "urls": [server], "weights_folder": str(tmp_path / "weights")}
     config = TrainConfig(**scene, engine=engine, loop=settings_of(updates=3, max_lag=1))
     for resume in (False, True):
@@ -341,8 +355,22 @@ async def capabilities(url: str) -> Capabilities:
 
 def test_the_serve_verb_starts_a_server_and_takes_it_down(folder: Path, tmp_path: Path) -> None:
     options = " ".join(OPTIONS)
-    command = [sys.executable, "-m", "tapereel.cli", "serve", str(folder), "--port", "0", "--python", str(PYTHON),
-               "--options", options, "--log", str(tmp_path / "log"), "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tapereel.cli",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--python",
+        str(PYTHON),
+        "--options",
+        options,
+        "--log",
+        str(tmp_path / "log"),
+        "--json",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT})
     try:
         assert process.stdout is not None
@@ -355,4 +383,3 @@ def test_the_serve_verb_starts_a_server_and_takes_it_down(folder: Path, tmp_path
         assert process.wait(60) == 0
     with pytest.raises(EngineError, match="Cannot connect"):
         asyncio.run(capabilities(told["url"]))
-

@@ -35,8 +35,9 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 @pytest.fixture
 def mortal(folder: Path, tmp_path: Path) -> Iterator[LocalServer]:
     vllm_is_there()
-    server = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, log=tmp_path / "log",
-                         patience=300.0)  # fmt: skip
+    server = LocalServer(
+        folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, log=tmp_path / "log", patience=300.0
+    )
     asyncio.run(server.start())
     yield server
     server.stop()
@@ -46,8 +47,11 @@ def kill_engine(server: LocalServer) -> None:
     """The process in which the model is, which the server's own started."""
     assert server._process is not None
     family = psutil.Process(server._process.pid).children(recursive=True)
-    (core,) = [child for child in family if "EngineCore" in child.name() or any("EngineCore" in word
-                                                                               for word in child.cmdline())]
+    (core,) = [
+        child
+        for child in family
+        if "EngineCore" in child.name() or any("EngineCore" in word for word in child.cmdline())
+    ]
     os.kill(core.pid, signal.SIGKILL)
 
 
@@ -55,11 +59,19 @@ def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_p
     run = tmp_path / "run"
     with DeadlyProxy(lambda: mortal.url) as proxy:
         config = TrainConfig(
-            agent=f"{Speaker.__module__}:Speaker", env=f"{Letters.__module__}:Letters", tasks=("ab", "cd", "ac", "db"),
-            evaluation={"fraction": 0}, loop=settings_of(updates=4, checkpoint_every=1, keep_checkpoints=None),
-            engine={"kind": "vllm", "model": str(folder), "urls": [proxy.url], "control_seconds": 60.0,
-                    "weights_folder": str(tmp_path / "weights")},
-        )  # fmt: skip
+            agent=f"{Speaker.__module__}:Speaker",
+            env=f"{Letters.__module__}:Letters",
+            tasks=("ab", "cd", "ac", "db"),
+            evaluation={"fraction": 0},
+            loop=settings_of(updates=4, checkpoint_every=1, keep_checkpoints=None),
+            engine={
+                "kind": "vllm",
+                "model": str(folder),
+                "urls": [proxy.url],
+                "control_seconds": 60.0,
+                "weights_folder": str(tmp_path / "weights"),
+            },
+        )
         proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
         # What notices first: the publish, or the episodes, which have no other server.
         told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*go on with the same run"
@@ -89,8 +101,9 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
         (sync,) = engine._syncs
         await sync.pause("reprefill")
         await sync.start()
-        later = await connect([server], RENDERER, model_folder=folder, weights=True, way=way,
-                              weights_folder=tmp_path / "later")  # fmt: skip
+        later = await connect(
+            [server], RENDERER, model_folder=folder, weights=True, way=way, weights_folder=tmp_path / "later"
+        )
         try:
             assert later.version == "unknown: the server was found paused"
             for k, cut_off in enumerate((True, True, False)):
@@ -101,8 +114,14 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
                     with pytest.raises(PublishFailed, match="failed at `update`"):
                         await later.publish(policy(1).state_dict(), version)
                     await later.close()
-                    later = await connect([server], RENDERER, model_folder=folder, weights=True, way=way,
-                                          weights_folder=tmp_path / f"later-{k}")  # fmt: skip
+                    later = await connect(
+                        [server],
+                        RENDERER,
+                        model_folder=folder,
+                        weights=True,
+                        way=way,
+                        weights_folder=tmp_path / f"later-{k}",
+                    )
                     assert later.version.startswith("unknown: publishing")
                     continue
                 await later.publish(policy(1).state_dict(), version)

@@ -32,8 +32,9 @@ def test_an_engine_in_process_keeps_the_contract_of_engines(folder: Path, tmp_pa
     adapters = {name: tensor for name, tensor in adapted(1).state_dict().items() if "lora_" in name}
     save_file(adapters, tmp_path / "adapters.safetensors")
     script = Path(__file__).with_name("inprocess_run.py")
-    printed = run_in_vllm(script, str(folder), str(tmp_path / "other.safetensors"),
-                          str(tmp_path / "adapters.safetensors"))  # fmt: skip
+    printed = run_in_vllm(
+        script, str(folder), str(tmp_path / "other.safetensors"), str(tmp_path / "adapters.safetensors")
+    )
     found = json.loads(printed.splitlines()[-1])
     assert found["server"] == "vLLM 0.32.0"
     models = {"other": policy(1), "1": merged(1)}
@@ -42,8 +43,10 @@ def test_an_engine_in_process_keeps_the_contract_of_engines(folder: Path, tmp_pa
         for version, start, end in answer["spans"]:
             model = models.get(version.rsplit("/", 1)[-1], policy(0))
             assert off(model, answer, start, end) < CLOSE, (answer["what"], version)
-    by_kind = {what: [a for a in found["sampled"] if a["what"] == what]
-               for what in ("plain", "cancelled", "reprefill", "abort", "adapter")}  # fmt: skip
+    by_kind = {
+        what: [a for a in found["sampled"] if a["what"] == what]
+        for what in ("plain", "cancelled", "reprefill", "abort", "adapter")
+    }
     assert by_kind["plain"][1]["ids"] == by_kind["plain"][2]["ids"], "the same seed, the same tokens"
     assert by_kind["plain"][1]["ids"] == by_kind["plain"][3]["ids"], "whether somebody listens or not"
     (cancelled,) = by_kind["cancelled"]
@@ -58,8 +61,9 @@ def test_an_engine_in_process_keeps_the_contract_of_engines(folder: Path, tmp_pa
 @pytest.mark.parametrize("publish", ["reload", "transfer"])
 def test_train_samples_from_an_engine_in_its_process(folder: Path, tmp_path: Path, publish: str) -> None:
     run = tmp_path / "run"
-    printed = run_in_vllm(Path(__file__).with_name("inprocess_train.py"), str(folder), str(run),
-                          str(tmp_path / "weights"), publish)  # fmt: skip
+    printed = run_in_vllm(
+        Path(__file__).with_name("inprocess_train.py"), str(folder), str(run), str(tmp_path / "weights"), publish
+    )
     found = json.loads(printed.splitlines()[-1])
     for summary in (found["trained"], found["resumed"]):
         assert (summary["updates"], summary["books_close"]) == (3, True)

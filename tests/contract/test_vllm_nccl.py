@@ -32,16 +32,26 @@ def test_weights_arrive_over_the_nccl_route(folder: Path, tmp_path: Path, monkey
     save_file({name: tensor.clone() for name, tensor in policy(1).state_dict().items()}, tmp_path / "other.safetensors")
     path = os.pathsep.join(filter(None, (str(STANDIN), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
-    local = LocalServer(folder, python=str(PYTHON), environment={**ENVIRONMENT, "PYTHONPATH": path},
-                        options=(*OPTIONS, "--tensor-parallel-size", "2", *NCCL, "--worker-extension-cls",
-                                 "gloo_for_nccl.Extension"),
-                        log=tmp_path / "vllm.log", patience=540.0)  # fmt: skip
+    local = LocalServer(
+        folder,
+        python=str(PYTHON),
+        environment={**ENVIRONMENT, "PYTHONPATH": path},
+        options=(*OPTIONS, "--tensor-parallel-size", "2", *NCCL, "--worker-extension-cls", "gloo_for_nccl.Extension"),
+        log=tmp_path / "vllm.log",
+        patience=540.0,
+    )
     run = tmp_path / "run"
     try:
         asyncio.run(local.start())
         assert local._process is not None
-        printed = run_in_vllm(Path(__file__).with_name("nccl_run.py"), local.url, str(folder),
-                              str(tmp_path / "other.safetensors"), str(run), str(local._process.pid))  # fmt: skip
+        printed = run_in_vllm(
+            Path(__file__).with_name("nccl_run.py"),
+            local.url,
+            str(folder),
+            str(tmp_path / "other.safetensors"),
+            str(run),
+            str(local._process.pid),
+        )
     finally:
         local.stop()
     found = json.loads(printed.splitlines()[-1])

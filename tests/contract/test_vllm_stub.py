@@ -26,8 +26,23 @@ from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
-SCENES = ("healthy", "breaks", "says_error", "paused_once", "full", "aborted", "nan", "minus_infinity", "no_logprobs",
-          "mixed", "hole", "foreign", "silent", "old", "dies")  # fmt: skip
+SCENES = (
+    "healthy",
+    "breaks",
+    "says_error",
+    "paused_once",
+    "full",
+    "aborted",
+    "nan",
+    "minus_infinity",
+    "no_logprobs",
+    "mixed",
+    "hole",
+    "foreign",
+    "silent",
+    "old",
+    "dies",
+)
 """As in stub_app.py, which can't be imported here."""
 ROUTES: dict[str, Any] = {"generate": None, "heard": None, "completions": Completions(), "chat": Chat()}
 """`heard`: as `generate`, streamed to somebody who listens."""
@@ -45,19 +60,38 @@ class StubServer(LocalServer):
 @pytest.fixture(scope="module")
 def stub(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     vllm_is_there()
-    server = StubServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS,
-                        log=tmp_path_factory.mktemp("log") / "stub.log", patience=540.0)  # fmt: skip
+    server = StubServer(
+        folder,
+        python=str(PYTHON),
+        environment=ENVIRONMENT,
+        options=OPTIONS,
+        log=tmp_path_factory.mktemp("log") / "stub.log",
+        patience=540.0,
+    )
     yield asyncio.run(server.start())
     server.stop()
 
 
-def using(url: str, folder: Path, test: Callable[[RemoteEngine], Awaitable[Any]], *, route: str = "generate",
-          weights: Path | None = None) -> Any:  # fmt: skip
+def using(
+    url: str,
+    folder: Path,
+    test: Callable[[RemoteEngine], Awaitable[Any]],
+    *,
+    route: str = "generate",
+    weights: Path | None = None,
+) -> Any:
     """What `test` gives with an engine of that server that speaks by that route."""
 
     async def whole() -> Any:
-        engine = await connect([url], RENDERER, model_folder=folder, patience=0.0, seconds=20.0,
-                               weights=weights is not None, weights_folder=weights)  # fmt: skip
+        engine = await connect(
+            [url],
+            RENDERER,
+            model_folder=folder,
+            patience=0.0,
+            seconds=20.0,
+            weights=weights is not None,
+            weights_folder=weights,
+        )
         engine._dialect = ROUTES[route] or engine._dialect
         try:
             return await test(engine)
@@ -69,8 +103,13 @@ def using(url: str, folder: Path, test: Callable[[RemoteEngine], Awaitable[Any]]
 
 def ask(scene: str, route: str = "generate") -> Request:
     messages = [{"role": "user", "content": "abcd"}]
-    return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=100 + SCENES.index(scene),
-                   sampling=Sampling(max_tokens=6), listener=Heard() if route == "heard" else None)  # fmt: skip
+    return Request(
+        messages=messages,
+        prompt=RENDERER.prompt(messages).ids,
+        seed=100 + SCENES.index(scene),
+        sampling=Sampling(max_tokens=6),
+        listener=Heard() if route == "heard" else None,
+    )
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -88,11 +127,14 @@ def test_what_is_sampled_is_a_completion(stub: str, folder: Path, route: str) ->
 @pytest.mark.parametrize(
     ("scene", "retry", "match"),
     [
-        ("breaks", True, "500|broke off"), ("says_error", True, "500|broke off"), ("full", True, "503|broke off"),
-        ("minus_infinity", True, "-9999|unknown"), ("nan", True, "nan|None|-9999|500|400|no JSON|broke off"),
+        ("breaks", True, "500|broke off"),
+        ("says_error", True, "500|broke off"),
+        ("full", True, "503|broke off"),
+        ("minus_infinity", True, "-9999|unknown"),
+        ("nan", True, "nan|None|-9999|500|400|no JSON|broke off"),
         ("no_logprobs", True, "500|broke off|log-probs"),
     ],
-)  # fmt: skip
+)
 def test_what_would_train_wrongly_is_an_error(
     stub: str, folder: Path, scene: str, retry: bool, match: str, route: str
 ) -> None:

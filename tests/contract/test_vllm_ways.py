@@ -90,8 +90,11 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[
             await engine.publish(policy(1).state_dict(), f"{first}+none")
         with pytest.raises(ValueError, match="keeps the adapter"):
             await engine.publish(adapted(2).state_dict(), f"{first}+mode", "reprefill")
-        wide = {name: torch.cat([tensor] * 99, 0 if "lora_A" in name else 1)
-                for name, tensor in adapted(2).state_dict().items() if "lora_" in name}  # fmt: skip
+        wide = {
+            name: torch.cat([tensor] * 99, 0 if "lora_A" in name else 1)
+            for name, tensor in adapted(2).state_dict().items()
+            if "lora_" in name
+        }
         with pytest.raises(PublishFailed, match="max_lora_rank"):
             await engine.publish(wide, f"{first}+wide")
         assert await names(engine) == {first}
@@ -102,10 +105,20 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[
 
 
 def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tmp_path: Path) -> None:
-    scene: dict[str, Any] = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
-                             "tasks": ("a", "b", "c", "d", "ab", "cd"), "evaluation": {"fraction": 0.34}}  # fmt: skip
-    engine = {"kind": "vllm", "model": str(folder), "urls": [server], "weights_folder": str(tmp_path / "weights"),
-              "publish": "lora", "lora": ADAPTERS.model_dump()}  # fmt: skip
+    scene: dict[str, Any] = {
+        "agent": f"{Speaker.__module__}:Speaker",
+        "env": f"{Letters.__module__}:Letters",
+        "tasks": ("a", "b", "c", "d", "ab", "cd"),
+        "evaluation": {"fraction": 0.34},
+    }
+    engine = {
+        "kind": "vllm",
+        "model": str(folder),
+        "urls": [server],
+        "weights_folder": str(tmp_path / "weights"),
+        "publish": "lora",
+        "lora": ADAPTERS.model_dump(),
+    }
     loop = settings_of(updates=4, max_lag=0, publish="drain")
     with pytest.raises(ValueError, match=r"loop\.publish=drain"):
         TrainConfig(**scene, engine=engine, loop=settings_of())
@@ -124,8 +137,9 @@ def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tm
 
 def by_chat(engine: RemoteEngine, url: str, dialect: Any = None) -> RemoteEngine:
     """An engine of the same server that asks by messages."""
-    return RemoteEngine([Server(url)], dialect or Chat(), RENDERER, engine.capabilities, model_folder=Path("."),
-                        version=engine.version)  # fmt: skip
+    return RemoteEngine(
+        [Server(url)], dialect or Chat(), RENDERER, engine.capabilities, model_folder=Path("."), version=engine.version
+    )
 
 
 def test_chat_samples_what_token_ids_do_and_says_what_it_read(with_engine: Callable[[Test], Any], server: str) -> None:
@@ -146,8 +160,9 @@ def test_chat_samples_what_token_ids_do_and_says_what_it_read(with_engine: Calla
 
 def spoken(*turns: str) -> Request:
     """A conversation of several turns."""
-    messages = [{"role": "user" if k % 2 == 0 else "assistant", "content": turn}
-                for k, turn in enumerate((*turns, "a"))]  # fmt: skip
+    messages = [
+        {"role": "user" if k % 2 == 0 else "assistant", "content": turn} for k, turn in enumerate((*turns, "a"))
+    ]
     request = ask(max_tokens=16)
     return Request(messages=messages, prompt=RENDERER.prompt(messages).ids, seed=1, sampling=request.sampling)
 
@@ -156,8 +171,9 @@ def test_chat_after_another_prompt_is_refused(with_engine: Callable[[Test], Any]
     async def test(engine: RemoteEngine) -> None:
         talking = by_chat(engine, server)
         request = ask()
-        other = Request(messages=[{"role": "user", "content": "dcba"}], prompt=request.prompt, seed=1,
-                        sampling=request.sampling)  # fmt: skip
+        other = Request(
+            messages=[{"role": "user", "content": "dcba"}], prompt=request.prompt, seed=1, sampling=request.sampling
+        )
         with pytest.raises(EngineError, match="read another prompt") as caught:
             await talking.complete(other)
         assert not caught.value.retry
@@ -228,11 +244,16 @@ def test_sleep_and_wake_are_taken_by_the_server(with_engine: Callable[[Test], An
 
 
 def test_a_run_whose_server_sleeps_for_its_updates(server: str, folder: Path, tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({
-        "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b", "c", "d"],
-        "evaluation": {"fraction": 0}, "engine": {"kind": "vllm", "model": str(folder), "urls": [server]},
-        "loop": {**settings_of(updates=3, max_lag=0).model_dump(), "sleep": True},
-    })  # fmt: skip
+    config = TrainConfig.model_validate(
+        {
+            "agent": f"{Speaker.__module__}:Speaker",
+            "env": f"{Letters.__module__}:Letters",
+            "tasks": ["a", "b", "c", "d"],
+            "evaluation": {"fraction": 0},
+            "engine": {"kind": "vllm", "model": str(folder), "urls": [server]},
+            "loop": {**settings_of(updates=3, max_lag=0).model_dump(), "sleep": True},
+        }
+    )
     summary = train(config, tmp_path / "run")
     assert (summary.books_close, summary.updates) == (True, 3)
     assert_books_close(tmp_path / "run")

@@ -50,8 +50,9 @@ def read_wandb(folder: Path, run: str) -> Iterator[tuple[str, int, float]]:
         record = Record.FromString(data)
         names.add(record.run.display_name)
         ids.add(record.run.run_id)
-        items: dict[str, Any] = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                                 for item in record.history.item}  # fmt: skip
+        items: dict[str, Any] = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+        }
         for name, value in items.items():
             axis = name.split("/")[0]
             if axis in STEPS:

@@ -28,8 +28,12 @@ STEPS = [
     ["install", "--quiet", "wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2", "matplotlib==3.11.2"],
     ["install", "--quiet", "--no-deps", "--editable", str(ROOT)],
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
-               "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def main() -> None:

@@ -72,28 +72,54 @@ def main(kind: str, out: Path) -> None:
     model = tiny_model(tokenizer, "micro", seed=0, context=64)
     data = [{"prompt": [{"role": "user", "content": x}], "letter": x} for x in LETTERS] * STEPS
     config = GRPOConfig(
-        output_dir=str(out / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=GROUPS * GROUP // 2,
-        gradient_accumulation_steps=2, num_generations=GROUP, max_steps=STEPS, learning_rate=1e-2,
-        max_completion_length=6, temperature=1.0, beta=0.0, seed=0,
+        output_dir=str(out / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=GROUPS * GROUP // 2,
+        gradient_accumulation_steps=2,
+        num_generations=GROUP,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        max_completion_length=6,
+        temperature=1.0,
+        beta=0.0,
+        seed=0,
         reward_weights=None if kind == "tools" else [1.0, 0.5],
-    )  # fmt: skip
+    )
     world = {"agent": Speaker(), "env": Letters} if kind == "tools" else {}
     seen: list[dict] = []
     with TRLRecorder(out / "run", **world) as tapes:
         rewards = [tapes.earned] if kind == "tools" else [tapes.reward(right), tapes.reward(brief)]
-        trainer = GRPOTrainer(model=model, args=config, train_dataset=Dataset.from_list(data),
-                              processing_class=tokenizer, reward_funcs=rewards, rollout_func=tapes)  # fmt: skip
+        trainer = GRPOTrainer(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list(data),
+            processing_class=tokenizer,
+            reward_funcs=rewards,
+            rollout_func=tapes,
+        )
         loss = trainer._compute_loss
 
         def watched(model, inputs):
             mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
             step = trainer.state.global_step
-            seen.extend({
-                "step": step, "trained": inputs["completion_ids"][k][mask[k].bool()].tolist(),
-                "ids": [i for part in ("prompt", "completion")
-                        for i in inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()].tolist()],
-            } for k in range(len(mask)))  # fmt: skip
+            seen.extend(
+                {
+                    "step": step,
+                    "trained": inputs["completion_ids"][k][mask[k].bool()].tolist(),
+                    "ids": [
+                        i
+                        for part in ("prompt", "completion")
+                        for i in inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()].tolist()
+                    ],
+                }
+                for k in range(len(mask))
+            )
             return loss(model, inputs)
 
         trainer._compute_loss = watched

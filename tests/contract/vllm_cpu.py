@@ -28,8 +28,12 @@ STEPS = [
     # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
     ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]
-ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-               "OMP_NUM_THREADS": "1"}  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 """Of the server: one thread, one GiB of KV cache."""
 CONTEXT = 4096
 """Tokens that prompt and answer may have together."""

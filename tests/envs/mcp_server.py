@@ -55,8 +55,10 @@ def huge(size: int) -> str:
 def picture() -> list[Any]:
     from mcp.types import ImageContent, TextContent
 
-    return [TextContent(type="text", text="a dot:"),
-            ImageContent(type="image", data="AAAA", **{"mimeType": "image/png"})]
+    return [
+        TextContent(type="text", text="a dot:"),
+        ImageContent(type="image", data="AAAA", **{"mimeType": "image/png"}),
+    ]
 
 
 @server.tool()

@@ -18,17 +18,39 @@ from tapereel.tapes import MissingExtra, Status, Task
 SUM = Task(public={"question": "47+83+25"}, private={"dataset": "chain_sum", "answer": "155"})
 
 
-@given(st.integers(-10**12 + 1, 10**12 - 1), st.sampled_from("+-*"), st.integers(-10**12 + 1, 10**12 - 1))
+@given(st.integers(-(10**12) + 1, 10**12 - 1), st.sampled_from("+-*"), st.integers(-(10**12) + 1, 10**12 - 1))
 def test_the_calculator_is_right(a: int, operator: str, b: int):
     expected = {"+": a + b, "-": a - b, "*": a * b}[operator]
     assert calculate(f"{a}{operator}{b}") == str(expected)
     assert int(calculate(f"{a}{operator}{b}", 40)) == expected
 
 
-@pytest.mark.parametrize("expression", [
-    "", "1", "1+", "+1", "1+2+3", "1/2", "1**2", "2**999", "(1+2)", "1 +2", "a+b", "1+2\n", "٣+٤", "__import__('os')",
-    "1_0+2", "0x1+1", "1e9+1", "1" * 13 + "+1", "1" * 100_000 + "*2", "--1+2", "1.5+2",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1",
+        "1+",
+        "+1",
+        "1+2+3",
+        "1/2",
+        "1**2",
+        "2**999",
+        "(1+2)",
+        "1 +2",
+        "a+b",
+        "1+2\n",
+        "٣+٤",
+        "__import__('os')",
+        "1_0+2",
+        "0x1+1",
+        "1e9+1",
+        "1" * 13 + "+1",
+        "1" * 100_000 + "*2",
+        "--1+2",
+        "1.5+2",
+    ],
+)
 def test_what_the_calculator_cannot_read_is_a_question_mark(expression: str):
     assert calculate(expression, 3) == "?"
 
@@ -68,10 +90,20 @@ def test_an_episode():
     assert asyncio.run(env.finish(Status.FINISHED)) is None
 
 
-@pytest.mark.parametrize(("answer", "exact", "partial"), [
-    ("155", 1.0, 1.0), ("0155", 1.0, 1.0), ("156", 0.0, 0.0), ("1550", 0.0, 0.75), ("155.0", 0.0, 1.0), ("?", 0.0, 0.0),
-    ("one hundred", 0.0, 0.0), ("١٥٥", 0.0, 1.0), ("1" * 5000, 0.0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "exact", "partial"),
+    [
+        ("155", 1.0, 1.0),
+        ("0155", 1.0, 1.0),
+        ("156", 0.0, 0.0),
+        ("1550", 0.0, 0.75),
+        ("155.0", 0.0, 1.0),
+        ("?", 0.0, 0.0),
+        ("one hundred", 0.0, 0.0),
+        ("١٥٥", 0.0, 1.0),
+        ("1" * 5000, 0.0, 0.0),
+    ],
+)
 def test_exact_is_exact_and_the_datasets_own_scorer_stands_beside_it(answer: str, exact: float, partial: float):
     _, outcomes, _ = _play(SUM, f"a{answer}", scorer="chain_sum")
     assert outcomes[0].reward == {"exact": exact}
@@ -111,8 +143,16 @@ def test_neighbouring_seeds_overlap_and_a_split_by_hash_does_not_care():
 
 
 def test_the_same_problem_drawn_twice_is_one_task():
-    tasks = reasoning_tasks("chain_sum", 6, min_terms=2, max_terms=2, min_digits=1, max_digits=1, draws=4000,
-                            keep=lambda entry: "-" not in entry["metadata"]["expression"] and entry["answer"] == "5")
+    tasks = reasoning_tasks(
+        "chain_sum",
+        6,
+        min_terms=2,
+        max_terms=2,
+        min_digits=1,
+        max_digits=1,
+        draws=4000,
+        keep=lambda entry: "-" not in entry["metadata"]["expression"] and entry["answer"] == "5",
+    )
     assert tasks.dropped > 0
     sums = {task.private["metadata"]["expression"] for task in tasks}
     assert sums == {f"{a} + {5 - a}" for a in range(6)}

@@ -75,8 +75,14 @@ def test_the_demo_environment_passes():
                 self.results.append(str(seen))
             return read_action(demonstrate(self.question, self.results, rng))
 
-    report = check_env(lambda: Calculator(scorer="chain_sum"), calculator_tasks(5), Demonstrator(), episodes=5,
-                       stall=60.0, reward_range=(0, 1))  # fmt: skip
+    report = check_env(
+        lambda: Calculator(scorer="chain_sum"),
+        calculator_tasks(5),
+        Demonstrator(),
+        episodes=5,
+        stall=60.0,
+        reward_range=(0, 1),
+    )
     assert report.findings == ()
     assert {k: v for k, v in report.checks.items() if v != "ok"} == {
         "cancellation": "skipped: no call ever waits, so there is nothing to cancel"
@@ -296,11 +302,14 @@ class Blank(Roll, kind="c_blank"):
         return ""
 
 
-@pytest.mark.parametrize(("odd", "check", "says"), [
-    (Unscored, "rewards", "ended as `finished` after 3 turns has no reward"),
-    (Silent, "types", "gave no observation on Press(n="),
-    (Empty, "records", "reads as an empty string"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("odd", "check", "says"),
+    [
+        (Unscored, "rewards", "ended as `finished` after 3 turns has no reward"),
+        (Silent, "types", "gave no observation on Press(n="),
+        (Empty, "records", "reads as an empty string"),
+    ],
+)
 def test_what_may_be_meant_is_a_warning(odd: type[Dice], check: str, says: str):
     report = _check(odd)
     assert report.ok

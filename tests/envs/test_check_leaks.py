@@ -65,8 +65,9 @@ def nothing_is_left() -> Iterator[None]:
             os.close(end)
 
 
-@pytest.mark.parametrize(("env", "left"), [(LeavesATask, "4 tasks"), (LeavesAFile, "8 open files"),
-                                           (LeavesAThread, "4 threads")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "left"), [(LeavesATask, "4 tasks"), (LeavesAFile, "8 open files"), (LeavesAThread, "4 threads")]
+)
 def test_what_is_left_behind_is_named_and_counted(env: type[Dice], left: str) -> None:
     report = check_env(env, [1, 2, 3], press, stall=60.0)
     (finding,) = report.findings

@@ -15,7 +15,7 @@ from tapereel.envs import Environment, check_verb
 from tapereel.envs.named import load_named
 from tapereel.tapes.console import Exit, UsageError
 
-SOURCE = '''
+SOURCE = """
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Text
 
@@ -44,7 +44,7 @@ def words():
 
 def say(seen, rng):
     return Answer(text=seen.text.split()[-1])
-'''
+"""
 
 
 @pytest.fixture
@@ -84,26 +84,32 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
     assert "\x1b" not in shown
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--tasks", "3"], "give a JSON list"),
-    (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
-    (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
-    (["--tasks", "nothing"], "names nothing"),
-    (["--tasks", "[]"], "at least one task"),
-    (["--tasks", "[3"], r"--tasks is '\[3', which is no JSON: Expecting ',' delimiter"),
-    (["--tasks", "math:pi"], "name a list of tasks, or a function that gives one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tasks", "3"], "give a JSON list"),
+        (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
+        (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
+        (["--tasks", "nothing"], "names nothing"),
+        (["--tasks", "[]"], "at least one task"),
+        (["--tasks", "[3"], r"--tasks is '\[3', which is no JSON: Expecting ',' delimiter"),
+        (["--tasks", "math:pi"], "name a list of tasks, or a function that gives one"),
+    ],
+)
 def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
     with pytest.raises(UsageError, match=says):
         _run(f"{parrots}:Parrot", *words, "--actions", f"{parrots}:say")
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("math:pi", "math:pi: it is 3.14.*, and no Environment class"),
-    ("{}:words", "the factory gave .'a', 'b'., which is no Environment"),
-    ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
-    ("builtins:dict", "the factory gave {{}}, which is no Environment: pass an Environment class"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("math:pi", "math:pi: it is 3.14.*, and no Environment class"),
+        ("{}:words", "the factory gave .'a', 'b'., which is no Environment"),
+        ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
+        ("builtins:dict", "the factory gave {{}}, which is no Environment: pass an Environment class"),
+    ],
+)
 def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str, name: str, says: str):
     with pytest.raises(UsageError, match=says.format()):
         _run(name.format(parrots), "--tasks", "[1]", "--actions", f"{parrots}:say")
@@ -122,15 +128,18 @@ def test_names_of_files_and_modules_are_one_thing(parrots: str):
     assert load_named("json:loads") is json.loads
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("no_such_module:x", "there is no module 'no_such_module'"),
-    ("json.no_such:x", "there is no module 'json.no_such'"),
-    ("no_such.py:x", "there is no file"),
-    ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot.*Outcome"),
-    ("parrots_of_a_test.py:Parot", "has no 'Parot'; did you mean Parrot?"),
-    ("parrots_of_a_test.py", "names nothing; write package.module:name"),
-    (":x", "names nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module:x", "there is no module 'no_such_module'"),
+        ("json.no_such:x", "there is no module 'json.no_such'"),
+        ("no_such.py:x", "there is no file"),
+        ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot.*Outcome"),
+        ("parrots_of_a_test.py:Parot", "has no 'Parot'; did you mean Parrot?"),
+        ("parrots_of_a_test.py", "names nothing; write package.module:name"),
+        (":x", "names nothing"),
+    ],
+)
 def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
     with pytest.raises(UsageError, match=says):
         load_named(name)

@@ -94,12 +94,15 @@ def test_a_task_chooses_what_gymnasium_makes():
     asyncio.run(env.close())
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    ({"is_slipery": False, "map_name": "8x8"}, "is_slipery=False, map_name='8x8'"),
-    ({"map_name": "9x9"}, "map_name='9x9'.*KeyError"),
-    ({"id": "Blackjack-v1"}, "id='Blackjack-v1'"),
-    (["8x8"], "not \\['8x8'\\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        ({"is_slipery": False, "map_name": "8x8"}, "is_slipery=False, map_name='8x8'"),
+        ({"map_name": "9x9"}, "map_name='9x9'.*KeyError"),
+        ({"id": "Blackjack-v1"}, "id='Blackjack-v1'"),
+        (["8x8"], "not \\['8x8'\\]"),
+    ],
+)
 def test_what_gymnasium_does_not_take_from_a_task_is_named(make: Any, says: str):
     env = GymEnvironment("FrozenLake-v1")
     with pytest.raises(TypeError, match=says):
@@ -177,9 +180,21 @@ def test_what_is_no_discrete_action_is_refused_and_nothing_moves(value: Any):
     asyncio.run(env.close())
 
 
-@pytest.mark.parametrize("value", [
-    [1], [1, 3], [1.5, 1], [1, 10**30], [[1], [2, 3]], ["a", "b"], [True, 1.0], [], 3, {"0": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1],
+        [1, 3],
+        [1.5, 1],
+        [1, 10**30],
+        [[1], [2, 3]],
+        ["a", "b"],
+        [True, 1.0],
+        [],
+        3,
+        {"0": 1},
+    ],
+)
 def test_what_is_no_array_of_whole_numbers_in_range_is_refused(value: Any):
     s = _spaces()
     grid = Grid(s.Discrete(2), s.MultiDiscrete([2, 3]), 1)
@@ -203,10 +218,13 @@ def test_a_space_without_a_plain_form_asks_for_a_codec():
 
 
 def test_codecs_show_and_read_anything():
-    env, first = _started(GymEnvironment(
-        "CartPole-v1", observe=lambda seen, env: Text(text=f"tilt {seen[2]:+.1f} of {env.spec.id}"),
-        act=lambda action, env: action.number,
-    ))  # fmt: skip
+    env, first = _started(
+        GymEnvironment(
+            "CartPole-v1",
+            observe=lambda seen, env: Text(text=f"tilt {seen[2]:+.1f} of {env.spec.id}"),
+            act=lambda action, env: action.number,
+        )
+    )
     assert str(first) in ("tilt +0.0 of CartPole-v1", "tilt -0.0 of CartPole-v1")
     outcome = asyncio.run(env.step(Guess(number=1)))
     assert outcome.reward == 1.0
@@ -257,16 +275,24 @@ def test_a_whole_episode_on_a_tape():
     assert (tape.status, tape.reward, tape.turns) == (Status.FINISHED, 1.0, 7)
     assert [r.value for r in tape.rewards] == [0.0] * 6 + [1.0]
     assert [str(o) for o in tape.observations][2:4] == ["8", "9 is no action here; the actions are Discrete(4)"]
-    assert tape.begin.env.config == {"env": "FrozenLake-v1", "make": {"is_slippery": False}, "metrics": [], "act": None,
-                                     "observe": None}  # fmt: skip
+    assert tape.begin.env.config == {
+        "env": "FrozenLake-v1",
+        "make": {"is_slippery": False},
+        "metrics": [],
+        "act": None,
+        "observe": None,
+    }
 
 
 @pytest.mark.parametrize(("name", "actions"), [("FrozenLake-v1", 4), ("Blackjack-v1", 2)])
 def test_real_environments_pass_the_check(name: str, actions: int):
     report = check_env(
-        lambda: GymEnvironment(name), [None, 1, 2], lambda seen, rng: GymAction(value=rng.randrange(actions)),
-        max_turns=100, reward_range=(-1.0, 1.0),
-    )  # fmt: skip
+        lambda: GymEnvironment(name),
+        [None, 1, 2],
+        lambda seen, rng: GymAction(value=rng.randrange(actions)),
+        max_turns=100,
+        reward_range=(-1.0, 1.0),
+    )
     assert report.ok, str(report)
     assert report.findings == ()
     assert report.episodes == 3

@@ -44,8 +44,9 @@ def over_stdio(**options: Any) -> McpServer:
 def address() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), "http", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(1200):
             assert process.poll() is None, "the server ended at once"
@@ -71,8 +72,12 @@ def results(tape: Tape) -> list[tuple[str, bool]]:
 
 
 def assert_serves(server: McpServer) -> None:
-    tape = play(server, called(("lookup", {"word": "amber"}), ("lookup", {"word": "zinc"}), ("picture", {})),
-                called(("huge", {"size": 5000}), ("note", {"text": "é"}), ("lookup", {})), "4711")  # fmt: skip
+    tape = play(
+        server,
+        called(("lookup", {"word": "amber"}), ("lookup", {"word": "zinc"}), ("picture", {})),
+        called(("huge", {"size": 5000}), ("note", {"text": "é"}), ("lookup", {})),
+        "4711",
+    )
     assert (tape.status, tape.reward, tape.cause) == (Status.FINISHED, 1.0, None)
     told = results(tape)
     assert told[0] == ("4711", False)
@@ -110,13 +115,20 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
     assert hinted.effect == "irreversible"
     found = asyncio.run(tools_of(hinted))
     assert {name: tool.effect for name, tool in found.items()} == {
-        "lookup": "pure", "code_of": "pure", "note": "idempotent", "huge": "irreversible", "picture": "irreversible",
-        "sleep": "irreversible", "die": "irreversible",
-    }  # fmt: skip
+        "lookup": "pure",
+        "code_of": "pure",
+        "note": "idempotent",
+        "huge": "irreversible",
+        "picture": "irreversible",
+        "sleep": "irreversible",
+        "die": "irreversible",
+    }
     declared = McpServer.http(address, effect="pure", effects={"note": "irreversible"}, only=["note", "huge"])
     assert declared.effect == "irreversible"
     assert {name: tool.effect for name, tool in asyncio.run(tools_of(declared)).items()} == {
-        "note": "irreversible", "huge": "pure"}  # fmt: skip
+        "note": "irreversible",
+        "huge": "pure",
+    }
     reads = McpServer.http(address, only=["lookup"])
     asyncio.run(tools_of(reads))
     assert reads.effect == "pure"
@@ -125,8 +137,10 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
 
 
 def test_a_server_that_prints_what_is_no_message_is_told_of_once(caplog: pytest.LogCaptureFixture):
-    code = ("import runpy, sys; print('noise\\n' * 500); sys.argv[1:] = ['stdio']; "
-            f"runpy.run_path({str(SERVER)!r}, run_name='__main__')")
+    code = (
+        "import runpy, sys; print('noise\\n' * 500); sys.argv[1:] = ['stdio']; "
+        f"runpy.run_path({str(SERVER)!r}, run_name='__main__')"
+    )
 
     async def check() -> None:
         server = McpServer.stdio(sys.executable, "-c", code)
@@ -177,9 +191,9 @@ def test_a_shared_session_serves_all_episodes_of_a_loop_and_ends_with_it(address
 
     async def many() -> list[Tape]:
         script = [called(("lookup", {"word": "amber"})), "4711"]
-        return await asyncio.gather(*(
-            rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(script)) for _ in range(8)
-        ))  # fmt: skip
+        return await asyncio.gather(
+            *(rollout(AGENT, lambda: Asked([server]), TASK, engine=ScriptedEngine(script)) for _ in range(8))
+        )
 
     assert [tape.reward for tape in asyncio.run(many())] == [1.0] * 8
     assert len(opened) == 1, "one session"
@@ -187,14 +201,23 @@ def test_a_shared_session_serves_all_episodes_of_a_loop_and_ends_with_it(address
     assert len(opened) == 2, "another loop has another one"
 
 
-@pytest.mark.parametrize(("server", "says"), [
-    (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "it said: no luck today"),
-    (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "can't be used"),
-    (McpServer.stdio("no-such-program"), "MCP server no-such-program can't be used: FileNotFoundError"),
-    (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r"MCP server http://127\.0\.0\.1:9/mcp can't be used"),
-    (McpServer.http("http://127.0.0.1:9/", key_variable="NOT_SET_ANYWHERE"), "variable NOT_SET_ANYWHERE, which holds"),
-    (McpServer.stdio(sys.executable, "-c", "import sys; sys.stdin.read()", start_timeout=0.2), "not ready in 0.2 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "it said: no luck today"),
+        (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "can't be used"),
+        (McpServer.stdio("no-such-program"), "MCP server no-such-program can't be used: FileNotFoundError"),
+        (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r"MCP server http://127\.0\.0\.1:9/mcp can't be used"),
+        (
+            McpServer.http("http://127.0.0.1:9/", key_variable="NOT_SET_ANYWHERE"),
+            "variable NOT_SET_ANYWHERE, which holds",
+        ),
+        (
+            McpServer.stdio(sys.executable, "-c", "import sys; sys.stdin.read()", start_timeout=0.2),
+            "not ready in 0.2 s",
+        ),
+    ],
+)
 def test_a_server_that_cant_be_used_says_why(server: McpServer, says: str):
     with pytest.raises(ToolsLost, match=says):
         asyncio.run(tools_of(server))

@@ -26,17 +26,20 @@ def verifier() -> Iterator[MathVerifier]:
     found.close()
 
 
-@pytest.mark.parametrize(("answer", "reference", "equal"), [
-    (r"It is $\frac{1}{2}$.", "0.5", True),
-    (r"First 7, but then \boxed{3}.", "3", True),
-    ("So the answer is 12", "12", True),
-    ("So the answer is 13", "12", False),
-    ("I don't know", "12", False),
-    ("", "12", False),
-    (r"$\{1, 2\}$", r"\{2, 1\}", True),
-    (r"$x^2 + 2x + 1$", "(x+1)^2", True),
-    (r"\boxed{\sqrt{8}}", r"$2\sqrt{2}$", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "reference", "equal"),
+    [
+        (r"It is $\frac{1}{2}$.", "0.5", True),
+        (r"First 7, but then \boxed{3}.", "3", True),
+        ("So the answer is 12", "12", True),
+        ("So the answer is 13", "12", False),
+        ("I don't know", "12", False),
+        ("", "12", False),
+        (r"$\{1, 2\}$", r"\{2, 1\}", True),
+        (r"$x^2 + 2x + 1$", "(x+1)^2", True),
+        (r"\boxed{\sqrt{8}}", r"$2\sqrt{2}$", True),
+    ],
+)
 def test_answers_are_equal_where_they_mean_the_same(verifier: MathVerifier, answer: str, reference: str, equal: bool):
     assert verifier.equal(answer, reference) is equal
 
@@ -46,7 +49,10 @@ def test_as_a_source_it_scores_the_last_answer_against_the_tasks(verifier: MathV
     right, wrong = tapes([r"\boxed{\frac{2}{4}}", "2"], Task(public="1/2?", private={"answer": 0.5}))
     (none,) = tapes(["2"], Task(public="?"))
     assert [[(r.name, r.value) for r in own] for own in scores([source], right, wrong, none)] == [
-        [("math", 1.0)], [("math", 0.0)], []]  # fmt: skip
+        [("math", 1.0)],
+        [("math", 0.0)],
+        [],
+    ]
     assert [s.name for s in Rewards([source]).pure.sources] == ["math"], "the tape alone decides"
 
 

@@ -115,8 +115,12 @@ def test_with_a_tokenizer_a_sample_is_exactly_what_was_sampled():
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("reward_server.py"))],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("reward_server.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
@@ -141,8 +145,7 @@ def ask(server: str, mode: str, *answers: str, **options: Any) -> list[list[Any]
 def test_a_model_that_fails_twice_is_asked_again_and_then_scores_everybody(server: str):
     row = LEDGER["F24"]
     records = ask(server, "flaky", "a", "bb", "ccc", tries=row["tries"], wait=0.001)
-    assert [[r.value for r in own] for own in records] == [
-        [float(len("assistant: ") + n)] for n in (1, 2, 3)]  # fmt: skip
+    assert [[r.value for r in own] for own in records] == [[float(len("assistant: ") + n)] for n in (1, 2, 3)]
     found = told(server)
     assert found["asked"]["flaky"] == row["failures"] + 1, "all three in one request"
     body = found["bodies"][-1]
@@ -185,19 +188,22 @@ def test_waiting_between_tries_grows_and_blocks_nobody(monkeypatch: pytest.Monke
 
 
 @pytest.mark.ledger("F24")
-@pytest.mark.parametrize(("mode", "says"), [
-    ("down", "gave no answer in 2 tries; the last one: HTTP 503: 'no luck'"),
-    ("hangup", "gave no answer in 2 tries; the last one: ServerDisconnectedError"),
-    ("forbidden", "refuses: HTTP 403: 'not you'"),
-    ("others", "answered other ids than it was asked for: 'x'"),
-    ("twice", "answered other ids than it was asked for: '"),
-    ("short", "gave 1 scores for 2 samples"),
-    ("nan", "gave nan for"),
-    ("huge", "gave an integer that no float can hold for"),
-    ("text", "gave 'good' for"),
-    ("html", "gave what is no JSON: '<h1>hello</h1>'"),
-    ("bare", "without `rewards`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("down", "gave no answer in 2 tries; the last one: HTTP 503: 'no luck'"),
+        ("hangup", "gave no answer in 2 tries; the last one: ServerDisconnectedError"),
+        ("forbidden", "refuses: HTTP 403: 'not you'"),
+        ("others", "answered other ids than it was asked for: 'x'"),
+        ("twice", "answered other ids than it was asked for: '"),
+        ("short", "gave 1 scores for 2 samples"),
+        ("nan", "gave nan for"),
+        ("huge", "gave an integer that no float can hold for"),
+        ("text", "gave 'good' for"),
+        ("html", "gave what is no JSON: '<h1>hello</h1>'"),
+        ("bare", "without `rewards`"),
+    ],
+)
 def test_what_is_no_answer_leaves_the_tapes_unscored_and_says_why(server: str, mode: str, says: str):
     before = told(server)["asked"].get(mode, 0)
     for records in ask(server, mode, "a", "bb"):
@@ -259,18 +265,42 @@ def file(folder: Path, name: str, code: str) -> Path:
 
 
 @pytest.mark.ledger("F25")
-@pytest.mark.parametrize(("name", "code", "values"), [
-    ("plain_file", "def reward_func(queries, prompts): return [len(q) - len(p) for q, p in zip(queries, prompts)]",
-     [("plain_file", 13.0)]),
-    ("right_file", "def reward_func(queries, prompts, references):\n"
-     "    return [float(q.endswith(r)) for q, r in zip(queries, references)]", [("right_file", 1.0)]),
-    ("label_file", "def reward_func(queries, labels): return [len(label) for label in labels]", [("label_file", 4.0)]),
-    ("async_file", "async def reward_func(queries, **rest): return [len(rest)] * len(queries)", [("async_file", 4.0)]),
-    ("array_file", "import numpy as np\ndef reward_func(queries): return np.ones(len(queries)) / 2",
-     [("array_file", 0.5)]),
-    ("named_file", "def reward_func(queries): return {'a': [1.0] * len(queries), 'b': [None] * len(queries)}",
-     [("named_file/a", 1.0)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "code", "values"),
+    [
+        (
+            "plain_file",
+            "def reward_func(queries, prompts): return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+            [("plain_file", 13.0)],
+        ),
+        (
+            "right_file",
+            "def reward_func(queries, prompts, references):\n"
+            "    return [float(q.endswith(r)) for q, r in zip(queries, references)]",
+            [("right_file", 1.0)],
+        ),
+        (
+            "label_file",
+            "def reward_func(queries, labels): return [len(label) for label in labels]",
+            [("label_file", 4.0)],
+        ),
+        (
+            "async_file",
+            "async def reward_func(queries, **rest): return [len(rest)] * len(queries)",
+            [("async_file", 4.0)],
+        ),
+        (
+            "array_file",
+            "import numpy as np\ndef reward_func(queries): return np.ones(len(queries)) / 2",
+            [("array_file", 0.5)],
+        ),
+        (
+            "named_file",
+            "def reward_func(queries): return {'a': [1.0] * len(queries), 'b': [None] * len(queries)}",
+            [("named_file/a", 1.0)],
+        ),
+    ],
+)
 def test_a_function_in_a_file_gets_what_it_asks_for(tmp_path: Path, name: str, code: str, values: list[Any]):
     source = file_reward(file(tmp_path, name, code))
     found = tapes(["x"], Task(public={"question": "q", "label": "sums"}, private={"answer": "x"}))
@@ -280,12 +310,15 @@ def test_a_function_in_a_file_gets_what_it_asks_for(tmp_path: Path, name: str, c
 
 
 @pytest.mark.ledger("F25")
-@pytest.mark.parametrize(("name", "code", "says"), [
-    ("short_file", "def reward_func(queries): return []", "gave 0 scores for 1 samples"),
-    ("text_file", "def reward_func(queries): return 'good'", "gives a list of scores, not str 'good'"),
-    ("uneven_file", "def reward_func(queries): return {'a': []}", "'a' has 0 scores for 1 samples"),
-    ("raises_file", "def reward_func(queries): raise KeyError('gold')", "KeyError: 'gold'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("short_file", "def reward_func(queries): return []", "gave 0 scores for 1 samples"),
+        ("text_file", "def reward_func(queries): return 'good'", "gives a list of scores, not str 'good'"),
+        ("uneven_file", "def reward_func(queries): return {'a': []}", "'a' has 0 scores for 1 samples"),
+        ("raises_file", "def reward_func(queries): raise KeyError('gold')", "KeyError: 'gold'"),
+    ],
+)
 def test_a_function_that_answers_wrongly_leaves_the_tape_unscored(tmp_path: Path, name: str, code: str, says: str):
     (records,) = scores([file_reward(file(tmp_path, name, code))], *tapes(["x"]))
     assert says in failure(records)
@@ -333,9 +366,11 @@ def test_a_model_sees_only_the_samples_whose_recipe_needs_it_and_is_absent_elsew
     records = scores([source], *found)
     assert model.calls == [["x", "xxx"]]
     assert [[(r.tape, r.name, r.value) for r in own] for own in records] == [
-        [(found[0].id, "ensemble/m0", 1.0), (found[0].id, "ensemble/rule", 1.0)], [(found[1].id, "ensemble/rule", 1.0)],
-        [(found[2].id, "ensemble/m0", 3.0), (found[2].id, "ensemble/rule", 1.0)], [(found[3].id, "ensemble/rule", 1.0)],
-    ]  # fmt: skip
+        [(found[0].id, "ensemble/m0", 1.0), (found[0].id, "ensemble/rule", 1.0)],
+        [(found[1].id, "ensemble/rule", 1.0)],
+        [(found[2].id, "ensemble/m0", 3.0), (found[2].id, "ensemble/rule", 1.0)],
+        [(found[3].id, "ensemble/rule", 1.0)],
+    ]
 
 
 @pytest.mark.ledger("F26")

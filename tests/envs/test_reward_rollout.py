@@ -52,7 +52,9 @@ def test_sources_score_the_whole_tape_at_its_end_and_on_it():
     (tape,) = tapes(["abc"], env=scored_by(length, RewardSource(score=ended, weight=0.5)))
     assert tape.reward == 3.5
     assert [(r.name, r.value, r.weight, r.step, r.layer) for r in tape.rewards] == [
-        ("length", 3.0, 1.0, None, None), ("ended", 1.0, 0.5, None, None)]  # fmt: skip
+        ("length", 3.0, 1.0, None, None),
+        ("ended", 1.0, 0.5, None, None),
+    ]
     assert tape.begin.env.config["rewards"] == ["length", "ended"]
     assert Tape.model_validate_json(tape.model_dump_json()) == tape
 
@@ -76,7 +78,9 @@ def test_a_source_that_fails_leaves_the_episode_unscored_and_untrained():
     assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "RewardFailed")
     assert "no such column" in str(tape.cause.message)
     assert [(r.name, r.weight, math.isnan(r.value)) for r in tape.rewards] == [
-        ("length", 0.0, False), ("broken", 0.0, True)]  # fmt: skip
+        ("length", 0.0, False),
+        ("broken", 0.0, True),
+    ]
 
 
 def test_an_episode_that_is_cancelled_while_it_is_scored_is_closed_as_cancelled():
@@ -131,7 +135,10 @@ def test_evidence_and_weights_of_named_parts_are_kept():
 
     (tape,) = tapes(["x"], env=scored_by(RewardSource(score=told, weight=2.0)))
     assert [(r.name, r.value, r.weight, r.evidence) for r in tape.rewards] == [
-        ("told/a", 1.0, 2.0, {"why": "so"}), ("told/b", 2.0, 1.0, None), ("told/c", 5.0, 0.0, None)]  # fmt: skip
+        ("told/a", 1.0, 2.0, {"why": "so"}),
+        ("told/b", 2.0, 1.0, None),
+        ("told/c", 5.0, 0.0, None),
+    ]
     assert tape.reward == 4.0
     outcome = asyncio.run(Rewards([RewardSource(score=told, weight=2.0)]).outcome(tape))
     assert outcome.reward == {"told/a": 2.0, "told/b": 2.0}
@@ -143,7 +150,8 @@ def test_metrics_belong_to_their_own_sample():
     found = tapes(["a", "bb", "cccc"])
     own = scores([RewardSource(score=lambda tape: {"length": length(tape)}, name="m", weight=0)], *found)
     assert [[(r.tape, r.name, r.value) for r in records] for records in own] == [
-        [(tape.id, "m/length", n)] for tape, n in zip(found, (1.0, 2.0, 4.0), strict=True)]  # fmt: skip
+        [(tape.id, "m/length", n)] for tape, n in zip(found, (1.0, 2.0, 4.0), strict=True)
+    ]
 
 
 # Relative to the group
@@ -151,21 +159,26 @@ def test_metrics_belong_to_their_own_sample():
 
 def group(values: Sequence[float | None], env: Any = Asks) -> list[Tape]:
     async def every() -> list[Tape]:
-        return [await said("x" * k, Task(public="q", private={"worth": value}), env=env, group="g", attempt=k)
-                for k, value in enumerate(values)]  # fmt: skip
+        return [
+            await said("x" * k, Task(public="q", private={"worth": value}), env=env, group="g", attempt=k)
+            for k, value in enumerate(values)
+        ]
 
     return asyncio.run(every())
 
 
-@pytest.mark.parametrize(("source", "worth", "expected"), [
-    (ranked(), [0.1, 0.5, 0.3], [0.0, 1.0, 0.5]),
-    (ranked(), [1.0, 0.0, 1.0], [0.75, 0.0, 0.75]),
-    (ranked(), [2.0, 2.0], [0.5, 0.5]),
-    (ranked(), [2.0, None, 3.0], [0.0, None, 1.0]),
-    (ranked(), [2.0, None], [None, None]),
-    (best_of(), [1.0, 3.0, 3.0, None], [0.0, 1.0, 1.0, None]),
-    (best_of(by="length"), [9.0, 3.0, 3.0], [None, None, None]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "worth", "expected"),
+    [
+        (ranked(), [0.1, 0.5, 0.3], [0.0, 1.0, 0.5]),
+        (ranked(), [1.0, 0.0, 1.0], [0.75, 0.0, 0.75]),
+        (ranked(), [2.0, 2.0], [0.5, 0.5]),
+        (ranked(), [2.0, None, 3.0], [0.0, None, 1.0]),
+        (ranked(), [2.0, None], [None, None]),
+        (best_of(), [1.0, 3.0, 3.0, None], [0.0, 1.0, 1.0, None]),
+        (best_of(by="length"), [9.0, 3.0, 3.0], [None, None, None]),
+    ],
+)
 def test_places_in_a_group(source: Any, worth: list[float | None], expected: list[float | None]):
     records = asyncio.run(Rewards([source]).compare(group(worth)))
     assert [next((r.value for r in own), None) for own in records.values()] == expected
@@ -198,15 +211,16 @@ def test_a_comparison_that_fails_leaves_the_whole_group_unscored():
 def test_a_rollout_of_a_group_compares_its_attempts():
     env = rewarded(Asks, Rewards([length, best_of()]))
     answers = iter(["a", "abc", "ab"])
-    found = asyncio.run(rollout_group(SPEAKER, env, Task(public="q"), n=3,
-                                      engine=ScriptedEngine(lambda request: next(answers))))  # fmt: skip
+    found = asyncio.run(
+        rollout_group(SPEAKER, env, Task(public="q"), n=3, engine=ScriptedEngine(lambda request: next(answers)))
+    )
     assert sorted((tape.reward, training_reward(tape)) for tape in found) == [(1.0, 1.0), (2.0, 2.0), (3.0, 4.0)]
 
 
 # By name
 
 
-WORLD = '''
+WORLD = """
 from tapereel.agents import agent
 from tapereel.envs import Environment, Outcome, Rewards, RewardSource
 from tapereel.envs.rewards.relative import ranked
@@ -226,7 +240,7 @@ def length(tape):
     return float(len(str(tape.actions[-1])))
 
 both = Rewards([RewardSource(score=length, name="twice", weight=2.0), ranked(by="length")])
-'''
+"""
 
 
 def world(folder: Path, name: str) -> str:
@@ -241,28 +255,38 @@ def test_a_run_is_scored_by_what_its_configuration_names(tmp_path: Path):
     file = tmp_path / "halves.py"
     file.write_text("def reward_func(queries, prompts):\n    return [0.5] * len(queries)\n", encoding="utf-8")
     config = RunConfig(
-        agent=f"{path}:speaker", env=f"{path}:Asks", tasks=("t1", "t2"), attempts=2,
-        engine=ScriptedConfig(answers=("abc",)), rewards=(f"{path}:length", f"{path}:both", str(file)),
-    )  # fmt: skip
+        agent=f"{path}:speaker",
+        env=f"{path}:Asks",
+        tasks=("t1", "t2"),
+        attempts=2,
+        engine=ScriptedConfig(answers=("abc",)),
+        rewards=(f"{path}:length", f"{path}:both", str(file)),
+    )
     summary = run(config, tmp_path / "run")
     assert (summary.reward, summary.scored) == (3.0 + 6.0 + 0.5, 4)
     with Store.open(tmp_path / "run") as store:
         for found in store.summaries():
             tape = store.tape(found.id)
             assert [(r.name, r.value, r.weight) for r in tape.rewards] == [
-                ("length", 3.0, 1.0), ("twice", 3.0, 2.0), ("halves", 0.5, 1.0)]  # fmt: skip
+                ("length", 3.0, 1.0),
+                ("twice", 3.0, 2.0),
+                ("halves", 0.5, 1.0),
+            ]
             assert [(r.name, r.value) for r in layer_of(tape)] == [("rank", 0.5)]
     run(config, tmp_path / "run", resume=True)
     with Store.open(tmp_path / "run") as store:
         assert all(len(layer_of(store.tape(found.id))) == 1 for found in store.summaries()), "compared once"
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("no_such_module_anywhere:x", "there is no module"),
-    ("math:pi", "math:pi is a float; a reward is a Rewards"),
-    ("ftp://x", "names nothing|no module"),
-    ("nowhere.py", "there is no file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module_anywhere:x", "there is no module"),
+        ("math:pi", "math:pi is a float; a reward is a Rewards"),
+        ("ftp://x", "names nothing|no module"),
+        ("nowhere.py", "there is no file"),
+    ],
+)
 def test_a_name_that_is_no_reward_is_refused(name: str, says: str):
     with pytest.raises(UsageError, match=says):
         load_rewards([name])
@@ -308,8 +332,15 @@ def test_what_an_environment_scored_beside_a_source_that_failed_is_no_reward(tmp
     unscored, and the number stays on record."""
     path = tmp_path / "world_that_fails.py"
     path.write_text(FAILING, encoding="utf-8")
-    config = RunConfig(seed=0, agent=f"{path}:agent", env=f"{path}:Asks", tasks=f"{path}:tasks", attempts=2,
-                       rewards=(f"{path}:picky",), engine=ScriptedConfig(answers=["x"]))  # fmt: skip
+    config = RunConfig(
+        seed=0,
+        agent=f"{path}:agent",
+        env=f"{path}:Asks",
+        tasks=f"{path}:tasks",
+        attempts=2,
+        rewards=(f"{path}:picky",),
+        engine=ScriptedConfig(answers=["x"]),
+    )
     summary = run(config, tmp_path / "run")
     assert (summary.episodes, summary.scored, summary.reward) == (8, 4, 1.5), "a failed episode is tried again, once"
     with Store.open(tmp_path / "run") as store:

@@ -60,8 +60,11 @@ def test_sources_become_records_that_make_the_tapes_reward():
     turns = RewardSource(score=long, name="turns", weight=0)
     records = _score(long, RewardSource(score=parts, weight=0.1), turns, silent)
     assert [(r.name, r.value, r.weight, r.step) for r in records] == [
-        ("long", 2.0, 1.0, None), ("parts/a", 0.5, 0.1, None), ("parts/b", -1.0, 0.1, None), ("turns", 2.0, 0.0, None),
-    ]  # fmt: skip
+        ("long", 2.0, 1.0, None),
+        ("parts/a", 0.5, 0.1, None),
+        ("parts/b", -1.0, 0.1, None),
+        ("turns", 2.0, 0.0, None),
+    ]
     assert _tape(records).reward == pytest.approx(2.0 + 0.1 * 0.5 - 0.1)
 
 
@@ -174,10 +177,12 @@ def test_only_pure_sources_can_be_verified_later():
 
 
 def test_an_environment_scores_whatever_it_hands_over():
-    rewards: Rewards[dict[str, float]] = Rewards([
-        RewardSource(score=lambda world: world["gold"], name="gold", weight=2.0),
-        RewardSource(score=lambda world: {"x": 1.0}, name="place", weight=0),
-    ])  # fmt: skip
+    rewards: Rewards[dict[str, float]] = Rewards(
+        [
+            RewardSource(score=lambda world: world["gold"], name="gold", weight=2.0),
+            RewardSource(score=lambda world: {"x": 1.0}, name="place", weight=0),
+        ]
+    )
     outcome = asyncio.run(rewards.outcome({"gold": 3.0}))
     assert outcome == Outcome(reward={"gold": 6.0}, metrics={"place/x": 1.0})
 

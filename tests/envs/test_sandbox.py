@@ -154,8 +154,10 @@ def test_nothing_of_this_processs_environment_reaches_it(isolation: str, monkeyp
 @pytest.mark.usefixtures("isolated")
 def test_it_cant_write_outside_its_folder():
     name = f"/tmp/outside-{uuid.uuid4().hex}"
-    ran = shell(f"echo x > {name}; echo x > /dev/shm/{Path(name).name}; echo x > ../up; echo in > here; cat here; "
-                f"touch {Path(__file__)}; ln -s /tmp up; echo x > up/{Path(name).name}; mount -o remount,rw /")
+    ran = shell(
+        f"echo x > {name}; echo x > /dev/shm/{Path(name).name}; echo x > ../up; echo in > here; cat here; "
+        f"touch {Path(__file__)}; ln -s /tmp up; echo x > up/{Path(name).name}; mount -o remount,rw /"
+    )
     assert "Read-only file system" in ran.output
     assert "in\n" in ran.output
     assert not Path(name).exists()
@@ -178,16 +180,18 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", 80)), (socket.AF_INET, ("
 
 @pytest.mark.usefixtures("isolated")
 def test_it_sees_and_signals_no_other_process():
-    ran = python("""
+    ran = python(
+        f"""
 import os, signal
 print(sorted(int(p) for p in os.listdir("/proc") if p.isdigit()) or "none")
-for pid in (os.getppid(), %d):
+for pid in (os.getppid(), {os.getpid()}):
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError:
         pass
 print("still here")
-""" % os.getpid())  # noqa: UP031
+"""
+    )
     assert ran.code == 0
     assert ran.output.endswith("still here\n")
     assert str(os.getpid()) not in ran.output.splitlines()[0].strip("[]").split(", ")
@@ -216,8 +220,9 @@ def test_what_it_cant_do_is_said_at_once():
 def test_where_namespaces_are_refused_it_says_so_or_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     refusing = tmp_path / "refusing.py"
     source = Path(jail.__file__).read_text(encoding="utf-8")
-    refusing.write_text(source.replace("def unshare() -> None:", "def unshare() -> None:\n    raise OSError('no')\n"),
-                        encoding="utf-8")  # fmt: skip
+    refusing.write_text(
+        source.replace("def unshare() -> None:", "def unshare() -> None:\n    raise OSError('no')\n"), encoding="utf-8"
+    )
     monkeypatch.setattr(jail, "__file__", str(refusing))
     ran = shell("echo free")
     assert (ran.output, ran.isolated) == ("free\n", False)
@@ -238,13 +243,31 @@ def test_a_user_without_privileges_has_it_too(isolation: str, tmp_path: Path):
     for path in (folder, script):
         os.chown(path, 65534, 65534)
     report, told = os.pipe()
-    order = {"command": ["/bin/sh", "-c", "echo x > in; cat in; id -u; f(){ f|f& }; f; exec sleep 1000"],
-             "folder": str(folder), "seconds": 2, "memory": 300 << 20, "processes": 20, "file_size": 1000,
-             "file": None, "report": told, "isolation": isolation, "uid": 0}  # fmt: skip
+    order = {
+        "command": ["/bin/sh", "-c", "echo x > in; cat in; id -u; f(){ f|f& }; f; exec sleep 1000"],
+        "folder": str(folder),
+        "seconds": 2,
+        "memory": 300 << 20,
+        "processes": 20,
+        "file_size": 1000,
+        "file": None,
+        "report": told,
+        "isolation": isolation,
+        "uid": 0,
+    }
     try:
-        done = subprocess.run([python, "-I", "-S", script], input=json.dumps(order), pass_fds=(told,), user=65534,
-                              group=65534, extra_groups=[], cwd=folder, capture_output=True, text=True,
-                              timeout=60)  # fmt: skip
+        done = subprocess.run(
+            [python, "-I", "-S", script],
+            input=json.dumps(order),
+            pass_fds=(told,),
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         os.close(told)
         said = json.loads(os.read(report, 1000).splitlines()[0])
         assert said["code"] is None, (said, done.stderr)
@@ -271,10 +294,14 @@ def test_an_agent_programs_in_it_and_its_folder_goes_with_the_episode():
 
     call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
     wrong = json.dumps({"name": "shell", "arguments": {"command": "exit 2"}})
-    tape = asyncio.run(rollout(
-        ChatAgent(actions=[ToolCalls], plain=Answer), Programming, Task(public="6*7?"),
-        engine=ScriptedEngine([f"<tool_call>{call}</tool_call><tool_call>{wrong}</tool_call>", "42"]),
-    ))  # fmt: skip
+    tape = asyncio.run(
+        rollout(
+            ChatAgent(actions=[ToolCalls], plain=Answer),
+            Programming,
+            Task(public="6*7?"),
+            engine=ScriptedEngine([f"<tool_call>{call}</tool_call><tool_call>{wrong}</tool_call>", "42"]),
+        )
+    )
     (seen,) = [step for step in tape if isinstance(step, ToolResults)]
     assert [(r.content, r.error) for r in seen.results] == [("42\n", False), ("[exit code 2]", True)]
     assert tape.status is Status.FINISHED
@@ -285,9 +312,13 @@ def test_an_agent_programs_in_it_and_its_folder_goes_with_the_episode():
 def test_a_jail_that_fails_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jail, "__file__", "/no/such/jail.py")
     call = json.dumps({"name": "shell", "arguments": {"command": "true"}})
-    tape = asyncio.run(rollout(
-        ChatAgent(actions=[ToolCalls], plain=Answer), lambda: ToolEnvironment([Sandbox(**SMALL)]), Task(public=""),  # type: ignore[arg-type]
-        engine=ScriptedEngine([f"<tool_call>{call}</tool_call>", "42"]),
-    ))  # fmt: skip
+    tape = asyncio.run(
+        rollout(
+            ChatAgent(actions=[ToolCalls], plain=Answer),
+            lambda: ToolEnvironment([Sandbox(**SMALL)]),
+            Task(public=""),  # type: ignore[arg-type]
+            engine=ScriptedEngine([f"<tool_call>{call}</tool_call>", "42"]),
+        )
+    )
     assert tape.cause is not None
     assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "NoSandbox")

@@ -180,9 +180,9 @@ def test_a_user_without_privileges_deletes_locked_folders_too(victim: Path):
         "from tapereel.envs.sandbox import _delete\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "place = pathlib.Path(tempfile.mkdtemp()); work = place / 'work'; work.mkdir(); os.chdir(work)\n"
-        + LEFT.replace("VICTIM", str(victim)).replace("LARGEST", "100") +
-        "\nos.chdir('/')\n_delete(place)\nassert not place.exists()\nprint('gone')\n"
-    )  # fmt: skip
+        + LEFT.replace("VICTIM", str(victim)).replace("LARGEST", "100")
+        + "\nos.chdir('/')\n_delete(place)\nassert not place.exists()\nprint('gone')\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stdout == "left\ngone\n", done.stderr
 

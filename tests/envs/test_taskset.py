@@ -63,16 +63,19 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
     assert (len(Taskset(_mod_7, size=10)), Taskset(_mod_7, size=10).dropped) == (7, 3)
 
 
-@pytest.mark.parametrize(("source", "options", "says"), [
-    ("tasks.jsonl", {}, "to read a file: Taskset.load"),
-    ({"q": 1}, {}, "is no list of tasks"),
-    (7, {}, "is no source of tasks"),
-    (_mod_7, {}, "function of the index, which has no end"),
-    (lambda a, b: 0, {}, "takes 2 arguments"),
-    ([1], {"size": 0}, "size is 0"),
-    ([1, {2}], {}, r"item 1 is no task: .*\{2\}.*JSON"),
-    ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, "item 0 is no task"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("tasks.jsonl", {}, "to read a file: Taskset.load"),
+        ({"q": 1}, {}, "is no list of tasks"),
+        (7, {}, "is no source of tasks"),
+        (_mod_7, {}, "function of the index, which has no end"),
+        (lambda a, b: 0, {}, "takes 2 arguments"),
+        ([1], {"size": 0}, "size is 0"),
+        ([1, {2}], {}, r"item 1 is no task: .*\{2\}.*JSON"),
+        ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, "item 0 is no task"),
+    ],
+)
 def test_what_is_no_source_of_tasks_is_refused_with_its_remedy(source, options, says: str):
     with pytest.raises(BadTasks, match=says):
         Taskset(source, **options)
@@ -246,20 +249,27 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
         Taskset.load(tmp_path / "t.jsonl")
 
 
-@pytest.mark.parametrize(("name", "content", "sentence"), [
-    ("t.jsonl", b"", "t.jsonl is empty: a file of tasks has at least one row"),
-    ("t.csv", b"", "t.csv is empty"),
-    ("t.jsonl", b"\n\n", "t.jsonl can't be read: it has no rows"),
-    ("t.csv", b"q,a\n", "t.csv can't be read: it has no rows"),
-    ("t.jsonl", b'{"q": 1}\n\n{bad\n', "t.jsonl can't be read: line 3 is no JSON (column 2: Expecting property name"),
-    ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is no JSON (column 2"),
-    ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is no object; every line is one row, a JSON object: mend it"),
-    ("t.jsonl", b"[" * 100_000, "line 1 is no JSON ("),
-    ("t.json", b'[{"q": 1},\n{bad]', "line 2 is no JSON (column 2"),
-    ("t.json", b"3", "line 1 is no list; it is a JSON list of rows"),
-    ("t.parquet", b"hi", "t.parquet can't be read: ArrowInvalid: Parquet file size is 2 bytes"),
-    ("t.csv", b'q,a\n"x,1\n', "t.csv can't be read: ParserError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("t.jsonl", b"", "t.jsonl is empty: a file of tasks has at least one row"),
+        ("t.csv", b"", "t.csv is empty"),
+        ("t.jsonl", b"\n\n", "t.jsonl can't be read: it has no rows"),
+        ("t.csv", b"q,a\n", "t.csv can't be read: it has no rows"),
+        (
+            "t.jsonl",
+            b'{"q": 1}\n\n{bad\n',
+            "t.jsonl can't be read: line 3 is no JSON (column 2: Expecting property name",
+        ),
+        ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is no JSON (column 2"),
+        ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is no object; every line is one row, a JSON object: mend it"),
+        ("t.jsonl", b"[" * 100_000, "line 1 is no JSON ("),
+        ("t.json", b'[{"q": 1},\n{bad]', "line 2 is no JSON (column 2"),
+        ("t.json", b"3", "line 1 is no list; it is a JSON list of rows"),
+        ("t.parquet", b"hi", "t.parquet can't be read: ArrowInvalid: Parquet file size is 2 bytes"),
+        ("t.csv", b'q,a\n"x,1\n', "t.csv can't be read: ParserError"),
+    ],
+)
 def test_a_broken_file_is_refused_with_its_name_the_line_and_the_remedy(
     name: str, content: bytes, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -57,8 +57,9 @@ AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
 
 
 def called(*calls: tuple[str, dict[str, Any]]) -> str:
-    return "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-                   for name, arguments in calls)  # fmt: skip
+    return "".join(
+        f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>" for name, arguments in calls
+    )
 
 
 def play(env: ToolEnvironment, *answers: str, **options: Any) -> Tape:
@@ -155,8 +156,11 @@ def test_calls_of_one_turn_run_at_once_and_answer_in_their_order():
         first.set()
         return "early"
 
-    tape = play(Sums(meet, late, early), called(("meet", {"name": "x"}), ("late", {}), ("early", {}),
-                                                ("meet", {"name": "y"})), "5")  # fmt: skip
+    tape = play(
+        Sums(meet, late, early),
+        called(("meet", {"name": "x"}), ("late", {}), ("early", {}), ("meet", {"name": "y"})),
+        "5",
+    )
     assert [content for _, content, _ in results(tape)] == ["x", "late", "early", "y"]
 
 
@@ -193,16 +197,21 @@ def quits() -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (("add", {"a": "two"}), "add can't be called so: a: Input should be a valid integer, unable to parse string as an "
-                            "integer."),
-    (("add", {"a": 1, "c": 2}), "add can't be called so: c: Unexpected keyword argument."),
-    (("broken", {"a": 1}), "KeyError: 'no such column'"),
-    (("sorry", {}), "The shop is closed."),
-    (("quits", {}), "RuntimeError: it raised SystemExit: 3"),
-    (("forever", {}), "forever gave no answer in 0.01 s."),
-    (("nothing", {}), "There is no tool 'nothing'. There are: add, broken, sorry, quits, forever."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            ("add", {"a": "two"}),
+            "add can't be called so: a: Input should be a valid integer, unable to parse string as an integer.",
+        ),
+        (("add", {"a": 1, "c": 2}), "add can't be called so: c: Unexpected keyword argument."),
+        (("broken", {"a": 1}), "KeyError: 'no such column'"),
+        (("sorry", {}), "The shop is closed."),
+        (("quits", {}), "RuntimeError: it raised SystemExit: 3"),
+        (("forever", {}), "forever gave no answer in 0.01 s."),
+        (("nothing", {}), "There is no tool 'nothing'. There are: add, broken, sorry, quits, forever."),
+    ],
+)
 def test_what_goes_wrong_in_a_tool_is_for_the_agent_to_read(call: tuple[str, dict[str, Any]], says: str):
     tape = play(Sums(broken, sorry, quits, tool(forever, timeout=0.01)), called(call), "5")
     assert results(tape) == [(call[0], says, True)]

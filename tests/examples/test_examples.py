@@ -13,16 +13,24 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ELSEWHERE = {"gateway_openai.py": "tests/gateway/test_examples.py",
-             "gateway_scene.py": "tests/gateway/test_examples.py",
-             "gateway_pydantic_ai.py": "tests/gateway/test_examples.py",
-             "gymnasium_blackjack.py": "tests/envs/test_example.py", "two_agents.py": "tests/multi/test_learning.py"}
+ELSEWHERE = {
+    "gateway_openai.py": "tests/gateway/test_examples.py",
+    "gateway_scene.py": "tests/gateway/test_examples.py",
+    "gateway_pydantic_ai.py": "tests/gateway/test_examples.py",
+    "gymnasium_blackjack.py": "tests/envs/test_example.py",
+    "two_agents.py": "tests/multi/test_learning.py",
+}
 
 
 def started(name: str, *words: str, cwd: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-W", "error", str(EXAMPLES / name), *words], cwd=cwd, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -30,9 +38,14 @@ def started(name: str, *words: str, cwd: Path) -> str:
 def test_hello(tmp_path: Path):
     out = started("hello.py", cwd=tmp_path)
     assert out.splitlines() == [
-        "hint: I think of a number from 1 to 9.", "guess: 5", "hint: higher", "guess: 8", "hint: lower", "guess: 7",
+        "hint: I think of a number from 1 to 9.",
+        "guess: 5",
+        "hint: higher",
+        "guess: 8",
+        "hint: lower",
+        "guess: 7",
         "finished 0.8",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_agent_of_an_mcp_server_looks_a_word_up(tmp_path: Path):
@@ -86,7 +99,8 @@ def test_flat_grpo_raises_what_was_better_than_its_group_and_lowers_what_was_wor
 def test_the_digits_save_a_model_that_the_command_takes(tmp_path: Path):
     started("digits.py", str(tmp_path / "m"), cwd=tmp_path)
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
-        path.name for path in (tmp_path / "m").iterdir()}  # fmt: skip
+        path.name for path in (tmp_path / "m").iterdir()
+    }
 
 
 def test_each_example_has_a_test_and_a_line_in_the_readme():

@@ -30,9 +30,21 @@ def ledger(name: str) -> dict[str, Any]:
     return json.loads((LEDGER / f"{name}.json").read_text())
 
 
-def row(tape: str = "a", group: str = "g", *, turns: Sequence[int] = (3,), first_turn: int = 0, prompt: int = 2,
-        between: int = 1, after: int = 0, old: Sequence[float] | None = None, temperature: float = 1.0,
-        version: int = 0, rng: np.random.Generator | None = None, calls: Sequence[str] | None = None) -> Row:
+def row(
+    tape: str = "a",
+    group: str = "g",
+    *,
+    turns: Sequence[int] = (3,),
+    first_turn: int = 0,
+    prompt: int = 2,
+    between: int = 1,
+    after: int = 0,
+    old: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    version: int = 0,
+    rng: np.random.Generator | None = None,
+    calls: Sequence[str] | None = None,
+) -> Row:
     """A row whose turn i has turns[i] own tokens: prompt, own, `between` of the environment's, own, ..., `after`."""
     rng = rng or np.random.default_rng(0)
     own: list[int] = []
@@ -48,21 +60,36 @@ def row(tape: str = "a", group: str = "g", *, turns: Sequence[int] = (3,), first
     n = len(own)
     names = calls or [f"{tape}/{first_turn + i}" for i in range(len(turns))]
     return Row(
-        tape=tape, group=group, input_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
-        own=np.array(own, np.int32), old=np.array([-1.0] * n if old is None else old, np.float32),
-        temperature=np.full(n, temperature, np.float32), version=np.full(n, version, np.int32),
-        call=np.array(of_turn, np.int32) - first_turn, turn=np.array(of_turn, np.int32),
-        offset=np.array(offset, np.int32), calls=tuple(names), agents=("player",) * len(turns), versions=("run:0",),
+        tape=tape,
+        group=group,
+        input_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        own=np.array(own, np.int32),
+        old=np.array([-1.0] * n if old is None else old, np.float32),
+        temperature=np.full(n, temperature, np.float32),
+        version=np.full(n, version, np.int32),
+        call=np.array(of_turn, np.int32) - first_turn,
+        turn=np.array(of_turn, np.int32),
+        offset=np.array(offset, np.int32),
+        calls=tuple(names),
+        agents=("player",) * len(turns),
+        versions=("run:0",),
     )
 
 
-def simple(rewards: Sequence[float | None], groups: Sequence[str] | None = None, *, tokens: int = 2,
-           forks: Sequence[str] | None = None) -> tuple[list[Row], list[Episode]]:
+def simple(
+    rewards: Sequence[float | None],
+    groups: Sequence[str] | None = None,
+    *,
+    tokens: int = 2,
+    forks: Sequence[str] | None = None,
+) -> tuple[list[Row], list[Episode]]:
     """One row of `tokens` own tokens and one reward per episode."""
     groups = groups or ["g"] * len(rewards)
     rows = [row(f"t{i}", g, turns=(tokens,)) for i, g in enumerate(groups)]
-    episodes = [Episode(tape=f"t{i}", group=g, reward=r, fork=forks[i] if forks else None)
-                for i, (r, g) in enumerate(zip(rewards, groups, strict=True))]
+    episodes = [
+        Episode(tape=f"t{i}", group=g, reward=r, fork=forks[i] if forks else None)
+        for i, (r, g) in enumerate(zip(rewards, groups, strict=True))
+    ]
     return rows, episodes
 
 
@@ -89,9 +116,15 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any)
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     defaults: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "tie_word_embeddings": True, "initializer_range": 0.3,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
     }
     model = LlamaForCausalLM(LlamaConfig(**{**defaults, **config})).to(dtype)
     torch.set_rng_state(state)
@@ -103,8 +136,16 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any)
 def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
     """Two groups of three episodes, 1 to 3 turns each; `old` near the model's own log-probs."""
     rng = np.random.default_rng(seed)
-    rows = [row(f"t{i}", f"g{i // 3}", turns=[int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 4)))],
-                prompt=int(rng.integers(1, 6)), rng=rng) for i in range(6)]
+    rows = [
+        row(
+            f"t{i}",
+            f"g{i // 3}",
+            turns=[int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 4)))],
+            prompt=int(rng.integers(1, 6)),
+            rng=rng,
+        )
+        for i in range(6)
+    ]
     if model is not None:
         lp = score(model, rows).logprob.float().numpy()
         lp = np.minimum(lp + rng.normal(0, 0.15, len(lp)).astype(np.float32), 0)
@@ -114,8 +155,9 @@ def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
     return rows, [Episode(tape=r.tape, group=r.group, reward=x) for r, x in zip(rows, rewards, strict=True)]
 
 
-def gradient(model: Any, recipe: Any, rows: Sequence[Row], episodes: Sequence[Episode],
-             **options: Any) -> tuple[float, dict[str, Tensor]]:
+def gradient(
+    model: Any, recipe: Any, rows: Sequence[Row], episodes: Sequence[Episode], **options: Any
+) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients by name) of one update that isn't taken."""
     trainer = Trainer(model, recipe, lr=0.0, grad_clip=None, **options)
     prepared = trainer.prepare(rows, episodes)

@@ -22,11 +22,16 @@ from tapereel.finetune.words import Context, Weigh
 from .build import batch, episode, exact, gradient, row, same, tiny_model
 
 WEIGHS = ["token", "episode", "turn", "group", "constant", "sum"]
-RECIPES = [get_recipe("grpo"), get_recipe("reinforce"), get_recipe("sft"),
-           get_recipe("grpo", {"surrogate": {"per": "episode"}, "weigh": {"kind": "episode"}}),
-           get_recipe("grpo", {"regulariser": [{"kind": "entropy", "coefficient": 0.1}, {"kind": "kl", "to": "sampler",
-                                                                                         "beta": 0.2}]}),
-           get_recipe("grpo", {"anchor": {"to": "recomputed", "weight": "truncate", "per": "turn", "high": 1.05}})]
+RECIPES = [
+    get_recipe("grpo"),
+    get_recipe("reinforce"),
+    get_recipe("sft"),
+    get_recipe("grpo", {"surrogate": {"per": "episode"}, "weigh": {"kind": "episode"}}),
+    get_recipe(
+        "grpo", {"regulariser": [{"kind": "entropy", "coefficient": 0.1}, {"kind": "kl", "to": "sampler", "beta": 0.2}]}
+    ),
+    get_recipe("grpo", {"anchor": {"to": "recomputed", "weight": "truncate", "per": "turn", "high": 1.05}}),
+]
 IDS = ["grpo", "reinforce", "sft", "episode ratio", "regularised", "importance per turn"]
 
 
@@ -170,9 +175,16 @@ def test_an_unknown_log_prob_is_nan_and_only_that_keeps_a_token_out():
 
 
 @pytest.mark.ledger("P11")
-@pytest.mark.parametrize(("baseline", "n", "factor"), [
-    ("none", 2, 1.0), ("loo", 2, 1.0), ("loo", 3, 1.0), ("mean", 2, 0.5), ("mean", 3, 2 / 3),
-])
+@pytest.mark.parametrize(
+    ("baseline", "n", "factor"),
+    [
+        ("none", 2, 1.0),
+        ("loo", 2, 1.0),
+        ("loo", 3, 1.0),
+        ("mean", 2, 0.5),
+        ("mean", 3, 2 / 3),
+    ],
+)
 def test_the_expected_gradient_on_a_bandit_is_that_of_the_expected_reward(baseline, n, factor):
     """All outcomes of a group of n on three arms. Subtracting the group's own mean scales it by (n - 1) / n."""
     logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
@@ -185,8 +197,10 @@ def test_the_expected_gradient_on_a_bandit_is_that_of_the_expected_reward(baseli
         got = torch.zeros(3, dtype=torch.float64)
         for arms in itertools.product(range(3), repeat=n):
             chance = math.prod(lp[a].exp().item() for a in arms)
-            stream = exact([row(f"t{i}", turns=(1,)) for i in range(n)],
-                           [episode(f"t{i}", reward=rewards[a]) for i, a in enumerate(arms)])
+            stream = exact(
+                [row(f"t{i}", turns=(1,)) for i in range(n)],
+                [episode(f"t{i}", reward=rewards[a]) for i, a in enumerate(arms)],
+            )
             stream = dataclasses.replace(stream, old=lp[list(arms)].detach())
             part = objective.prepare(recipe, stream, Context()).part()
             loss = part.loss(lp[list(arms)], None, torch.arange(n), Context(), (0.0,))

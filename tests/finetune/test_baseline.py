@@ -22,12 +22,16 @@ from ..oracles import objective as oracle
 from .build import episode, exact, ledger, row, simple
 
 BASE = ledger("baselines")
-CLOSED = [pytest.param(case, id=f"{name}-{i}")
-          for name in ("F34", "F35", "F36", "F37", "F38", "F40") for i, case in enumerate(BASE[name])]
+CLOSED = [
+    pytest.param(case, id=f"{name}-{i}")
+    for name in ("F34", "F35", "F36", "F37", "F38", "F40")
+    for i, case in enumerate(BASE[name])
+]
 
 
-def advantages(word: dict[str, Any], rewards: list[float], groups: list[str] | None = None,
-               forks: list[str] | None = None) -> list[float]:
+def advantages(
+    word: dict[str, Any], rewards: list[float], groups: list[str] | None = None, forks: list[str] | None = None
+) -> list[float]:
     stream = exact(*simple(rewards, groups, forks=forks))
     x = stream.episodes.reward
     return Baseline(**word)(x, ~x.isnan(), stream, Context()).tolist()
@@ -86,7 +90,8 @@ def test_a_tape_with_more_rows_counts_once_in_its_group():
     batch = objective.prepare(get_recipe("grpo", {"baseline": case["word"]}), stream, Context())
     for i, tape in enumerate(case["rewards"]):
         assert batch.advantage[stream.episode == i].tolist() == pytest.approx(
-            [case["expected"][tape]] * int((stream.episode == i).sum()), rel=1e-9)
+            [case["expected"][tape]] * int((stream.episode == i).sum()), rel=1e-9
+        )
 
 
 @pytest.mark.ledger("F41")
@@ -223,8 +228,10 @@ def test_an_unscored_episode_is_in_no_group_and_never_counts_as_zero():
 @pytest.mark.ledger("X5")
 def test_the_return_of_an_episode_is_the_sum_mean_or_largest_of_its_turns():
     rows = [row("a", turns=(1, 1, 1)), row("b", turns=(2, 1))]
-    episodes = [episode("a", reward=3.0, turn_rewards=[-1.0, 5.0, -1.0]),
-                episode("b", reward=-5.0, turn_rewards=[-2.0, -3.0])]
+    episodes = [
+        episode("a", reward=3.0, turn_rewards=[-1.0, 5.0, -1.0]),
+        episode("b", reward=-5.0, turn_rewards=[-2.0, -3.0]),
+    ]
     stream = exact(rows, episodes)
     for how, want in (("sum", [3.0, -5.0]), ("mean", [1.0, -2.5]), ("max", [5.0, -2.0])):
         assert Reward(reduce=how)(stream, Context()).tolist() == pytest.approx(want)

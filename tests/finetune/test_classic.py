@@ -248,16 +248,26 @@ def test_every_statistic_is_its_formula_over_own_tokens_with_its_extremes():
     ref = score(tiny_model(seed=1), rows).logprob.numpy()
     at = np.cumsum([0, *(len(r.own) for r in rows)])
     for k, (line, r) in enumerate(zip(data, rows, strict=True)):
-        line["ref_logprobs"] = r.aligned(ref[at[k]:at[k + 1]]).tolist()
+        line["ref_logprobs"] = r.aligned(ref[at[k] : at[k + 1]]).tolist()
     _, stats = rl_step(model, collate(data, multiple=64), config)
     new, old = score(model, rows).logprob.numpy(), np.concatenate([r.old for r in rows]).astype(np.float64)
     a = np.concatenate([np.array(line["advantages"])[r.own] for line, r in zip(data, rows, strict=True)])
     reward = np.concatenate([[e.reward] * len(r.own) for e, r in zip(episodes, rows, strict=True)])
     ratio = np.exp(new - old)
-    want = {"new_logprobs": new, "old_logprobs": old, "ref_logprobs": ref, "ratio_new_old": ratio,
-            "ratio_ref_new": np.exp(ref - new), "ratio_ref_old": np.exp(ref - old), "rewards": reward, "advantages": a,
-            "weights": a, "kl": np.exp(ref - new) - (ref - new) - 1, "surrogate": ratio * a,
-            "surrogate/clipped": ratio.clip(0.95, 1.05) * a}
+    want = {
+        "new_logprobs": new,
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "ratio_new_old": ratio,
+        "ratio_ref_new": np.exp(ref - new),
+        "ratio_ref_old": np.exp(ref - old),
+        "rewards": reward,
+        "advantages": a,
+        "weights": a,
+        "kl": np.exp(ref - new) - (ref - new) - 1,
+        "surrogate": ratio * a,
+        "surrogate/clipped": ratio.clip(0.95, 1.05) * a,
+    }
     for name, values in want.items():
         got = [stats[name], stats[f"{name}/min"], stats[f"{name}/max"]]
         assert got == pytest.approx([values.mean(), values.min(), values.max()], rel=1e-5, abs=1e-7), name

@@ -17,8 +17,11 @@ from .build import doubles, episode, exact, ledger, row, simple
 
 CREDIT = ledger("credit")
 LOSSES = ledger("losses")
-CASES = [pytest.param(case, id=f"{name}-{case.get('why', i)}")
-         for name in ("F32", "F43", "F44") for i, case in enumerate(CREDIT[name])]
+CASES = [
+    pytest.param(case, id=f"{name}-{case.get('why', i)}")
+    for name in ("F32", "F43", "F44")
+    for i, case in enumerate(CREDIT[name])
+]
 
 
 def spread(case, between=1):
@@ -46,8 +49,10 @@ def test_the_closed_forms(case):
 @pytest.mark.parametrize("case", CREDIT["early"], ids=["no leak to the episode before", "late turns too", "by turns"])
 def test_what_is_earned_before_an_episodes_first_own_token_moves_nothing(case):
     rows = [row(str(i), turns=e["turn_tokens"]) for i, e in enumerate(case["episodes"])]
-    episodes = [episode(str(i), reward=sum(e["turn_rewards"]), turn_rewards=e["turn_rewards"])
-                for i, e in enumerate(case["episodes"])]
+    episodes = [
+        episode(str(i), reward=sum(e["turn_rewards"]), turn_rewards=e["turn_rewards"])
+        for i, e in enumerate(case["episodes"])
+    ]
     stream = exact(rows, episodes)
     assert Credit(**case["word"])(stream.turns.reward, None, stream)[0].tolist() == pytest.approx(case["expected"])
 
@@ -65,19 +70,34 @@ def test_what_the_environment_says_between_two_turns_is_no_step_of_time(case):
 
 
 @pytest.mark.ledger("P7")
-@pytest.mark.parametrize("word", [
-    {"kind": "broadcast"}, {"kind": "returns", "gamma": 0.9}, {"kind": "returns", "gamma": 0.9, "clock": "turn"},
-    {"kind": "gae", "gamma": 0.9, "lam": 0.9},
-], ids=str)
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"kind": "broadcast"},
+        {"kind": "returns", "gamma": 0.9},
+        {"kind": "returns", "gamma": 0.9, "clock": "turn"},
+        {"kind": "gae", "gamma": 0.9, "lam": 0.9},
+    ],
+    ids=str,
+)
 def test_another_environment_token_changes_nothing(word):
-    case = {"word": word, "turn_rewards": [0.5, 1.0, -0.25], "turn_tokens": [2, 1, 3],
-            "values": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}
+    case = {
+        "word": word,
+        "turn_rewards": [0.5, 1.0, -0.25],
+        "turn_tokens": [2, 1, 3],
+        "values": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+    }
     assert torch.equal(spread(case, between=1)[0], spread(case, between=5)[0])
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=9), min_size=1, max_size=5),
-       st.floats(0, 1), st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=9), min_size=1, max_size=5),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
 def test_the_recurrence_agrees_with_the_loop_for_any_batch(rewards, gamma, lam, cut, random):
     rows = [row(f"t{i}", turns=[1] * len(r)) for i, r in enumerate(rewards)]
     episodes = [episode(f"t{i}", reward=sum(r), turn_rewards=r, cut=cut, bootstrap=0.3) for i, r in enumerate(rewards)]

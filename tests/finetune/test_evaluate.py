@@ -135,7 +135,9 @@ def test_a_difference_is_paired_by_task():
 def test_labels_are_parts_of_the_whole():
     scores = evaluate_rewards({"a": [1.0], "b": [0.0], "c": [1.0]}, k=(1,), labels={"a": "x", "b": "y", "c": "x"})
     assert {label: part.pass_at[1].value for label, part in scores.by_label.items() if part.pass_at[1]} == {
-        "x": 1.0, "y": 0.0}
+        "x": 1.0,
+        "y": 0.0,
+    }
     assert sum(part.tasks for part in scores.by_label.values()) == scores.tasks
 
 
@@ -145,16 +147,22 @@ def _evaluated(store: Store, **options: Any) -> Evaluation:
     tasks = [Task(public=str(k), private=str((k + 1) % 10) if k else "x") for k in range(5)]
 
     async def go() -> Evaluation:
-        return await evaluate(player, digits, tasks, engine=ScriptedEngine(counting), sampling=Sampling(),
-                              journal=store.writer, **options)
+        return await evaluate(
+            player, digits, tasks, engine=ScriptedEngine(counting), sampling=Sampling(), journal=store.writer, **options
+        )
 
     return asyncio.run(go())
 
 
 def test_what_the_world_broke_is_unscored():
     """A 0 that the environment gave before it broke says nothing of the policy."""
-    broken = evaluate(world.goes_on, world.ScoresThreeAndBreaks, list(world.few), sampling=Sampling(),
-                      engine=ScriptedEngine(lambda request: "6"))  # fmt: skip
+    broken = evaluate(
+        world.goes_on,
+        world.ScoresThreeAndBreaks,
+        list(world.few),
+        sampling=Sampling(),
+        engine=ScriptedEngine(lambda request: "6"),
+    )
     found = asyncio.run(broken)
     assert (found.rewards, found.scored, found.mean) == ((None, 1.0), 1, 1.0)
     assert found.scores.unscored == 1
@@ -188,8 +196,12 @@ def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: py
     out, other = str(tmp_path / "r"), str(tmp_path / "s")
     found = answer_of(capsys, "run", *SCENE, *script, "--k", "1,3", "--out", out)
     assert (found["attempts"], found["episodes"]) == (3, 36)
-    assert found["scores"]["pass_at"]["3"] == {"value": 1.0, "low": pytest.approx(wilson(1, 12)[0]), "high": 1.0,
-                                               "tasks": 12}
+    assert found["scores"]["pass_at"]["3"] == {
+        "value": 1.0,
+        "low": pytest.approx(wilson(1, 12)[0]),
+        "high": 1.0,
+        "tasks": 12,
+    }
     again = answer_of(capsys, "run", *SCENE, *script, "--set", "attempts=3", "--k", "2", "--resume", "--out", out)
     assert (again["recorded"], list(again["scores"]["pass_at"])) == (0, ["2"])
     half = ("--set", f"engine.policy={WORLD}:half_right", "--set", "count=12")
@@ -203,7 +215,8 @@ def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: py
     assert "its splits: eval" in refusal_of(capsys, "eval", out, "--split", "nothing")
     assert "is no list of attempts" in refusal_of(capsys, "eval", out, "--k", "0,two")
     assert "takes 1 <= k <= attempts" in refusal_of(
-        capsys, "run", *SCENE, *script, *settings("k=[9]"), "--out", str(tmp_path / "t"))
+        capsys, "run", *SCENE, *script, *settings("k=[9]"), "--out", str(tmp_path / "t")
+    )
 
 
 def test_what_broke_counts_as_unscored(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

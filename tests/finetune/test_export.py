@@ -24,8 +24,9 @@ def test_the_folder_of_a_checkpoint_loads_in_transformers_to_the_same_policy(tmp
     loaded = AutoModelForCausalLM.from_pretrained(made.path / "hf", local_files_only=True)
     words = AutoTokenizer.from_pretrained(made.path / "hf", local_files_only=True)
     asked = [{"role": "user", "content": "1 + 2 ="}]
-    ids, same = (each.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-                 for each in (words, tokenizer))
+    ids, same = (
+        each.apply_chat_template(asked, add_generation_prompt=True, return_dict=False) for each in (words, tokenizer)
+    )
     assert ids == same
     ids = torch.tensor([ids])
     with torch.no_grad():

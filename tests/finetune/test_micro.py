@@ -35,8 +35,13 @@ def short(monkeypatch):
 
 
 @settings(max_examples=80)
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=5),
-       st.integers(1, 80), st.booleans(), st.booleans(), st.integers(0, 10_000))
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=5),
+    st.integers(1, 80),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 10_000),
+)
 @pytest.mark.ledger("P4", "P8")
 def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(groups, budget, share, pack, seed):
     rng = np.random.default_rng(seed)
@@ -58,7 +63,7 @@ def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(
             first = 0 if m.positions is None else offset - int(m.positions[0, offset])
             assert lead + offset - first == position - 1
             assert token == rows[i].input_ids[position]
-            seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, first:offset + 1].tolist()]
+            seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, first : offset + 1].tolist()]
             assert seen == rows[i].input_ids[:position].tolist()
             assert bool(m.there[b, offset])
     lengths = {i: int(rows[i].own[k]) for i in range(len(rows)) for k in range(len(rows[i].own)) if live[at[i] + k]}
@@ -102,9 +107,15 @@ def test_a_prefix_is_shared_only_where_it_saves_enough_and_never_past_the_first_
     assert plan(long, share=True)[0].prefix is None
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [
-    (7 + 3 * 6, [3, 1]), (7 + 3 * 6 - 1, [2, 2]), (7 + 4 * 6, [4]), (1, [1] * 4),
-])
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        (7 + 3 * 6, [3, 1]),
+        (7 + 3 * 6 - 1, [2, 2]),
+        (7 + 4 * 6, [4]),
+        (1, [1] * 4),
+    ],
+)
 def test_a_micro_batch_behind_a_prefix_is_filled_to_its_budget(budget, sizes):
     rows = group("g", 4, 8, np.random.default_rng(3), tokens=4)
     micros = plan(rows, micro_tokens=budget, share=True)

@@ -19,8 +19,12 @@ from ..oracles.world import World
 from .build import doubles
 from .worlds import WORDS, recipes, streamed, worlds
 
-MANY = settings(max_examples=15, derandomize=True, phases=[Phase.explicit, Phase.generate, Phase.shrink],
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+MANY = settings(
+    max_examples=15,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 def recipe_of(changes: dict) -> Recipe:
@@ -55,9 +59,18 @@ def check(world: World, recipe: Recipe, rows: list, episodes: list) -> None:
         _differences(world, words, a, inside, np.array(here), slope, way)
 
 
-def _differences(world: World, words: dict, a: list[float], inside: list[bool], here: np.ndarray, slope: np.ndarray,
-                 way: np.ndarray, step: float = 1e-6) -> None:
+def _differences(
+    world: World,
+    words: dict,
+    a: list[float],
+    inside: list[bool],
+    here: np.ndarray,
+    slope: np.ndarray,
+    way: np.ndarray,
+    step: float = 1e-6,
+) -> None:
     """The gradient along one direction, unless the loss has a kink within the step."""
+
     def at(x: float) -> float:
         return slower.total(world, words, a, inside, (here + x * way).tolist(), here.tolist())
 
@@ -67,8 +80,9 @@ def _differences(world: World, words: dict, a: list[float], inside: list[bool], 
         assert float(slope @ way) == pytest.approx((right + left) / 2, rel=1e-4, abs=3e-5 * scale)
 
 
-@pytest.mark.ledger("F27", "F28", "F29", "F30", "F34", "F35", "F36", "F37", "F40", "F41", "F43", "F44", "F45", "F48",
-                    "F51", "X5", "X12")
+@pytest.mark.ledger(
+    "F27", "F28", "F29", "F30", "F34", "F35", "F36", "F37", "F40", "F41", "F43", "F44", "F45", "F48", "F51", "X5", "X12"
+)
 @pytest.mark.parametrize("name", ["reward", "shape", "baseline", "credit", "adjust", "select"])
 @MANY
 @given(st.data())
@@ -94,8 +108,12 @@ def test_all_words_at_once_are_those_of_the_oracle(batch, changes):
     recipe = recipe_of(changes)
     stop = recipe.surrogate.kind in ("nll", "minor_nll", "none")
     assume(not (stop and recipe.anchor.weight == "none" and recipe.anchor.per != "token"))
-    near = any(w.kind == "kl" and w.to == "sampler" and w.active for w in recipe.regulariser) \
-        or recipe.select.kl_mask or recipe.select.shift_mask or recipe.anchor.weight != "none"
+    near = (
+        any(w.kind == "kl" and w.to == "sampler" and w.active for w in recipe.regulariser)
+        or recipe.select.kl_mask
+        or recipe.select.shift_mask
+        or recipe.anchor.weight != "none"
+    )
     # Authored text has no log-prob at sampling: a recipe that imitates it can't also stay near its sampler.
     assume(not (stop and near) or all(token.old is not None for token in world.tokens))
     check(world, recipe, rows, episodes)
@@ -120,8 +138,14 @@ def test_scores_at_any_temperature_are_the_oracles(n, vocabulary, seed):
     rng = np.random.default_rng(seed)
     hidden, weight = rng.standard_normal((n, 4)), 3 * rng.standard_normal((vocabulary, 4))
     token, temperature = rng.integers(0, vocabulary, n), rng.uniform(0.3, 2, n)
-    lp, h = head.log_probs(torch.from_numpy(hidden), torch.from_numpy(weight), None, torch.from_numpy(token),
-                           torch.from_numpy(temperature), entropy=True)
+    lp, h = head.log_probs(
+        torch.from_numpy(hidden),
+        torch.from_numpy(weight),
+        None,
+        torch.from_numpy(token),
+        torch.from_numpy(temperature),
+        entropy=True,
+    )
     want = [slower.score(hidden[i] @ weight.T, int(token[i]), float(temperature[i])) for i in range(n)]
     assert h is not None
     assert lp.tolist() == pytest.approx([a for a, _ in want], rel=1e-9, abs=1e-12)

@@ -28,8 +28,12 @@ from .build import doubles, episode, exact, gradient, row, same, tiny_model
 from .threads import together
 from .worlds import recipes, worlds
 
-FEW = settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate],
-               suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
+FEW = settings(
+    max_examples=8,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
 MANY = settings(FEW, max_examples=30)
 MODEL, REFERENCE = tiny_model(), tiny_model(seed=1)
 BATCHES = worlds(scored_only=True)
@@ -114,8 +118,13 @@ def test_ranks_that_share_out_the_groups_take_the_gradient_of_one(batch, changes
 
 @pytest.mark.ledger("P6", "T02", "T17")
 @MANY
-@given(st.sampled_from([0.1, 0.3, 0.9, 1e-9, -7.7, 1e6]), st.integers(1, 9), st.sampled_from(["mean", "loo", "std",
-       "batch_std"]), st.sampled_from([1e-9, 1e-6, 1e-4]), st.sampled_from(["keep", "drop"]))
+@given(
+    st.sampled_from([0.1, 0.3, 0.9, 1e-9, -7.7, 1e6]),
+    st.integers(1, 9),
+    st.sampled_from(["mean", "loo", "std", "batch_std"]),
+    st.sampled_from([1e-9, 1e-6, 1e-4]),
+    st.sampled_from(["keep", "drop"]),
+)
 def test_a_flat_group_gives_exactly_zero_beside_one_that_teaches(value, n, kind, eps, flat):
     rows = [row(f"f{i}", "flat", turns=(1 + i % 2,)) for i in range(n)] + [row("a", "h"), row("b", "h")]
     episodes = [episode(f"f{i}", "flat", reward=value) for i in range(n)]
@@ -156,8 +165,10 @@ def test_tokens_of_the_environment_change_no_weight_and_behind_the_last_answer_n
 @given(BATCHES, st.floats(0.3, 2))
 def test_what_is_scored_is_the_sampled_id_at_its_own_temperature(batch, temperature):
     _, rows, episodes = batch
-    rows = [dataclasses.replace(r, temperature=np.where(np.arange(len(r.own)) % 2, 1.0, temperature).astype(np.float32))
-            for r in rows]
+    rows = [
+        dataclasses.replace(r, temperature=np.where(np.arange(len(r.own)) % 2, 1.0, temperature).astype(np.float32))
+        for r in rows
+    ]
     stream = Stream.of(rows, episodes, dtype=torch.float64)
     got = score(MODEL, rows).logprob
     assert stream.token.tolist() == [int(i) for r in rows for i in r.input_ids[r.own]]
@@ -217,24 +228,33 @@ def test_a_log_prob_of_exactly_zero_is_one_like_any_other(batch, random):
 
 @pytest.mark.ledger("P11")
 @settings(MANY, max_examples=12)
-@given(st.lists(st.floats(-2, 2), min_size=2, max_size=3), st.lists(st.sampled_from([1.0, 0.25, -0.5, 3.0]), min_size=3,
-       max_size=3), st.sampled_from([("none", 1), ("none", 2), ("loo", 2), ("loo", 3), ("mean", 2), ("mean", 3)]),
-       st.sampled_from(["reinforce", "ppo", "cispo"]))
+@given(
+    st.lists(st.floats(-2, 2), min_size=2, max_size=3),
+    st.lists(st.sampled_from([1.0, 0.25, -0.5, 3.0]), min_size=3, max_size=3),
+    st.sampled_from([("none", 1), ("none", 2), ("loo", 2), ("loo", 3), ("mean", 2), ("mean", 3)]),
+    st.sampled_from(["reinforce", "ppo", "cispo"]),
+)
 def test_the_expected_gradient_on_any_bandit_is_that_of_the_expected_reward(logits, rewards, kind, surrogate):
     """Every outcome of a group, weighed by its chance; subtracting the group's own mean scales it by (n - 1) / n."""
     baseline, n = kind
     leaf = doubles(logits).requires_grad_()
     lp = leaf.log_softmax(0)
-    rewards = rewards[:len(logits)]
+    rewards = rewards[: len(logits)]
     (want,) = torch.autograd.grad((lp.exp() * doubles(rewards)).sum(), leaf, retain_graph=True)
     want = want * (1 if baseline != "mean" else (n - 1) / n)
     recipe = get_recipe("reinforce", {"baseline": {"kind": baseline}, "surrogate": {"kind": surrogate}})
     got = torch.zeros_like(want)
     for arms in itertools.product(range(len(logits)), repeat=n):
-        stream = exact([row(f"t{i}", turns=(1,)) for i in range(n)],
-                       [episode(f"t{i}", reward=rewards[a]) for i, a in enumerate(arms)], old=lp[list(arms)].detach())
-        loss = objective.prepare(recipe, stream, Context()).part().loss(
-            lp[list(arms)], None, torch.arange(n), Context(), (0.0,))
+        stream = exact(
+            [row(f"t{i}", turns=(1,)) for i in range(n)],
+            [episode(f"t{i}", reward=rewards[a]) for i, a in enumerate(arms)],
+            old=lp[list(arms)].detach(),
+        )
+        loss = (
+            objective.prepare(recipe, stream, Context())
+            .part()
+            .loss(lp[list(arms)], None, torch.arange(n), Context(), (0.0,))
+        )
         if loss.requires_grad:
             got -= math.prod(lp[a].exp().item() for a in arms) * torch.autograd.grad(loss, leaf, retain_graph=True)[0]
     assert got.tolist() == pytest.approx(want.tolist(), rel=1e-9, abs=1e-12)
@@ -242,22 +262,35 @@ def test_the_expected_gradient_on_any_bandit_is_that_of_the_expected_reward(logi
 
 @pytest.mark.ledger("P11", "F43", "F44")
 @settings(MANY, max_examples=12)
-@given(st.lists(st.floats(-2, 2), min_size=6, max_size=6), st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=6,
-       max_size=6), st.sampled_from(["broadcast", "returns", "gae"]), st.floats(-1, 1))
+@given(
+    st.lists(st.floats(-2, 2), min_size=6, max_size=6),
+    st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=6, max_size=6),
+    st.sampled_from(["broadcast", "returns", "gae"]),
+    st.floats(-1, 1),
+)
 def test_the_expected_gradient_over_two_turns_is_that_of_the_expected_return(logits, rewards, credit, v):
     """A tree of two turns with two arms each; GAE with lambda 1 and any values is as unbiased as returns are."""
     leaf = doubles(logits).requires_grad_()
     lp = leaf.reshape(3, 2).log_softmax(1)
     value, got = torch.zeros((), dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
-    recipe = get_recipe("reinforce_plain", {
-        "credit": {"kind": credit, "lam": 1.0}, "reward": {"per": "episode" if credit == "broadcast" else "turn"},
-        "weigh": {"kind": "constant"}})
+    recipe = get_recipe(
+        "reinforce_plain",
+        {
+            "credit": {"kind": credit, "lam": 1.0},
+            "reward": {"per": "episode" if credit == "broadcast" else "turn"},
+            "weigh": {"kind": "constant"},
+        },
+    )
     for a, b in itertools.product(range(2), repeat=2):
         chosen = torch.stack([lp[0, a], lp[1 + a, b]])
         earned = [rewards[a], rewards[2 + 2 * a + b]]
         value = value + chosen.sum().exp() * sum(earned)
-        stream = exact([row("t", turns=(1, 1))], [episode("t", reward=sum(earned), turn_rewards=earned)],
-                       old=chosen.detach(), value=[v, -2 * v])
+        stream = exact(
+            [row("t", turns=(1, 1))],
+            [episode("t", reward=sum(earned), turn_rewards=earned)],
+            old=chosen.detach(),
+            value=[v, -2 * v],
+        )
         loss = objective.prepare(recipe, stream, Context()).part().loss(chosen, None, torch.arange(2), Context(), ())
         if loss.requires_grad:
             got -= chosen.sum().exp().item() * torch.autograd.grad(loss, leaf, retain_graph=True)[0]
@@ -267,8 +300,13 @@ def test_the_expected_gradient_over_two_turns_is_that_of_the_expected_return(log
 
 @pytest.mark.ledger("P12", "F81")
 @FEW
-@given(BATCHES, st.sampled_from(["weight", "advantage", "reward"]), st.sampled_from([math.nan, math.inf, -math.inf]),
-       st.integers(0, 10**6), st.integers(1, 40))
+@given(
+    BATCHES,
+    st.sampled_from(["weight", "advantage", "reward"]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+)
 def test_a_number_that_is_not_finite_anywhere_leaves_the_weights(batch, where, value, place, budget):
     _, rows, episodes = batch
     assume(where != "reward" or not math.isnan(value))
@@ -315,8 +353,11 @@ def test_an_episode_split_into_rows_keeps_its_weight_and_its_gradient(batch, cha
 
 @pytest.mark.ledger("P14", "T09")
 @MANY
-@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.integers(1, 4)), min_size=2, max_size=5),
-       st.sampled_from(["mean", "loo", "std", "batch_std"]), st.sampled_from(["group", "batch"]))
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.integers(1, 4)), min_size=2, max_size=5),
+    st.sampled_from(["mean", "loo", "std", "batch_std"]),
+    st.sampled_from(["group", "batch"]),
+)
 def test_a_tape_with_more_calls_is_one_episode_in_its_group(tapes, kind, by):
     recipe = get_recipe("grpo", {"baseline": {"kind": kind, "by": by}})
     found = []

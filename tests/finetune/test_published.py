@@ -24,8 +24,14 @@ def computed(recipe: Recipe) -> tuple[float, torch.Tensor, Context]:
     columns = {"old": CASE["old"], "ref": CASE["ref"], "anchor": CASE["prox"]}
     stream = exact(rows, [episode(r.tape, r.group) for r in rows], **columns)
     every = torch.ones(N, dtype=torch.bool)
-    batch = objective.Batch(recipe=recipe, stream=stream, advantage=doubles(CASE["advantages"])[stream.episode],
-                            entered=every, selected=every, target=None)
+    batch = objective.Batch(
+        recipe=recipe,
+        stream=stream,
+        advantage=doubles(CASE["advantages"])[stream.episode],
+        entered=every,
+        selected=every,
+        target=None,
+    )
     lp, context = doubles(CASE["lp"]).requires_grad_(), Context()
     loss = batch.part().loss(lp, None, torch.arange(N), context, objective.betas(recipe))
     return loss.item(), torch.autograd.grad(loss, lp)[0], context
@@ -48,9 +54,16 @@ def test_trls_k3():
 
 
 @pytest.mark.ledger("F52", "F53", "T18", "X4")
-@pytest.mark.parametrize(("name", "weigh"), [
-    ("grpo", {"kind": "episode"}), ("bnpo", {"kind": "token"}), ("dapo", {"kind": "token"}), ("luspo", {
-        "kind": "constant"}), ("dr_grpo", {"kind": "constant", "limit": TRL["max_completion_length"]})])
+@pytest.mark.parametrize(
+    ("name", "weigh"),
+    [
+        ("grpo", {"kind": "episode"}),
+        ("bnpo", {"kind": "token"}),
+        ("dapo", {"kind": "token"}),
+        ("luspo", {"kind": "constant"}),
+        ("dr_grpo", {"kind": "constant", "limit": TRL["max_completion_length"]}),
+    ],
+)
 def test_trls_ways_of_adding_up(name, weigh):
     assert changed(weigh=weigh) == pytest.approx(TRL["aggregation"][name], rel=1e-12)
 

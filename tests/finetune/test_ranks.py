@@ -30,8 +30,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """kind -> what the two processes came to, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tapereel.tests.finetune.two_ranks"]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-               for rank in (0, 1)]  # fmt: skip
+    running = [
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
     for one in running:
         _, errors = one.communicate(timeout=240)
         assert one.returncode == 0, errors
@@ -112,8 +113,10 @@ def test_shares_are_whole_families_of_like_size_and_lose_nobody():
     episodes[2] = replace(episodes[2], fork="t0/1")
     episodes[6] = replace(episodes[6], fork="t0/1")
     rows = [row(e.tape, e.group, turns=(n,)) for e, n in zip(episodes, (3, 3, 3, 3, 3, 30, 3), strict=True)]
-    assert share(rows, episodes, 2) == [[5], [0, 1, 2, 3, 4, 6]] or share(rows, episodes, 2) == [[0, 1, 5],
-                                                                                                 [2, 3, 4, 6]]
+    assert share(rows, episodes, 2) == [[5], [0, 1, 2, 3, 4, 6]] or share(rows, episodes, 2) == [
+        [0, 1, 5],
+        [2, 3, 4, 6],
+    ]
     assert sorted(k for part in share(rows, episodes, 3) for k in part) == list(range(7))
     assert share(rows, episodes, 9).count([]) == 6
     assert share([], [], 2) == [[], []]

@@ -27,8 +27,10 @@ STOPPED = {"cispo", "decoupled_ppo"}
 
 def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
     rows = [row(f"t{i}", g, turns=t) for i, (g, t) in enumerate(zip(GROUPS, TURNS, strict=True))]
-    episodes = [episode(f"t{i}", g, reward=r, length=n)
-                for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))]
+    episodes = [
+        episode(f"t{i}", g, reward=r, length=n)
+        for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))
+    ]
     stream = exact(rows, episodes, old=w.old, ref=w.ref, value=w.value)
     part = objective.prepare(recipe, stream, Context()).part()
     lp = doubles(w.lp).requires_grad_()
@@ -107,7 +109,7 @@ def test_the_documented_equation_equals_the_code(name):
     if name in STOPPED:
         return
     for t in range(N):
-        up, down = (dataclasses.replace(w, lp=[*w.lp[:t], w.lp[t] + e, *w.lp[t + 1:]]) for e in (1e-6, -1e-6))
+        up, down = (dataclasses.replace(w, lp=[*w.lp[:t], w.lp[t] + e, *w.lp[t + 1 :]]) for e in (1e-6, -1e-6))
         slope = (EQUATIONS[name](up) - EQUATIONS[name](down)) / 2e-6
         assert grad[t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
@@ -155,16 +157,19 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
 
 
 @pytest.mark.ledger("T55")
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"basline": {}}, "unknown key 'basline'; did you mean baseline"),
-    ({"baseline": {"epsilon": 1}}, "unknown key 'baseline.epsilon'"),
-    ({"surrogate": {"kind": "ppo", "clip": 0.2}}, "clip"),
-    ({"baseline": {"kind": "median"}}, "baseline.kind"),
-    ({"weigh": {"limit": "long"}}, "weigh.limit"),
-    ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "expected gradient of 0"),
-    ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, "two running shapes"),
-    ({"shape": [{"kind": "token_kl", "beta": 1}] * 2, "credit": {"kind": "returns"}}, "two token_kl shapes"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"basline": {}}, "unknown key 'basline'; did you mean baseline"),
+        ({"baseline": {"epsilon": 1}}, "unknown key 'baseline.epsilon'"),
+        ({"surrogate": {"kind": "ppo", "clip": 0.2}}, "clip"),
+        ({"baseline": {"kind": "median"}}, "baseline.kind"),
+        ({"weigh": {"limit": "long"}}, "weigh.limit"),
+        ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "expected gradient of 0"),
+        ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, "two running shapes"),
+        ({"shape": [{"kind": "token_kl", "beta": 1}] * 2, "credit": {"kind": "returns"}}, "two token_kl shapes"),
+    ],
+)
 def test_what_cannot_be_meant_is_refused_by_name(changes, message):
     with pytest.raises(BadRecipe, match=message):
         get_recipe("grpo", changes)
@@ -176,14 +181,20 @@ def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
     assert set(RECIPES) <= set(str(refused.value).replace(",", "").split())
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"baselin": {}}, "unknown key 'baselin'; did you mean baseline?"),
-    ({"baseline": {"epsi": 1}}, "unknown key 'baseline.epsi'; did you mean eps?"),
-    ({"weigh": {"foo": 1}}, "unknown key 'weigh.foo'; there are limit"),
-    ({"regulariser": [{"kind": "entropy", "beta": 0.1}]}, "unknown key 'regulariser.0.entropy.beta'; there are coef"),
-    ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, "unknown key 'regulariser.0.kl.adaptive.foo'"),
-    ({"surrogate": {"kind": "cispo", "hihg": 1}}, "unknown key 'surrogate.cispo.hihg'; there are low, cap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"baselin": {}}, "unknown key 'baselin'; did you mean baseline?"),
+        ({"baseline": {"epsi": 1}}, "unknown key 'baseline.epsi'; did you mean eps?"),
+        ({"weigh": {"foo": 1}}, "unknown key 'weigh.foo'; there are limit"),
+        (
+            {"regulariser": [{"kind": "entropy", "beta": 0.1}]},
+            "unknown key 'regulariser.0.entropy.beta'; there are coef",
+        ),
+        ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, "unknown key 'regulariser.0.kl.adaptive.foo'"),
+        ({"surrogate": {"kind": "cispo", "hihg": 1}}, "unknown key 'surrogate.cispo.hihg'; there are low, cap"),
+    ],
+)
 def test_an_unknown_constant_names_those_of_its_word(changes, says):
     with pytest.raises(BadRecipe) as refused:
         get_recipe("grpo", changes)

@@ -52,9 +52,11 @@ def test_expected_values_and_gradients_of_the_estimators_by_enumeration():
     p = lp.exp().detach()
     forward = (lp.exp() * (lp - ref)).sum()
     backward = (ref.exp() * (ref - lp)).sum()
-    want = {"k1": torch.zeros(4, dtype=torch.float64),
-            "k2": torch.autograd.grad(forward, logits, retain_graph=True)[0],
-            "k3": torch.autograd.grad(backward, logits, retain_graph=True)[0]}
+    want = {
+        "k1": torch.zeros(4, dtype=torch.float64),
+        "k2": torch.autograd.grad(forward, logits, retain_graph=True)[0],
+        "k3": torch.autograd.grad(backward, logits, retain_graph=True)[0],
+    }
     for kind in ("k1", "k2", "k3"):
         expected = (p * estimators.estimate(kind, lp, ref)).sum()
         if kind != "k2":
@@ -113,8 +115,14 @@ def test_the_kl_price_of_each_token_rides_on_top_of_the_reward():
     episodes = [episode(t, t, reward=r) for t, r in zip("ab", case["rewards"], strict=True)]
     kl = [x for k in case["kl"] for x in k]
     stream = exact(rows, episodes, old=[-1.0] * len(kl), ref=[-1.0 - x for x in kl])
-    recipe = get_recipe("grpo", {"baseline": {"kind": "none"}, "credit": {"kind": "returns", "gamma": 0.0},
-                                 "shape": [{"kind": "token_kl", "beta": case["beta"], "estimator": "k1"}]})
+    recipe = get_recipe(
+        "grpo",
+        {
+            "baseline": {"kind": "none"},
+            "credit": {"kind": "returns", "gamma": 0.0},
+            "shape": [{"kind": "token_kl", "beta": case["beta"], "estimator": "k1"}],
+        },
+    )
     context = Context()
     batch = objective.prepare(recipe, stream, context)
     assert batch.advantage.tolist() == pytest.approx([x for r in case["expected"] for x in r], rel=1e-9)
@@ -135,8 +143,10 @@ def test_the_price_of_a_long_answer():
 @pytest.mark.ledger("F27")
 def test_a_price_of_the_episode_falls_on_its_last_turn_when_rewards_are_per_turn():
     rows = [row("a", turns=(1, 1)), row("b", turns=(1, 1))]
-    episodes = [episode("a", reward=3.0, turn_rewards=[1.0, 2.0], length=100),
-                episode("b", reward=3.0, turn_rewards=[1.0, 2.0], length=90)]
+    episodes = [
+        episode("a", reward=3.0, turn_rewards=[1.0, 2.0], length=100),
+        episode("b", reward=3.0, turn_rewards=[1.0, 2.0], length=90),
+    ]
     stream = exact(rows, episodes)
     word = Overlong(limit=100, buffer=20, factor=2.0)
     x = word(stream.turns.reward, torch.ones(4, dtype=torch.bool), stream, Context())
@@ -212,11 +222,20 @@ def test_the_adaptive_coefficient_moves_by_the_error_and_by_at_most_a_fifth(kl, 
     assert Adaptive(target=6, horizon=100).next(0.5, kl, 100) == pytest.approx(0.5 * factor, rel=1e-9)
 
 
-@pytest.mark.parametrize(("word", "constants"), [
-    (KL, {"beta": -0.1}), (Adaptive, {"target": 0, "horizon": 1}), (Adaptive, {"target": 1, "horizon": 0}),
-    (Overlong, {"limit": 0, "buffer": 1}), (Overlong, {"limit": 1, "buffer": 0}), (EpisodeKL, {"beta": -1}),
-    (TokenKL, {"beta": -1}), (Demonstrations, {"coefficient": -1}), (Balance, {"coefficient": -1}),
-])
+@pytest.mark.parametrize(
+    ("word", "constants"),
+    [
+        (KL, {"beta": -0.1}),
+        (Adaptive, {"target": 0, "horizon": 1}),
+        (Adaptive, {"target": 1, "horizon": 0}),
+        (Overlong, {"limit": 0, "buffer": 1}),
+        (Overlong, {"limit": 1, "buffer": 0}),
+        (EpisodeKL, {"beta": -1}),
+        (TokenKL, {"beta": -1}),
+        (Demonstrations, {"coefficient": -1}),
+        (Balance, {"coefficient": -1}),
+    ],
+)
 def test_a_constant_that_makes_no_sense_is_refused(word, constants):
     with pytest.raises(ValidationError):
         word(**constants)
@@ -230,10 +249,15 @@ def test_a_controller_may_be_tight_and_quick():
     assert Adaptive(target=0.01, horizon=0.5).next(1.0, 0.01, 10) == 1.0
 
 
-@pytest.mark.parametrize(("word", "constants"), [
-    (KL, {"to": "reference", "estimator": "k3", "beta": 0.0, "adaptive": None}), (Entropy, {"coefficient": 0.0}),
-    (Demonstrations, {"coefficient": 0.0}), (Balance, {"coefficient": 0.0}),
-])
+@pytest.mark.parametrize(
+    ("word", "constants"),
+    [
+        (KL, {"to": "reference", "estimator": "k3", "beta": 0.0, "adaptive": None}),
+        (Entropy, {"coefficient": 0.0}),
+        (Demonstrations, {"coefficient": 0.0}),
+        (Balance, {"coefficient": 0.0}),
+    ],
+)
 def test_a_regulariser_adds_nothing_unless_it_is_told_to(word, constants):
     assert {k: v for k, v in word().model_dump().items() if k != "kind"} == constants
     assert not word().active

@@ -18,8 +18,10 @@ from .build import VOCABULARY, ledger, row, tiny_model
 MODEL = tiny_model()
 RNG = np.random.default_rng(5)
 SHAPES = [((3, 2), 2, 1, 0, 1.0), ((1,), 1, 0, 5, 0.5), ((2, 2, 4), 6, 3, 2, 1.5), ((7,), 3, 0, 0, 1.0)]
-ROWS = [row(f"t{i}", turns=t, prompt=p, between=b, after=a, temperature=temperature, rng=RNG)
-        for i, (t, p, b, a, temperature) in enumerate(SHAPES)]
+ROWS = [
+    row(f"t{i}", turns=t, prompt=p, between=b, after=a, temperature=temperature, rng=RNG)
+    for i, (t, p, b, a, temperature) in enumerate(SHAPES)
+]
 
 
 def by_hand(a_row, model=MODEL):
@@ -59,9 +61,14 @@ def test_padded_rows_score_as_packed_ones_with_restarting_positions():
     with torch.no_grad():
         logits = MODEL(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0].log_softmax(-1)
     starts = np.concatenate([[0], np.cumsum([len(r) for r in rows])])
-    lp = torch.cat([logits[s + torch.from_numpy(r.own.astype(np.int64)) - 1].gather(
-        1, torch.from_numpy(r.input_ids[r.own].astype(np.int64))[:, None])[:, 0]
-        for s, r in zip(starts, rows, strict=False)])
+    lp = torch.cat(
+        [
+            logits[s + torch.from_numpy(r.own.astype(np.int64)) - 1].gather(
+                1, torch.from_numpy(r.input_ids[r.own].astype(np.int64))[:, None]
+            )[:, 0]
+            for s, r in zip(starts, rows, strict=False)
+        ]
+    )
     torch.testing.assert_close(score(MODEL, rows).logprob, lp, rtol=1e-9, atol=1e-12)
 
 
@@ -76,9 +83,13 @@ def test_what_follows_the_last_own_token_is_not_even_forwarded():
 def test_the_scored_tokens_are_the_rows_own_and_each_stands_where_its_prediction_is():
     case = ledger("rows")["F02"]
     base = row(turns=(3,), prompt=len(case["prompt"]))
-    a_row = type(base)(**{**{f: getattr(base, f) for f in base.__dataclass_fields__},
-                          "input_ids": np.array(case["prompt"] + case["output"], np.int32),
-                          "own": np.array(case["own"], np.int32)})
+    a_row = type(base)(
+        **{
+            **{f: getattr(base, f) for f in base.__dataclass_fields__},
+            "input_ids": np.array(case["prompt"] + case["output"], np.int32),
+            "own": np.array(case["own"], np.int32),
+        }
+    )
     long = row("other", turns=(case["padded_to"] - 2,), rng=RNG)
     (micro,) = plan([long, a_row])
     mine = micro.index >= len(long.own)
@@ -102,11 +113,17 @@ def test_uniform_logits_over_v_tokens_give_minus_log_v_and_entropy_log_v():
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 40), *[st.booleans()] * 3, st.sampled_from([0, 1, None]),
-       st.integers(0, 2**31 - 1))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 40),
+    *[st.booleans()] * 3,
+    st.sampled_from([0, 1, None]),
+    st.integers(0, 2**31 - 1),
+)
 @pytest.mark.ledger("F19", "P4")
-def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(n, chunk, tempered, biased, entropic,
-                                                                               frozen, seed):
+def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(
+    n, chunk, tempered, biased, entropic, frozen, seed
+):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape):

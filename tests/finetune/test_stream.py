@@ -41,9 +41,15 @@ def test_an_episode_without_tokens_has_its_turn_and_one_without_turn_rewards_ear
 
 @pytest.mark.ledger("X7", "F01")
 def test_every_token_knows_its_policy_version_call_and_agent():
-    rows = [dataclasses.replace(row("a", turns=(2, 1), calls=["c1", "c2"]), versions=("run:3", "run:4"),
-                                version=np.array([0, 1, 1], np.int32), agents=("planner", "planner/searcher")),
-            dataclasses.replace(row("b", turns=(1,), calls=["c1"]), version=np.array([-1], np.int32))]
+    rows = [
+        dataclasses.replace(
+            row("a", turns=(2, 1), calls=["c1", "c2"]),
+            versions=("run:3", "run:4"),
+            version=np.array([0, 1, 1], np.int32),
+            agents=("planner", "planner/searcher"),
+        ),
+        dataclasses.replace(row("b", turns=(1,), calls=["c1"]), version=np.array([-1], np.int32)),
+    ]
     stream = Stream.of(rows, [episode("a"), episode("b", reward=None)])
     assert [stream.versions[v] if v >= 0 else None for v in stream.version] == ["run:3", "run:4", "run:4", None]
     assert [stream.calls[c] for c in stream.call] == [("a", "c1"), ("a", "c1"), ("a", "c2"), ("b", "c1")]

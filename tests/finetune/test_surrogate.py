@@ -57,43 +57,73 @@ def test_the_dual_clip_is_for_what_went_worse_only():
     assert sums["clip"] == 0
 
 
-@pytest.mark.parametrize(("word", "constants"), [
-    ({"kind": "ppo"}, {"low": 0.2, "high": 0.2, "dual": None, "per": "token"}),
-    ({"kind": "cispo"}, {"low": None, "cap": 5.0}),
-    ({"kind": "cpg"}, {"low": 0.2, "high": 0.2}),
-    ({"kind": "sapo"}, {"tau": 1.0, "tau_negative": 1.05}),
-    ({"kind": "minor_nll"}, {"beta": 0.1, "per": "episode"}),
-])
+@pytest.mark.parametrize(
+    ("word", "constants"),
+    [
+        ({"kind": "ppo"}, {"low": 0.2, "high": 0.2, "dual": None, "per": "token"}),
+        ({"kind": "cispo"}, {"low": None, "cap": 5.0}),
+        ({"kind": "cpg"}, {"low": 0.2, "high": 0.2}),
+        ({"kind": "sapo"}, {"tau": 1.0, "tau_negative": 1.05}),
+        ({"kind": "minor_nll"}, {"beta": 0.1, "per": "episode"}),
+    ],
+)
 def test_what_is_not_said_is_the_papers(word, constants):
     assert READ.validate_python(word).model_dump() == word | constants
 
 
-@pytest.mark.parametrize("word", [
-    {"kind": "ppo", "low": -0.1}, {"kind": "ppo", "low": 1.1}, {"kind": "ppo", "high": -0.1},
-    {"kind": "ppo", "dual": 1.0},
-    {"kind": "cispo", "low": -0.1}, {"kind": "cispo", "low": 1.5}, {"kind": "cispo", "cap": 0.0},
-    {"kind": "cpg", "low": 1.0}, {"kind": "cpg", "low": -0.1}, {"kind": "cpg", "high": -0.1},
-    {"kind": "sapo", "tau": 0.0}, {"kind": "sapo", "tau_negative": 0.0}, {"kind": "minor_nll", "beta": 0.0},
-], ids=str)
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"kind": "ppo", "low": -0.1},
+        {"kind": "ppo", "low": 1.1},
+        {"kind": "ppo", "high": -0.1},
+        {"kind": "ppo", "dual": 1.0},
+        {"kind": "cispo", "low": -0.1},
+        {"kind": "cispo", "low": 1.5},
+        {"kind": "cispo", "cap": 0.0},
+        {"kind": "cpg", "low": 1.0},
+        {"kind": "cpg", "low": -0.1},
+        {"kind": "cpg", "high": -0.1},
+        {"kind": "sapo", "tau": 0.0},
+        {"kind": "sapo", "tau_negative": 0.0},
+        {"kind": "minor_nll", "beta": 0.0},
+    ],
+    ids=str,
+)
 def test_a_constant_that_makes_no_sense_is_refused(word):
     with pytest.raises(ValidationError):
         READ.validate_python(word)
 
 
-@pytest.mark.parametrize("word", [
-    {"kind": "cispo", "cap": 0.5, "low": 1.0}, {"kind": "sapo", "tau": 0.5, "tau_negative": 0.5},
-    {"kind": "ppo", "low": 1.0}, {"kind": "ppo", "high": 0.0, "low": 0.0, "dual": 1.1}, {"kind": "cpg", "low": 0.9},
-    {"kind": "minor_nll", "beta": 0.5},
-], ids=str)
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"kind": "cispo", "cap": 0.5, "low": 1.0},
+        {"kind": "sapo", "tau": 0.5, "tau_negative": 0.5},
+        {"kind": "ppo", "low": 1.0},
+        {"kind": "ppo", "high": 0.0, "low": 0.0, "dual": 1.1},
+        {"kind": "cpg", "low": 0.9},
+        {"kind": "minor_nll", "beta": 0.5},
+    ],
+    ids=str,
+)
 def test_a_constant_at_the_edge_of_sense_is_allowed(word):
     assert READ.validate_python(word).model_dump() | word == READ.validate_python(word).model_dump()
 
 
-@pytest.mark.parametrize(("word", "local", "advantages"), [
-    ({"kind": "ppo"}, True, True), ({"kind": "ppo", "per": "turn"}, False, True), ({"kind": "reinforce"}, True, True),
-    ({"kind": "nll"}, True, False), ({"kind": "minor_nll"}, False, False), ({"kind": "none"}, True, False),
-    ({"kind": "minor_nll", "per": "token"}, True, False), ({"kind": "cispo"}, True, True),
-])
+@pytest.mark.parametrize(
+    ("word", "local", "advantages"),
+    [
+        ({"kind": "ppo"}, True, True),
+        ({"kind": "ppo", "per": "turn"}, False, True),
+        ({"kind": "reinforce"}, True, True),
+        ({"kind": "nll"}, True, False),
+        ({"kind": "minor_nll"}, False, False),
+        ({"kind": "none"}, True, False),
+        ({"kind": "minor_nll", "per": "token"}, True, False),
+        ({"kind": "cispo"}, True, True),
+    ],
+)
 def test_what_a_surrogate_needs_is_what_it_says(word, local, advantages):
     read = READ.validate_python(word)
     assert (read.local, read.advantages) == (local, advantages)
@@ -141,8 +171,13 @@ def test_the_published_aggregations_are_all_sayable():
         return float((weigh(stream, every, weigh.totals(stream, every)) * doubles(case["losses"])).sum())
 
     trl = case["trl"]
-    got = {"grpo": mean("episode"), "bnpo": mean("token"), "dr_grpo": mean("constant", case["limit"]),
-           "dapo": mean("token"), "luspo": mean("constant")}
+    got = {
+        "grpo": mean("episode"),
+        "bnpo": mean("token"),
+        "dr_grpo": mean("constant", case["limit"]),
+        "dapo": mean("token"),
+        "luspo": mean("constant"),
+    }
     assert got == pytest.approx(trl, rel=1e-12)
     assert mean("sum", case["limit"]) == pytest.approx(case["verl_seq_mean_token_sum_norm"], rel=1e-12)
 
@@ -153,8 +188,14 @@ def test_reinforce_has_no_ratio_and_its_gradient_is_the_advantage_over_t():
     lp = doubles(case["lp"]).requires_grad_()
     stream = one_row(len(lp))
     every = torch.ones(len(lp), dtype=torch.bool)
-    batch = objective.Batch(recipe=get_recipe("reinforce"), stream=stream, advantage=doubles(case["advantage"]),
-                            entered=every, selected=every, target=None)
+    batch = objective.Batch(
+        recipe=get_recipe("reinforce"),
+        stream=stream,
+        advantage=doubles(case["advantage"]),
+        entered=every,
+        selected=every,
+        target=None,
+    )
     loss = batch.part().loss(lp, None, torch.arange(len(lp)), Context(), (0.0,))
     assert loss.item() == pytest.approx(case["loss"], rel=1e-9)
     assert torch.autograd.grad(loss, lp)[0].tolist() == pytest.approx(case["grad"], rel=1e-9)
@@ -212,8 +253,14 @@ def test_decoupled_ppo_weighs_by_what_the_sampler_did_differently():
     assert loss.tolist() == pytest.approx(case["loss"], rel=1e-9)
     every = torch.ones(2, dtype=torch.bool)
     recipe = get_recipe("grpo", {"anchor": case["anchor"]})
-    batch = objective.Batch(recipe=recipe, stream=stream, advantage=doubles([case["advantage"]] * 2), entered=every,
-                            selected=every, target=None)
+    batch = objective.Batch(
+        recipe=recipe,
+        stream=stream,
+        advantage=doubles([case["advantage"]] * 2),
+        entered=every,
+        selected=every,
+        target=None,
+    )
     loss = batch.part().loss(lp, None, index, Context(), (0.0,))
     assert loss.item() == pytest.approx(sum(case["loss"]) / 2, rel=1e-9)
 
@@ -223,7 +270,8 @@ def test_masked_importance_weights_per_token_geometric_mean_or_product():
     stream = one_row(2, old=case["old"], anchor=case["prox"])
     lp, index, context = doubles(case["lp"]), torch.arange(2), Context()
     _, weight = Anchor(to="recomputed", weight="mask", low=case["mask"]["low"], high=case["mask"]["high"])(
-        lp, index, stream, context)
+        lp, index, stream, context
+    )
     assert weight is not None
     assert weight.tolist() == pytest.approx(case["mask"]["importance"], rel=1e-9)
     assert context.sums["importance/masked"] == 1
@@ -245,8 +293,14 @@ def test_what_an_importance_weight_changes_is_counted():
 
 
 def test_an_anchor_is_the_samplers_own_log_prob_and_local_unless_it_is_told_otherwise():
-    assert Anchor().model_dump() == {"to": "sampler", "weight": "none", "per": "token", "combine": "mean", "low": 0.0,
-                                     "high": 2.0}
+    assert Anchor().model_dump() == {
+        "to": "sampler",
+        "weight": "none",
+        "per": "token",
+        "combine": "mean",
+        "low": 0.0,
+        "high": 2.0,
+    }
     assert Anchor(high=0.5).high == 0.5
     assert Anchor(per="turn").local
     assert Anchor(to="recomputed", weight="mask").local
@@ -297,8 +351,9 @@ def test_two_masks_drop_what_either_drops_and_count_each_of_their_own():
     assert keep is not None
     assert keep.int().tolist() == [1, 0, 1, 0, 1]
     assert (context.sums["token/kl_masked"], context.sums["token/shift_masked"]) == (2, 1)
-    near = Select(kl_mask=9.0, shift_mask=0.05).tokens(doubles([-1.0, -1.6]), doubles([1.0, -1.0]), torch.arange(2),
-                                                       one_row(2, old=[-1.0, -1.0]), Context())
+    near = Select(kl_mask=9.0, shift_mask=0.05).tokens(
+        doubles([-1.0, -1.6]), doubles([1.0, -1.0]), torch.arange(2), one_row(2, old=[-1.0, -1.0]), Context()
+    )
     assert near is not None
     assert near.int().tolist() == [1, 0]
 
@@ -310,8 +365,9 @@ def test_tokens_far_from_the_sampler_are_dropped_and_still_counted_below_the_lin
     stream = one_row(n, old=case["old"])
     recipe = get_recipe("reinforce", {"select": {"kl_mask": case["threshold"]}})
     every = torch.ones(n, dtype=torch.bool)
-    batch = objective.Batch(recipe=recipe, stream=stream, advantage=doubles([1.0] * n), entered=every, selected=every,
-                            target=None)
+    batch = objective.Batch(
+        recipe=recipe, stream=stream, advantage=doubles([1.0] * n), entered=every, selected=every, target=None
+    )
     lp = doubles(case["lp"]).requires_grad_()
     loss = batch.part().loss(lp, None, torch.arange(n), Context(), (0.0,))
     grad = torch.autograd.grad(loss, lp)[0]
@@ -321,8 +377,9 @@ def test_tokens_far_from_the_sampler_are_dropped_and_still_counted_below_the_lin
 def test_tokens_whose_probability_already_moved_the_right_way_are_dropped():
     case = LOSSES["shift"]
     n = len(case["lp"])
-    keep = Select(shift_mask=case["threshold"]).tokens(doubles(case["lp"]), doubles(case["advantage"]), torch.arange(n),
-                                                       one_row(n, old=case["old"]), Context())
+    keep = Select(shift_mask=case["threshold"]).tokens(
+        doubles(case["lp"]), doubles(case["advantage"]), torch.arange(n), one_row(n, old=case["old"]), Context()
+    )
     assert keep is not None
     assert keep.int().tolist() == case["kept"]
 
@@ -338,16 +395,21 @@ def test_the_oracle_agrees_on_random_batches(tokens, surrogate, beta):
     tokens = sorted(tokens, key=lambda t: (t[4], t[5]))
     lp, old, ref, a = ([t[k] for t in tokens] for k in range(4))
     names = [t[4] for t in tokens]
-    rows = [row(e, f"g{e}", turns=[sum(t[4] == e and t[5] == k for t in tokens) for k in range(3)]) for e in
-            dict.fromkeys(names)]
+    rows = [
+        row(e, f"g{e}", turns=[sum(t[4] == e and t[5] == k for t in tokens) for k in range(3)])
+        for e in dict.fromkeys(names)
+    ]
     stream = exact(rows, [episode(r.tape, r.group) for r in rows], old=old, ref=ref)
     ids = [(f"g{t[4]}", t[4], t[5]) for t in tokens]
     every = torch.ones(len(lp), dtype=torch.bool)
     for weigh in ("token", "episode", "turn", "group", "constant", "sum"):
-        recipe = get_recipe("grpo", {"surrogate": {"kind": surrogate}, "weigh": {"kind": weigh},
-                                     "regulariser": [{"kind": "kl", "beta": beta}]})
-        batch = objective.Batch(recipe=recipe, stream=stream, advantage=doubles(a), entered=every, selected=every,
-                                target=None)
+        recipe = get_recipe(
+            "grpo",
+            {"surrogate": {"kind": surrogate}, "weigh": {"kind": weigh}, "regulariser": [{"kind": "kl", "beta": beta}]},
+        )
+        batch = objective.Batch(
+            recipe=recipe, stream=stream, advantage=doubles(a), entered=every, selected=every, target=None
+        )
         x = doubles(lp).requires_grad_()
         loss = batch.part().loss(x, None, torch.arange(len(lp)), Context(), (beta,))
         want = oracle.loss(surrogate, weigh, lp, old, ref, beta, a, ids)
@@ -356,7 +418,9 @@ def test_the_oracle_agrees_on_random_batches(tokens, surrogate, beta):
         for t in range(len(lp)):
             if any(abs(math.exp(lp[t] - old[t]) - edge) < 1e-4 for edge in (0.8, 1.2)):
                 continue
-            up, down = ([*lp[:t], lp[t] + e, *lp[t + 1:]] for e in (1e-6, -1e-6))
-            slope = (oracle.loss(surrogate, weigh, up, old, ref, beta, a, ids)
-                     - oracle.loss(surrogate, weigh, down, old, ref, beta, a, ids)) / 2e-6
+            up, down = ([*lp[:t], lp[t] + e, *lp[t + 1 :]] for e in (1e-6, -1e-6))
+            slope = (
+                oracle.loss(surrogate, weigh, up, old, ref, beta, a, ids)
+                - oracle.loss(surrogate, weigh, down, old, ref, beta, a, ids)
+            ) / 2e-6
             assert grad[t].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)

@@ -14,11 +14,21 @@ from tapereel.tapes.errors import MissingExtra
 
 LINES: tuple[dict[str, Any], ...] = (
     {"phase": "sft", "update": 1, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "skipped": None},
-    {"phase": "rl", "update": 2, "reward": 0.25, "episodes": 8, "turns": 2.0, "loss": -0.5, "skipped": None,
-     "ess": math.nan, "reward/max": 1.0, "mismatch": 1e-6},
+    {
+        "phase": "rl",
+        "update": 2,
+        "reward": 0.25,
+        "episodes": 8,
+        "turns": 2.0,
+        "loss": -0.5,
+        "skipped": None,
+        "ess": math.nan,
+        "reward/max": 1.0,
+        "mismatch": 1e-6,
+    },
     {"phase": "evaluation", "update": 1, "updates": 2, "sampled": 0.5, "greedy": None},
     {"phase": "rl", "update": 3, "reward": None, "episodes": 4, "loss": 0.0, "skipped": "loss"},
-)  # fmt: skip
+)
 
 
 class Kept:
@@ -42,9 +52,20 @@ def test_each_axis_has_a_step_of_its_own():
     axes = Axes()
     points = [point for line in LINES for point in axes.points(line)]
     assert [(point.axis, point.step) for point in points] == [
-        ("train", 1), ("rollout", 8), ("train", 2), ("eval", 2), ("rollout", 12), ("train", 3)]
-    assert points[1].values == {"rollout/episodes_so_far": 8, "rollout/reward": 0.25, "rollout/episodes": 8,
-                                "rollout/turns": 2.0, "rollout/reward/max": 1.0}
+        ("train", 1),
+        ("rollout", 8),
+        ("train", 2),
+        ("eval", 2),
+        ("rollout", 12),
+        ("train", 3),
+    ]
+    assert points[1].values == {
+        "rollout/episodes_so_far": 8,
+        "rollout/reward": 0.25,
+        "rollout/episodes": 8,
+        "rollout/turns": 2.0,
+        "rollout/reward/max": 1.0,
+    }
     assert points[2].values == {"train/update": 2, "train/loss": -0.5, "train/mismatch": 1e-6}
     assert points[3].values == {"eval/update": 2, "eval/sampled": 0.5}
     assert "rollout/reward" not in points[4].values

@@ -28,8 +28,15 @@ def test_going_on_from_a_saved_state_is_bit_equal():
     schedule = Schedule(kind="cosine", warmup=2, total=9)
 
     def trainer(model):
-        return Trainer(model, recipe, lr=1e-2, weight_decay=0.01, schedule=schedule,
-                       reference=tiny_model(torch.float32, 1), ema=0.9)
+        return Trainer(
+            model,
+            recipe,
+            lr=1e-2,
+            weight_decay=0.01,
+            schedule=schedule,
+            reference=tiny_model(torch.float32, 1),
+            ema=0.9,
+        )
 
     straight = trainer(tiny_model(torch.float32))
     for i in range(6):

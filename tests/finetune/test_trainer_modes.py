@@ -127,10 +127,20 @@ def mixture(dtype: torch.dtype = torch.float32):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(
-        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3,
-        router_aux_loss_coef=1.0)).to(dtype)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=23,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            initializer_range=0.3,
+            router_aux_loss_coef=1.0,
+        )
+    ).to(dtype)
 
 
 @pytest.mark.ledger("F66")
@@ -141,8 +151,10 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch_and_adds_linearly():
     rows, episodes = batch()
     sft = get_recipe("sft")
     plain = gradient(model, sft, rows, episodes)
-    routed = {c: gradient(model, sft.but({"regulariser": [{"kind": "aux", "coefficient": c}]}), rows, episodes)
-              for c in (0.5, 1.0)}
+    routed = {
+        c: gradient(model, sft.but({"regulariser": [{"kind": "aux", "coefficient": c}]}), rows, episodes)
+        for c in (0.5, 1.0)
+    }
     width = max(int(r.own[-1]) for r in rows)
     ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
     for i, r in enumerate(rows):

@@ -39,8 +39,14 @@ def test_in_a_ragged_batch_the_short_row_keeps_its_gradient():
     rows = [row(t, t, turns=(n,)) for t, n in zip("ab", case["lengths"], strict=True)]
     stream = exact(rows, [episode(r.tape, r.group) for r in rows])
     every = torch.ones(len(stream), dtype=torch.bool)
-    made = objective.Batch(recipe=get_recipe("grpo"), stream=stream, entered=every, selected=every, target=None,
-                           advantage=doubles(case["advantages"])[stream.episode])
+    made = objective.Batch(
+        recipe=get_recipe("grpo"),
+        stream=stream,
+        entered=every,
+        selected=every,
+        target=None,
+        advantage=doubles(case["advantages"])[stream.episode],
+    )
     lp = stream.old.clone().requires_grad_()
     loss = made.part().loss(lp, None, torch.arange(len(stream)), Context(), (0.0,))
     assert loss.item() == pytest.approx(case["loss"], rel=1e-12)
@@ -65,8 +71,9 @@ def test_no_mean_is_over_padding():
     case = TRAPS["T06"]
     model = tiny_model()
     short, long = row("short", "g", turns=(2,)), row("long", "g", turns=(2,), prompt=2 + case["pads"])
-    recipe = get_recipe("grpo", {"baseline": {"kind": "none"}, "regulariser": [{"kind": "kl", "beta": 0.1,
-                                                                                "to": "sampler"}]})
+    recipe = get_recipe(
+        "grpo", {"baseline": {"kind": "none"}, "regulariser": [{"kind": "kl", "beta": 0.1, "to": "sampler"}]}
+    )
     trainer = Trainer(model, recipe, lr=0.0)
     episodes = [episode("short", "g"), episode("long", "g")]
     prepared = trainer.prepare([short, long], episodes)
@@ -91,8 +98,9 @@ def objective_with(prepared, old):
 @pytest.mark.ledger("T47", "F64", "F66", "F69")
 def test_auxiliary_loss_entropy_and_a_running_average_go_together():
     rows, episodes = batch()
-    recipe = get_recipe("grpo", {"regulariser": [{"kind": "aux", "coefficient": 0.1},
-                                                 {"kind": "entropy", "coefficient": 0.01}]})
+    recipe = get_recipe(
+        "grpo", {"regulariser": [{"kind": "aux", "coefficient": 0.1}, {"kind": "entropy", "coefficient": 0.01}]}
+    )
     model = mixture()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     trainer = Trainer(model, recipe, lr=1e-3, ema=0.5)
@@ -111,7 +119,7 @@ def test_a_model_left_in_training_mode_is_scored_as_it_sampled_without_dropout()
     rows, episodes = batch()
     lp = score(model, rows).logprob.float().numpy()
     at = np.cumsum([0, *(len(r.own) for r in rows)])
-    rows = [replace(r, old=lp[at[k]:at[k + 1]]) for k, r in enumerate(rows)]
+    rows = [replace(r, old=lp[at[k] : at[k + 1]]) for k, r in enumerate(rows)]
     stats = Trainer(model.train(), get_recipe("grpo"), lr=0.0).update(rows, episodes)
     assert stats.mismatch is not None
     assert stats.mismatch < 1e-6
@@ -152,7 +160,7 @@ def test_credit_takes_a_pass_per_power_of_two_whatever_the_number_of_episodes():
             return func(*args, **(kwargs or {}))
 
     decay = torch.ones(case["tokens"])
-    decay[case["tokens"] // case["episodes"] - 1::case["tokens"] // case["episodes"]] = 0
+    decay[case["tokens"] // case["episodes"] - 1 :: case["tokens"] // case["episodes"]] = 0
     with Count():
         segments.recur(torch.ones(case["tokens"]), decay)
     assert Count.products == 2 * case["passes"]

@@ -49,8 +49,11 @@ CASES = (
     Case("own critic", "ppo", critic="own"),
     Case("head alone", "ppo", critic="policy"),
     Case("poisoned", "reinforce", poison=1, steps=1),
-    Case("reference", "grpo", {"regulariser": [{"kind": "kl", "beta": 0.1, "estimator": "k3",
-                                                "adaptive": {"target": 0.01, "horizon": 10}}]}),
+    Case(
+        "reference",
+        "grpo",
+        {"regulariser": [{"kind": "kl", "beta": 0.1, "estimator": "k3", "adaptive": {"target": 0.01, "horizon": 10}}]},
+    ),
     Case("imitates too", "grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}, demonstrations=True),
 )
 
@@ -68,8 +71,17 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     if case.critic is not None:
         body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
         critic = CriticTrainer(body, lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank, ranks=ranks)
-    trainer = Trainer(model, get_recipe(case.recipe, case.changes), lr=0.05, grad_clip=0.05, ranks=ranks, critic=critic,
-                      reference=reference, ema=case.ema, micro_tokens=20 + 10 * ranks.rank)
+    trainer = Trainer(
+        model,
+        get_recipe(case.recipe, case.changes),
+        lr=0.05,
+        grad_clip=0.05,
+        ranks=ranks,
+        critic=critic,
+        reference=reference,
+        ema=case.ema,
+        micro_tokens=20 + 10 * ranks.rank,
+    )
     out: list[Any] = []
     for _ in range(case.steps):
         prepared = trainer.prepare(rows[mine], episodes[mine], demonstrations=shown if case.demonstrations else ())
@@ -77,12 +89,25 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
             prepared.batch.advantage[0] = math.inf
         stats = trainer.step(prepared)
         sums = trainer.ranks.gather(stats.sums)
-        out.append({"skipped": stats.skipped, "norm": stats.grad_norm, "loss": stats.loss,
-                    "sums": dict(sums.sums), "counts": dict(sums.counts)})
+        out.append(
+            {
+                "skipped": stats.skipped,
+                "norm": stats.grad_norm,
+                "loss": stats.loss,
+                "sums": dict(sums.sums),
+                "counts": dict(sums.counts),
+            }
+        )
     state = trainer.state_dict()
     trainer.load_state_dict(state)
-    return {"steps": out, "weights": ranks.whole(dict(model.state_dict())), "state": state,
-            "again": trainer.state_dict(), "betas": trainer.betas, "skips": critic.skips if critic else 0}
+    return {
+        "steps": out,
+        "weights": ranks.whole(dict(model.state_dict())),
+        "state": state,
+        "again": trainer.state_dict(),
+        "betas": trainer.betas,
+        "skips": critic.skips if critic else 0,
+    }
 
 
 class CrewCase(NamedTuple):
@@ -104,8 +129,13 @@ CREWS = (
     CrewCase("batches", "grpo", {"adjust": [{"kind": "whiten"}]}, batches=(3, 6)),
     CrewCase("critic", "ppo", critic="own", minibatches=2),
     CrewCase("head alone", "ppo", critic="policy"),
-    CrewCase("imitates too", "grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}, demonstrations=True,
-             minibatches=2),
+    CrewCase(
+        "imitates too",
+        "grpo",
+        {"regulariser": [{"kind": "nll", "coefficient": 0.3}]},
+        demonstrations=True,
+        minibatches=2,
+    ),
     CrewCase("one group for two", "grpo", groups=1),
     CrewCase("poisoned", "grpo", poison=True),
 )
@@ -115,7 +145,7 @@ def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
     """What came of two epochs, a checkpoint in between, on rank 0 (and alone); the weights, on every rank."""
     model = tiny_model()
     rows, episodes = three_groups(model)
-    rows, episodes = rows[:3 * case.groups], episodes[:3 * case.groups]
+    rows, episodes = rows[: 3 * case.groups], episodes[: 3 * case.groups]
     if case.poison:
         episodes[0] = replace(episodes[0], reward=math.inf)
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])] if case.demonstrations else ()
@@ -126,8 +156,15 @@ def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
         if case.critic is not None:
             body = Critic.of(model) if case.critic == "own" else Critic.on(work)
             critic = CriticTrainer(body, lr=0.1, ranks=ranks)
-        return Trainer(work, get_recipe(case.recipe, case.changes), lr=0.05, grad_clip=0.05, ranks=ranks, critic=critic,
-                       micro_tokens=20 + 10 * ranks.rank)
+        return Trainer(
+            work,
+            get_recipe(case.recipe, case.changes),
+            lr=0.05,
+            grad_clip=0.05,
+            ranks=ranks,
+            critic=critic,
+            micro_tokens=20 + 10 * ranks.rank,
+        )
 
     crew = Crew(ranks, model, build)
     if ranks.rank:
@@ -141,14 +178,35 @@ def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
             trainer = crew.lead("rl")
             if state is not None:
                 trainer.load_state_dict(state)
-            steps += trainer.updates(rows, episodes, epochs=2, minibatches=case.minibatches, seed=3,
-                                     batches=case.batches, demonstrations=shown)
+            steps += trainer.updates(
+                rows,
+                episodes,
+                epochs=2,
+                minibatches=case.minibatches,
+                seed=3,
+                batches=case.batches,
+                demonstrations=shown,
+            )
             state = trainer.state_dict()
     crew.end(len(steps))
-    return {"steps": [[s.skipped, s.loss, s.grad_norm, s.step, s.sums["tokens"], s.weight, s.advantage,
-                       s.sums.mean("ratio") if s.applied else None, None if s.shown is None else s.shown[2]]
-                      for s in steps],
-            "weights": dict(model.state_dict()), "state": state}  # fmt: skip
+    return {
+        "steps": [
+            [
+                s.skipped,
+                s.loss,
+                s.grad_norm,
+                s.step,
+                s.sums["tokens"],
+                s.weight,
+                s.advantage,
+                s.sums.mean("ratio") if s.applied else None,
+                None if s.shown is None else s.shown[2],
+            ]
+            for s in steps
+        ],
+        "weights": dict(model.state_dict()),
+        "state": state,
+    }
 
 
 def three_groups(model: Any) -> tuple[list[Row], list[Episode]]:
@@ -162,8 +220,9 @@ def three_groups(model: Any) -> tuple[list[Row], list[Episode]]:
 
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-                                         timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     found: dict[str, Any] = {}
     for kind, make in (("group", Group), ("sharded", Sharded)):
         found[kind] = {case.name: trained(case, make()) for case in CASES}

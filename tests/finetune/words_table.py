@@ -65,8 +65,13 @@ def docstrings(cls: type[Any]) -> dict[str, str]:
         module = ast.parse(inspect.getsource(sys.modules[one.__module__]))
         body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == one.__name__)
         for line, text in pairwise(body):
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(text, ast.Expr) \
-                    and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            ):
                 found[line.target.id] = " ".join(text.value.value.split())
     return found
 
@@ -81,8 +86,13 @@ def formulas(cls: type[Word]) -> tuple[str, str]:
 
 def type_of(info: FieldInfo) -> str:
     """What a constant may be, in the words of a YAML file."""
-    bounds = [f"{sign} {getattr(one, name):g}" for one in info.metadata for kind, sign in BOUNDS.items()
-              if isinstance(one, kind) for name in [kind.__name__.lower()]]  # fmt: skip
+    bounds = [
+        f"{sign} {getattr(one, name):g}"
+        for one in info.metadata
+        for kind, sign in BOUNDS.items()
+        if isinstance(one, kind)
+        for name in [kind.__name__.lower()]
+    ]
     return ", ".join([_type(info.annotation), *bounds])
 
 
@@ -131,8 +141,11 @@ def table() -> str:
         lines = [f"### {name}", "", f"{told[0].upper()}{told[1:]}{' A list.' if listed else ''}"]
         if equations:
             lines += ["", "```text", equations, "```"]
-        lines += ["", f"| {'kind | ' if several else ''}constant | type | default | what it is |",
-                  "|---|" + "---|" * (3 + several)]  # fmt: skip
+        lines += [
+            "",
+            f"| {'kind | ' if several else ''}constant | type | default | what it is |",
+            "|---|" + "---|" * (3 + several),
+        ]
         for cls in kinds:
             rows = list(constants(cls))
             if several:

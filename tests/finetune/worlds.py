@@ -30,9 +30,15 @@ def attempts(draw: st.DrawFn, *, scored_only: bool = False) -> Attempt:
     status = "finished" if scored_only else draw(st.sampled_from(["finished"] * 3 + ["cut", "cancelled"]))
     components = {k: v for k in ("model", "rule") for v in [draw(st.sampled_from([None, *PRICES]))] if v is not None}
     return Attempt(
-        group=draw(st.sampled_from("gh")), reward=reward, turn_rewards=parts, trains=status != "cancelled",
-        fork=draw(st.sampled_from([None, "x", "y"])), length=draw(st.integers(0, 40)), components=components,
-        bootstrap=draw(st.sampled_from([0.0, 0.7])) if status == "cut" else 0.0)
+        group=draw(st.sampled_from("gh")),
+        reward=reward,
+        turn_rewards=parts,
+        trains=status != "cancelled",
+        fork=draw(st.sampled_from([None, "x", "y"])),
+        length=draw(st.integers(0, 40)),
+        components=components,
+        bootstrap=draw(st.sampled_from([0.0, 0.7])) if status == "cut" else 0.0,
+    )
 
 
 @st.composite
@@ -53,8 +59,18 @@ def worlds(draw: st.DrawFn, *, scored_only: bool = False, most: int = 5) -> tupl
                 old = draw(st.sampled_from(known)) and draw(LOGPROBS)
                 near = draw(st.sampled_from([-0.5, -0.05, 0.0, 0.05, 0.5]))
                 lp = min((old or -1.0) + near + draw(st.sampled_from([0.0, 0.013, -0.017])), -0.005)
-                tokens.append(Said(e, first + k, lp=lp, old=old, ref=draw(LOGPROBS), prox=draw(LOGPROBS),
-                                   value=draw(st.sampled_from([0.0, 0.25, -1.5])), entropy=draw(st.floats(0, 3))))
+                tokens.append(
+                    Said(
+                        e,
+                        first + k,
+                        lp=lp,
+                        old=old,
+                        ref=draw(LOGPROBS),
+                        prox=draw(LOGPROBS),
+                        value=draw(st.sampled_from([0.0, 0.25, -1.5])),
+                        entropy=draw(st.floats(0, 3)),
+                    )
+                )
     world = World(episodes, tokens)
     return world, *ours(world, pieces)
 
@@ -63,24 +79,44 @@ def ours(world: World, pieces: list[tuple[int, int, list[int]]]) -> tuple[list[R
     """The world's rows, one for each (episode, first turn, tokens of each turn), and its episodes."""
     rows, at = [], 0
     for e, first, sizes in pieces:
-        mine = world.tokens[at:at + sum(sizes)]
+        mine = world.tokens[at : at + sum(sizes)]
         at += len(mine)
         old = [np.nan if token.old is None else token.old for token in mine]
-        rows.append(row(f"t{e}", world.episodes[e].group, turns=sizes, first_turn=first, old=old,
-                        rng=np.random.default_rng(e), calls=[f"t{e}/{first}/{k}" for k in range(len(sizes))]))
+        rows.append(
+            row(
+                f"t{e}",
+                world.episodes[e].group,
+                turns=sizes,
+                first_turn=first,
+                old=old,
+                rng=np.random.default_rng(e),
+                calls=[f"t{e}/{first}/{k}" for k in range(len(sizes))],
+            )
+        )
     made = []
     for e, a in enumerate(world.episodes):
         status = Status.CANCELLED if not a.trains else Status.TRUNCATED if a.bootstrap else Status.FINISHED
-        made.append(Episode(tape=f"t{e}", group=a.group, reward=a.reward, status=status, components=a.components,
-                            turn_rewards=None if a.reward is None else a.turn_rewards, fork=a.fork, length=a.length,
-                            bootstrap=a.bootstrap or None))
+        made.append(
+            Episode(
+                tape=f"t{e}",
+                group=a.group,
+                reward=a.reward,
+                status=status,
+                components=a.components,
+                turn_rewards=None if a.reward is None else a.turn_rewards,
+                fork=a.fork,
+                length=a.length,
+                bootstrap=a.bootstrap or None,
+            )
+        )
     return rows, made
 
 
 def streamed(world: World, rows: list[Row], episodes: list[Episode], *, recomputed: bool) -> Stream:
     """The stream in float64, with every column that a recipe may ask for."""
-    columns: dict[str, Any] = {name: [getattr(token, name) for token in world.tokens]
-                               for name in ("ref", "value", "entropy")}
+    columns: dict[str, Any] = {
+        name: [getattr(token, name) for token in world.tokens] for name in ("ref", "value", "entropy")
+    }
     columns["old"] = [np.nan if token.old is None else token.old for token in world.tokens]
     if recomputed:
         columns["anchor"] = [token.prox for token in world.tokens]
@@ -93,48 +129,123 @@ def _words(*kinds: str, **constants: st.SearchStrategy) -> st.SearchStrategy[dic
 
 ESTIMATORS = st.sampled_from(["k1", "k2", "k3"])
 PER = st.sampled_from(["token", "turn", "episode"])
-REWARD = st.one_of(st.fixed_dictionaries({"per": st.sampled_from(["episode", "turn"])}),
-                   st.fixed_dictionaries({"reduce": st.sampled_from(["mean", "max"])}),
-                   st.fixed_dictionaries({"components": st.just({"model": 0.7, "rule": 0.3})}))
-SHAPE = st.lists(st.one_of(
-    _words("clip", low=st.just(-1.0), high=st.sampled_from([0.5, 2.0])), _words("running", centre=st.booleans()),
-    _words("overlong", limit=st.just(30), buffer=st.sampled_from([5, 20]), factor=st.sampled_from([1.0, 0.5])),
-    _words("episode_kl", beta=st.sampled_from([0.0, 0.2]), estimator=ESTIMATORS)),
-    max_size=2, unique_by=lambda word: word["kind"])
+REWARD = st.one_of(
+    st.fixed_dictionaries({"per": st.sampled_from(["episode", "turn"])}),
+    st.fixed_dictionaries({"reduce": st.sampled_from(["mean", "max"])}),
+    st.fixed_dictionaries({"components": st.just({"model": 0.7, "rule": 0.3})}),
+)
+SHAPE = st.lists(
+    st.one_of(
+        _words("clip", low=st.just(-1.0), high=st.sampled_from([0.5, 2.0])),
+        _words("running", centre=st.booleans()),
+        _words("overlong", limit=st.just(30), buffer=st.sampled_from([5, 20]), factor=st.sampled_from([1.0, 0.5])),
+        _words("episode_kl", beta=st.sampled_from([0.0, 0.2]), estimator=ESTIMATORS),
+    ),
+    max_size=2,
+    unique_by=lambda word: word["kind"],
+)
 PRICE = st.one_of(st.just([]), _words("token_kl", beta=st.just(0.1), estimator=ESTIMATORS).map(lambda w: [w]))
-BASELINE = _words("none", "mean", "loo", "std", "batch_std", by=st.sampled_from(["group", "fork", "batch"]), 
-                  eps=st.sampled_from([1e-9, 1e-4, 0.1]), ddof=st.sampled_from([0, 1]))
-CREDIT = st.one_of(st.just({"kind": "broadcast"}), _words(
-    "returns", "gae", clock=st.sampled_from(["token", "turn"]),
-    gamma=st.sampled_from([1.0, 0.9, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0])))
-ADJUST = st.lists(st.one_of(
-    _words("whiten", ddof=st.sampled_from([0, 1]), eps=st.sampled_from([1e-8, 0.5]), how=st.sampled_from(
-        ["floor", "add"]), centre_only=st.booleans()),
-    _words("clip", limit=st.sampled_from([0.3, 2.0])), _words("relu"),
-    _words("groups", flat=st.sampled_from([0.5, 1.0]), cap=st.sampled_from([1.1, 3.0]))), max_size=2)
-ANCHOR = st.one_of(st.just({"to": "sampler"}), st.fixed_dictionaries({
-    "to": st.just("recomputed"), "weight": st.sampled_from(["none", "truncate", "mask"]), "per": PER,
-    "combine": st.sampled_from(["mean", "sum"]), "low": st.sampled_from([0.0, 0.6]),
-    "high": st.sampled_from([1.3, 3.0])}))
+BASELINE = _words(
+    "none",
+    "mean",
+    "loo",
+    "std",
+    "batch_std",
+    by=st.sampled_from(["group", "fork", "batch"]),
+    eps=st.sampled_from([1e-9, 1e-4, 0.1]),
+    ddof=st.sampled_from([0, 1]),
+)
+CREDIT = st.one_of(
+    st.just({"kind": "broadcast"}),
+    _words(
+        "returns",
+        "gae",
+        clock=st.sampled_from(["token", "turn"]),
+        gamma=st.sampled_from([1.0, 0.9, 0.0]),
+        lam=st.sampled_from([1.0, 0.95, 0.0]),
+    ),
+)
+ADJUST = st.lists(
+    st.one_of(
+        _words(
+            "whiten",
+            ddof=st.sampled_from([0, 1]),
+            eps=st.sampled_from([1e-8, 0.5]),
+            how=st.sampled_from(["floor", "add"]),
+            centre_only=st.booleans(),
+        ),
+        _words("clip", limit=st.sampled_from([0.3, 2.0])),
+        _words("relu"),
+        _words("groups", flat=st.sampled_from([0.5, 1.0]), cap=st.sampled_from([1.1, 3.0])),
+    ),
+    max_size=2,
+)
+ANCHOR = st.one_of(
+    st.just({"to": "sampler"}),
+    st.fixed_dictionaries(
+        {
+            "to": st.just("recomputed"),
+            "weight": st.sampled_from(["none", "truncate", "mask"]),
+            "per": PER,
+            "combine": st.sampled_from(["mean", "sum"]),
+            "low": st.sampled_from([0.0, 0.6]),
+            "high": st.sampled_from([1.3, 3.0]),
+        }
+    ),
+)
 SURROGATE = st.one_of(
-    _words("ppo", low=st.sampled_from([0.2, 0.01]), high=st.sampled_from([0.2, 0.28]), per=PER,
-           dual=st.sampled_from([None, 1.4])),
-    _words("reinforce"), _words("cispo", low=st.sampled_from([None, 0.1]), cap=st.sampled_from([1.2, 5.0])),
-    _words("cpg", low=st.sampled_from([0.2, 0.03]), high=st.just(0.1)), _words("sapo", tau=st.sampled_from([1.0, 0.4])),
-    _words("nll"), _words("minor_nll", beta=st.sampled_from([0.1, 2.0]), per=PER), _words("none"))
-REGULARISER = st.lists(st.one_of(
-    _words("kl", to=st.sampled_from(["reference", "sampler"]), estimator=st.sampled_from(["k2", "k3"]),
-           beta=st.sampled_from([0.0, 0.3])),
-    _words("entropy", coefficient=st.sampled_from([0.0, 0.2]))), max_size=2)
-SELECT = st.fixed_dictionaries({}, optional={
-    "flat": st.just("drop"), "bounds": st.sampled_from([(0.05, None), (None, 1.0), (-3.0, 0.5)]),
-    "keep": st.integers(1, 3), "keep_how": st.sampled_from(["best", "spread"]),
-    "entropy_top": st.sampled_from([0.3, 0.5, 1.0]), "kl_mask": st.sampled_from([0.001, 0.1]),
-    "shift_mask": st.sampled_from([0.02, 0.2])})
+    _words(
+        "ppo",
+        low=st.sampled_from([0.2, 0.01]),
+        high=st.sampled_from([0.2, 0.28]),
+        per=PER,
+        dual=st.sampled_from([None, 1.4]),
+    ),
+    _words("reinforce"),
+    _words("cispo", low=st.sampled_from([None, 0.1]), cap=st.sampled_from([1.2, 5.0])),
+    _words("cpg", low=st.sampled_from([0.2, 0.03]), high=st.just(0.1)),
+    _words("sapo", tau=st.sampled_from([1.0, 0.4])),
+    _words("nll"),
+    _words("minor_nll", beta=st.sampled_from([0.1, 2.0]), per=PER),
+    _words("none"),
+)
+REGULARISER = st.lists(
+    st.one_of(
+        _words(
+            "kl",
+            to=st.sampled_from(["reference", "sampler"]),
+            estimator=st.sampled_from(["k2", "k3"]),
+            beta=st.sampled_from([0.0, 0.3]),
+        ),
+        _words("entropy", coefficient=st.sampled_from([0.0, 0.2])),
+    ),
+    max_size=2,
+)
+SELECT = st.fixed_dictionaries(
+    {},
+    optional={
+        "flat": st.just("drop"),
+        "bounds": st.sampled_from([(0.05, None), (None, 1.0), (-3.0, 0.5)]),
+        "keep": st.integers(1, 3),
+        "keep_how": st.sampled_from(["best", "spread"]),
+        "entropy_top": st.sampled_from([0.3, 0.5, 1.0]),
+        "kl_mask": st.sampled_from([0.001, 0.1]),
+        "shift_mask": st.sampled_from([0.02, 0.2]),
+    },
+)
 WEIGH = _words("token", "episode", "turn", "group", "constant", "sum", limit=st.sampled_from([1.0, 8.0]))
 WORDS: dict[str, st.SearchStrategy] = {
-    "reward": REWARD, "shape": SHAPE, "baseline": BASELINE, "credit": CREDIT, "adjust": ADJUST, "anchor": ANCHOR,
-    "surrogate": SURROGATE, "regulariser": REGULARISER, "select": SELECT, "weigh": WEIGH}
+    "reward": REWARD,
+    "shape": SHAPE,
+    "baseline": BASELINE,
+    "credit": CREDIT,
+    "adjust": ADJUST,
+    "anchor": ANCHOR,
+    "surrogate": SURROGATE,
+    "regulariser": REGULARISER,
+    "select": SELECT,
+    "weigh": WEIGH,
+}
 """A strategy for the constants of each word (score apart, which is the model's matter)."""
 
 

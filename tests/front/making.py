@@ -63,18 +63,48 @@ def run_of(path: Path, episodes: Sequence[tuple[str, Sequence[str]]]) -> list[Ta
         return asyncio.run(play_all(store))
 
 
-def sampled_tape(answer: str, *, logprobs: Sequence[float] | None, spans: tuple[tuple[str, int, int], ...] = (),
-                 question: str = "6*7", reward: float = 1.0) -> Tape:  # fmt: skip
+def sampled_tape(
+    answer: str,
+    *,
+    logprobs: Sequence[float] | None,
+    spans: tuple[tuple[str, int, int], ...] = (),
+    question: str = "6*7",
+    reward: float = 1.0,
+) -> Tape:
     """A tape of one turn whose answer has one token a character and an end token (id 3)."""
     name = f"{random.Random(answer).getrandbits(88):022x}"
     task = Task(public=question, private="42")
-    log = TapeLog(Begin(tape=name, task=task, task_hash=task.hash, agent=Identity(name="solver"),
-                        env=Identity(name="Sums"), env_seed=0, seed=0, split="eval", at=0.0))  # fmt: skip
+    log = TapeLog(
+        Begin(
+            tape=name,
+            task=task,
+            task_hash=task.hash,
+            agent=Identity(name="solver"),
+            env=Identity(name="Sums"),
+            env_seed=0,
+            seed=0,
+            split="eval",
+            at=0.0,
+        )
+    )
     log.append(step_record(name, Text(text=question), by="env"))
     ids = ints([*map(ord, answer), 3])
-    log.append(Call(tape=name, call=f"{name}.1", by="solver", prompt=ints([1]), completion=ids, text=answer, at=0.0,
-                    logprobs=None if logprobs is None else floats(logprobs), spans=spans, finish="stop",
-                    sampling=Sampling(), engine="embedded"))  # fmt: skip
+    log.append(
+        Call(
+            tape=name,
+            call=f"{name}.1",
+            by="solver",
+            prompt=ints([1]),
+            completion=ids,
+            text=answer,
+            at=0.0,
+            logprobs=None if logprobs is None else floats(logprobs),
+            spans=spans,
+            finish="stop",
+            sampling=Sampling(),
+            engine="embedded",
+        )
+    )
     log.append(step_record(name, Answer(text=answer), by="solver", calls=((f"{name}.1", 0, len(ids)),)))
     log.append(Reward(tape=name, step=1, name="exact", value=reward))
     log.append(End(tape=name, status=Status.FINISHED, seconds=0.5, at=1.0))
@@ -87,15 +117,35 @@ def hostile_everywhere(path: Path, text: str) -> Path:
     task = Task(id=text, public=text)
     with Store.create(path) as store:
         for record in (
-            Begin(tape=name, task=task, task_hash=task.hash, agent=Identity(name=text), env=Identity(name=text),
-                  env_seed=0, seed=0, group=text, split=text, at=0.0),
+            Begin(
+                tape=name,
+                task=task,
+                task_hash=task.hash,
+                agent=Identity(name=text),
+                env=Identity(name=text),
+                env_seed=0,
+                seed=0,
+                group=text,
+                split=text,
+                at=0.0,
+            ),
             step_record(name, Text(text=text), by="env"),
-            Call(tape=name, call=f"{name}.1", by=text, text=text, engine=text, split=text, at=0.0, completion=ints([1]),
-                 logprobs=floats([-1.0]), spans=((text, 0, 1),)),
+            Call(
+                tape=name,
+                call=f"{name}.1",
+                by=text,
+                text=text,
+                engine=text,
+                split=text,
+                at=0.0,
+                completion=ints([1]),
+                logprobs=floats([-1.0]),
+                spans=((text, 0, 1),),
+            ),
             step_record(name, Answer(text=text), by=text, calls=((f"{name}.1", 0, 1),)),
             Reward(tape=name, step=1, name=text, value=1.0),
             Reward(tape=name, name=text, value=1.0),
             End(tape=name, status=Status.ERROR, cause=Cause(type=CauseType.AGENT, error=text, message=text), at=1.0),
-        ):  # fmt: skip
+        ):
             store.writer.append(record.body())
     return path

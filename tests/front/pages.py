@@ -26,12 +26,30 @@ def report_of(text: str) -> ReportData:
     tape = sampled_tape(text, logprobs=[-0.01] * len(text) + [-5.0], spans=((text, 0, len(text) + 1),), question=text)
     page = tape_page(tape, text, decode, commands=(text,))
     return ReportData(
-        title=text, subtitle=text, facts=(Fact(label=text, value=text, note=text),),
-        plots=(Plot(title=text, curves=(curve(text),), levels=(Level(name=text, value=0.5),), xlabel=text, ylabel=text,
-                    caption=text),
-               Plot(title=text, curves=(curve(text),), caption=text, small=True)),
-        scores=(Score(name=text, sampled=0.5, greedy=None, n=7, note=text),), seconds={text: 1.5}, tokens={text: 1200},
-        episodes={text: 1}, notes=(text,), ends=(End(status=text, cause=text, episodes=3),),
-        faults=(Fault(cause=text, error=text, raised_at=text, episodes=2, tape=text),), versions={text: text},
-        checks={text: text}, tapes=(page, tape_page(tape, text)), config=text, next=(text,),
-    )  # fmt: skip
+        title=text,
+        subtitle=text,
+        facts=(Fact(label=text, value=text, note=text),),
+        plots=(
+            Plot(
+                title=text,
+                curves=(curve(text),),
+                levels=(Level(name=text, value=0.5),),
+                xlabel=text,
+                ylabel=text,
+                caption=text,
+            ),
+            Plot(title=text, curves=(curve(text),), caption=text, small=True),
+        ),
+        scores=(Score(name=text, sampled=0.5, greedy=None, n=7, note=text),),
+        seconds={text: 1.5},
+        tokens={text: 1200},
+        episodes={text: 1},
+        notes=(text,),
+        ends=(End(status=text, cause=text, episodes=3),),
+        faults=(Fault(cause=text, error=text, raised_at=text, episodes=2, tape=text),),
+        versions={text: text},
+        checks={text: text},
+        tapes=(page, tape_page(tape, text)),
+        config=text,
+        next=(text,),
+    )

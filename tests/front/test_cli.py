@@ -102,13 +102,16 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(verb, error: Exception
         cli.main(["probe"])
 
 
-@pytest.mark.parametrize(("error", "code", "says"), [
-    (TapereelError("the tape is torn at byte 9; run recover"), 1, "the tape is torn at byte 9; run recover"),
-    (UsageError("there is no run 'x'"), 64, "there is no run 'x'"),
-    (MissingExtra("torch", "train", "training"), 1, 'pip install "tapereel[train]"'),
-    (ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium"), 1, 'pip install "tapereel[gym]"'),
-    (PermissionError(13, "Permission denied", "/x"), 1, "PermissionError: [Errno 13] Permission denied: '/x'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (TapereelError("the tape is torn at byte 9; run recover"), 1, "the tape is torn at byte 9; run recover"),
+        (UsageError("there is no run 'x'"), 64, "there is no run 'x'"),
+        (MissingExtra("torch", "train", "training"), 1, 'pip install "tapereel[train]"'),
+        (ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium"), 1, 'pip install "tapereel[gym]"'),
+        (PermissionError(13, "Permission denied", "/x"), 1, "PermissionError: [Errno 13] Permission denied: '/x'"),
+    ],
+)
 def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: int, says: str):
     verb(_raise(error))
     assert cli.main(["probe", "--json"]) == code
@@ -138,14 +141,16 @@ def test_text_of_others_styles_no_terminal(verb, capsys: pytest.CaptureFixture[s
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path):
-    code = ("import sys; from tapereel import cli\n"
-            "import types; m = types.ModuleType('tapereel._many'); m.EXAMPLE = ''\n"
-            "m.configure = lambda p: None\n"
-            "def run(args):\n"
-            "    for _ in range(100000): args.answer_to.write('x' * 80 + chr(10))\n"
-            "    return 0\n"
-            "m.run = run; sys.modules['tapereel._many'] = m; cli.VERBS['many'] = ('_many', 'x')\n"
-            "sys.exit(cli.main(['many']))")  # fmt: skip
+    code = (
+        "import sys; from tapereel import cli\n"
+        "import types; m = types.ModuleType('tapereel._many'); m.EXAMPLE = ''\n"
+        "m.configure = lambda p: None\n"
+        "def run(args):\n"
+        "    for _ in range(100000): args.answer_to.write('x' * 80 + chr(10))\n"
+        "    return 0\n"
+        "m.run = run; sys.modules['tapereel._many'] = m; cli.VERBS['many'] = ('_many', 'x')\n"
+        "sys.exit(cli.main(['many']))"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -157,9 +162,11 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path):
 
 
 def test_the_command_is_installed_and_light(tmp_path: Path):
-    code = ("import sys; from tapereel.cli import main; code = main(['--help'])\n"
-            "heavy = {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
-            "sys.exit(1 if heavy else code)")  # fmt: skip
+    code = (
+        "import sys; from tapereel.cli import main; code = main(['--help'])\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(1 if heavy else code)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True).returncode == 0
     script = Path(sys.executable).with_name("tapereel")
     done = subprocess.run([script, "nothing"], cwd=tmp_path, capture_output=True, text=True)
@@ -167,9 +174,16 @@ def test_the_command_is_installed_and_light(tmp_path: Path):
     assert "usage: tapereel" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["serve", ".", "--engine", "embedded"], ["serve", "."],
-                                   ["gateway", "--set", 'engine.answers=["x"]'],
-                                   ["serve-env", "examples/digits.py:Digits"]], ids=lambda words: words[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", ".", "--engine", "embedded"],
+        ["serve", "."],
+        ["gateway", "--set", 'engine.answers=["x"]'],
+        ["serve-env", "examples/digits.py:Digits"],
+    ],
+    ids=lambda words: words[0],
+)
 def test_a_port_that_is_none_is_a_mistake_of_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert cli.main([*words, "--port", "99999"]) == Exit.USAGE
     assert "--port is 99999; a port is a number from 0 (any free one) to 65535" in capsys.readouterr().err

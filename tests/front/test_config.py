@@ -140,15 +140,18 @@ def test_a_missing_setting_is_named():
     assert _refusal(Needy) == "path is not set, and has no default"
 
 
-@pytest.mark.parametrize(("name", "text", "says"), [
-    ("a.yaml", "seed: 1\nseed: 2\n", "line 2: the key seed stands on line 1 already"),
-    ("a.yaml", "train:\n  lr: 1\n  lr: 2\n", "line 3: the key train.lr stands on line 2 already"),
-    ("a.yaml", "- 1\n", "settings are `key: value` lines"),
-    ("a.yaml", "a: [\n", "not YAML"),
-    ("a.yaml", "name: !!python/object/apply:os.system [echo]\n", "not YAML"),
-    ("a.toml", "seed = \n", "not TOML"),
-    ("a.ini", "seed = 1\n", "ends in .yaml, .yml, .json or .toml, not '.ini'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "seed: 1\nseed: 2\n", "line 2: the key seed stands on line 1 already"),
+        ("a.yaml", "train:\n  lr: 1\n  lr: 2\n", "line 3: the key train.lr stands on line 2 already"),
+        ("a.yaml", "- 1\n", "settings are `key: value` lines"),
+        ("a.yaml", "a: [\n", "not YAML"),
+        ("a.yaml", "name: !!python/object/apply:os.system [echo]\n", "not YAML"),
+        ("a.toml", "seed = \n", "not TOML"),
+        ("a.ini", "seed = 1\n", "ends in .yaml, .yml, .json or .toml, not '.ini'"),
+    ],
+)
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str, says: str):
     assert says in _refusal(Whole, _file(tmp_path, name, text))
 
@@ -191,8 +194,14 @@ _words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 _numbers = st.floats(allow_nan=False)
 
 
-@given(name=_words, seed=st.integers(), lr=_numbers, cap=_numbers, notes=st.dictionaries(_words, _words | _numbers),
-       limit=_numbers)  # fmt: skip
+@given(
+    name=_words,
+    seed=st.integers(),
+    lr=_numbers,
+    cap=_numbers,
+    notes=st.dictionaries(_words, _words | _numbers),
+    limit=_numbers,
+)
 def test_what_is_written_is_read_back_equal(tmp_path_factory, name, seed, lr, cap, notes, limit):
     config = Whole(name=name, seed=seed, train=Optimiser(lr=lr), algo=Cispo(cap=cap), notes=notes, limit=limit)
     file = tmp_path_factory.mktemp("config") / "whole.yaml"
@@ -200,11 +209,24 @@ def test_what_is_written_is_read_back_equal(tmp_path_factory, name, seed, lr, ca
     assert load_config(Whole, file) == config
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("1e-3", 0.001), ("1E5", 1e5), (".5", 0.5), ("-.inf", -math.inf), ("1_000", 1000), ("yes", "yes"), ("off", "off"),
-    ("true", True), ("null", None), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}), ("2020-01-01", "2020-01-01"),
-    ("a: b: c", "a: b: c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("-.inf", -math.inf),
+        ("1_000", 1000),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("true", True),
+        ("null", None),
+        ("[1, a]", [1, "a"]),
+        ("{a: 1}", {"a": 1}),
+        ("2020-01-01", "2020-01-01"),
+        ("a: b: c", "a: b: c"),
+    ],
+)
 def test_plain_values_are_read_as_in_yaml_1_2(text: str, value: object):
     assert read_value(text) == value
     assert type(read_value(text)) is type(value)
@@ -212,6 +234,8 @@ def test_plain_values_are_read_as_in_yaml_1_2(text: str, value: object):
 
 def test_a_setting_knows_its_line():
     assert list(read_yaml("a: 1\nb:\n  c: [1,\n    2]\n  d: {}\n")) == [
-        (("a",), 1, 1), (("b", "c"), [1, 2], 3), (("b", "d"), {}, 5),
-    ]  # fmt: skip
+        (("a",), 1, 1),
+        (("b", "c"), [1, 2], 3),
+        (("b", "d"), {}, 5),
+    ]
     assert write_yaml({"a": "yes", "b": "1e-3", "c": 1e-5}) == "a: 'yes'\nb: '1e-3'\nc: 1.0e-05\n"

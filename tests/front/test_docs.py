@@ -101,10 +101,13 @@ def test_every_page_is_reached_from_the_index():
     assert {page for page in pages if f"]({page})" not in index} == set(), "link it in docs/index.md"
 
 
-@pytest.mark.parametrize(("heading", "ends"), [
-    ("### Run it", '.[demo]" && .venv/bin/tapereel demo'),
-    ("### Test it", '.[dev]" && .venv/bin/python -m pytest -n 2 --dist loadfile'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heading", "ends"),
+    [
+        ("### Run it", '.[demo]" && .venv/bin/tapereel demo'),
+        ("### Test it", '.[dev]" && .venv/bin/python -m pytest -n 2 --dist loadfile'),
+    ],
+)
 def test_the_readme_has_two_commands_that_start_from_nothing(heading: str, ends: str):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count(f"\n{heading}\n") == 1
@@ -134,5 +137,7 @@ def test_every_mark_of_a_slow_part_has_its_turn_in_ci():
 def test_a_fence_is_found_with_its_line_and_its_output():
     text = "a\n```python\nx = 1\n```\n\n```text\n1\n```\nb\n```text\n2\n```\n"
     assert list(fences(text)) == [
-        Fence("python", 2, "x = 1", False), Fence("text", 6, "1", True), Fence("text", 10, "2", False),
-    ]  # fmt: skip
+        Fence("python", 2, "x = 1", False),
+        Fence("text", 6, "1", True),
+        Fence("text", 10, "2", False),
+    ]

@@ -26,8 +26,10 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     run_of(path, [("train", ["7"])])
     with Store.open(path, write=True) as store:
-        for tape in (sampled_tape("42", logprobs=[-0.5, -0.25, -0.125], spans=(("a:1", 0, 1), ("a:2", 1, 3))),
-                     sampled_tape("41", logprobs=[-1.0, math.nan, -2.0], reward=0.0)):
+        for tape in (
+            sampled_tape("42", logprobs=[-0.5, -0.25, -0.125], spans=(("a:1", 0, 1), ("a:2", 1, 3))),
+            sampled_tape("41", logprobs=[-1.0, math.nan, -2.0], reward=0.0),
+        ):
             for body in tape.bodies:
                 store.writer.append(body)
     return path
@@ -41,8 +43,12 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_rows_keep_their_tokens_log_probs_and_versions(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     done = _json(capsys, str(run), str(tmp_path / "rows.jsonl"))
     assert {k: done[k] for k in ("tapes", "rows", "tokens", "own_tokens", "without_tokens")} == {
-        "tapes": 2, "rows": 2, "tokens": 8, "own_tokens": 6, "without_tokens": 1,
-    }  # fmt: skip
+        "tapes": 2,
+        "rows": 2,
+        "tokens": 8,
+        "own_tokens": 6,
+        "without_tokens": 1,
+    }
     first, second = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     assert first["input_ids"] == [1, ord("4"), ord("2"), 3]
     assert first["labels"] == [-100, ord("4"), ord("2"), 3]

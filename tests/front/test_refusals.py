@@ -61,8 +61,11 @@ def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys
 def test_no_run_is_begun_where_one_is_or_a_file(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("mine")
     load_named(f"{EXAMPLE}:save_model")(str(tmp_path / "model"))
-    for words in (("run", *SCENE, *settings(f"engine.policy={NEXT}", "count=2")),
-                  ("train", *SCENE, "--model", str(tmp_path / "model")), ("demo",)):  # fmt: skip
+    for words in (
+        ("run", *SCENE, *settings(f"engine.policy={NEXT}", "count=2")),
+        ("train", *SCENE, "--model", str(tmp_path / "model")),
+        ("demo",),
+    ):
         assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words, "--out", run)
         told = refusal_of(capsys, *words, "--out", str(tmp_path / "file"))
         assert "is a file; a run is a folder" in told

@@ -76,8 +76,12 @@ def test_the_page_fetches_nothing_and_runs_nothing():
     page = _Page(text)
     (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    links = [value for _, attributes in page.tags for name, value in attributes.items()
-             if name in ("src", "href", "xlink:href", "action", "data")]  # fmt: skip
+    links = [
+        value
+        for _, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href", "action", "data")
+    ]
     assert [link for link in links if not (link or "").startswith("#")] == []
     assert not re.findall(r"url\((?!#)|@import", text)
 
@@ -110,8 +114,12 @@ def test_the_parts_of_a_whole_add_up_and_nothing_has_no_colour():
 
 
 def test_a_curve_is_a_png_of_the_promised_size(tmp_path: Path):
-    plot_curve(tmp_path / "curve.png", [curve("$a_b$"), Curve(name="one", x=(1,), y=(0.5,))], title="t",
-               levels=[Level(name=f"l{i}", value=i / 10) for i in range(6)])  # fmt: skip
+    plot_curve(
+        tmp_path / "curve.png",
+        [curve("$a_b$"), Curve(name="one", x=(1,), y=(0.5,))],
+        title="t",
+        levels=[Level(name=f"l{i}", value=i / 10) for i in range(6)],
+    )
     head = (tmp_path / "curve.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")) == (1600, 900)
@@ -146,10 +154,13 @@ def test_a_running_mean_leaves_unknown_values_out():
     assert math.isnan(running_mean([math.nan], 3)[0])
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    ({"x": (1, 2), "y": (1.0,)}, "2 places and 1 values"),
-    ({"x": (1,), "y": (1.0,), "mean_of": 0}, "can't be averaged over 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"x": (1, 2), "y": (1.0,)}, "2 places and 1 values"),
+        ({"x": (1,), "y": (1.0,), "mean_of": 0}, "can't be averaged over 0"),
+    ],
+)
 def test_a_curve_that_does_not_add_up_is_refused(values, says: str):
     with pytest.raises(ValueError, match=says):
         Curve(name="c", **values)

@@ -121,12 +121,19 @@ def test_a_long_step_is_cut_off_unless_all_of_it_is_wanted(tmp_path: Path, capsy
 
 def test_steps_of_classes_that_are_not_imported_read_as_plain_text(run):
     path, tapes = run
-    done = subprocess.run([sys.executable, "-m", "tapereel.cli", "show", str(path), tapes[0].id, "--json"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tapereel.cli", "show", str(path), tapes[0].id, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     steps = json.loads(done.stdout)["steps"]
     assert [(step["kind"], step["text"]) for step in steps] == [
-        ("front_hint", "from 1 to 9"), ("front_guess", "5"), ("front_hint", "higher"), ("front_guess", "7"),
-    ]  # fmt: skip
+        ("front_hint", "from 1 to 9"),
+        ("front_guess", "5"),
+        ("front_hint", "higher"),
+        ("front_guess", "7"),
+    ]
 
 
 def test_tokens_are_counted_by_who_wrote_them():

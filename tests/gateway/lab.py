@@ -69,8 +69,13 @@ class Told:
         if not self._ids:
             return Completion(text=text)
         ids = array("i", WORDS(text, add_special_tokens=False)["input_ids"]) + array("i", RENDERER.end_ids[:1] * end)
-        return Completion(text=text, ids=ids, logprobs=array("f", [-0.5] * len(ids)), spans=(("run:0", 0, len(ids)),),
-                          finish="stop" if end else "cancelled")  # fmt: skip
+        return Completion(
+            text=text,
+            ids=ids,
+            logprobs=array("f", [-0.5] * len(ids)),
+            spans=(("run:0", 0, len(ids)),),
+            finish="stop" if end else "cancelled",
+        )
 
     def forget(self, cache_key: str) -> None:
         pass
@@ -156,8 +161,9 @@ class Stream:
 async def streamed(client: Client, *messages: Any, **more: Any) -> AsyncIterator[Stream]:
     said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
     body = {"model": "m", "messages": said, "stream": True, **more}
-    async with client.http.post(f"{client.root}/v1/chat/completions", json=body,
-                                headers={"Authorization": f"Bearer {client.key}"}) as answer:  # fmt: skip
+    async with client.http.post(
+        f"{client.root}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {client.key}"}
+    ) as answer:
         yield Stream(answer)
 
 

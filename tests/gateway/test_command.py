@@ -30,9 +30,13 @@ class Process:
         self.run = run
         words = ["gateway", "--set", 'engine.answers=["one","two"]', "--out", str(run), "--json", *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "sk-of-the-user-0123456789"}
-        self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "tapereel.cli", *words],
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        env=environment)  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tapereel.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
         assert self.process.stdout is not None
         self.told = json.loads(self.process.stdout.readline())
 
@@ -112,9 +116,10 @@ def test_killed_it_leaves_an_ordinary_crash(tmp_path: Path):
     assert statuses == {done["tape"]: Status.FINISHED, left["tape"]: Status.CRASHED, again["tape"]: Status.FINISHED}
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                        monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    words = ["gateway", "--set", "engine.answers=[\"x\"]", "--out", str(tmp_path / "run")]
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    words = ["gateway", "--set", 'engine.answers=["x"]', "--out", str(tmp_path / "run")]
     assert main([*words, "--port", "99999"]) == 64
     monkeypatch.setenv("TAPEREEL_GATEWAY_TOKEN", "guess-me")
     assert main(words) == 64

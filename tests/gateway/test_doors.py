@@ -21,14 +21,26 @@ def test_only_a_key_of_an_open_tape_opens_anything(tmp_path: Path, caplog: pytes
     async def scene() -> list[str]:
         async with served(tmp_path, Told()) as there:
             tape, client = await there.begin(task="t")
-            for key in ("", "x", client.key[:-1], client.key + "x", client.key.upper(), TOKEN, "é" * 8,
-                        " " + client.key):  # fmt: skip
+            for key in (
+                "",
+                "x",
+                client.key[:-1],
+                client.key + "x",
+                client.key.upper(),
+                TOKEN,
+                "é" * 8,
+                " " + client.key,
+            ):
                 status, answer = await client.with_key(key).ask("hi")
                 assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), key
                 assert (await client.with_key(key)("GET", "/v1/models"))[0] == 401
             for key in ("", client.key, TOKEN[:-1], TOKEN + "x"):
-                for path in ("/tapereel/tapes", f"/tapereel/tapes/{tape}/end", f"/tapereel/tapes/{tape}/rewards",
-                             "/tapereel/pause"):  # fmt: skip
+                for path in (
+                    "/tapereel/tapes",
+                    f"/tapereel/tapes/{tape}/end",
+                    f"/tapereel/tapes/{tape}/rewards",
+                    "/tapereel/pause",
+                ):
                     assert (await client.with_key(key)("POST", path, {}))[0] == 401, (key, path)
                 assert (await client.with_key(key)("GET", f"/tapereel/tapes/{tape}"))[0] == 401
             await there.end(tape)
@@ -47,10 +59,12 @@ def test_what_one_tape_says_is_on_no_other(tmp_path: Path):
     async def scene() -> None:
         async with served(tmp_path, Told(lambda messages: messages[-1]["content"])) as there:
             begun = [await there.begin(task=f"task {k}") for k in range(8)]
-            answers = await asyncio.gather(*(client.ask(f"canary {k}") for k, (_, client) in enumerate(begun)
-                                             for _ in range(4)))  # fmt: skip
+            answers = await asyncio.gather(
+                *(client.ask(f"canary {k}") for k, (_, client) in enumerate(begun) for _ in range(4))
+            )
             assert [a["choices"][0]["message"]["content"] for _, a in answers] == [
-                f"canary {k}" for k in range(8) for _ in range(4)]  # fmt: skip
+                f"canary {k}" for k in range(8) for _ in range(4)
+            ]
             for k, (name, _) in enumerate(begun):
                 await there.end(name)
                 told = there.tape(name).model_dump_json()
@@ -59,11 +73,25 @@ def test_what_one_tape_says_is_on_no_other(tmp_path: Path):
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("path", [
-    "/", "/v1", "/v1/", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/../../x",
-    "/v1/%2e%2e/tapereel/tapes", "/../../../etc/passwd", "/tapereel/tapes/..%2f..%2fetc", "//v1/models/x",
-    "/v1/chat/completions%00", "/tapereel/tapes/0000000000000000/../x", "/static/../server.py",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/chat/completions/../../x",
+        "/v1/%2e%2e/tapereel/tapes",
+        "/../../../etc/passwd",
+        "/tapereel/tapes/..%2f..%2fetc",
+        "//v1/models/x",
+        "/v1/chat/completions%00",
+        "/tapereel/tapes/0000000000000000/../x",
+        "/static/../server.py",
+    ],
+)
 def test_paths_that_are_not_served_are_refused_as_openai_does(tmp_path: Path, path: str):
     async def scene() -> None:
         async with served(tmp_path, Told()) as there:
@@ -91,8 +119,11 @@ def test_a_body_over_the_bound_is_refused_however_it_is_sent(tmp_path: Path):
                 for _ in range(100):
                     yield b"x" * 100
 
-            async with client.http.post(f"{there.gateway.url}/chat/completions", data=pieces(),
-                                        headers={"Authorization": f"Bearer {client.key}"}) as chunked:  # fmt: skip
+            async with client.http.post(
+                f"{there.gateway.url}/chat/completions",
+                data=pieces(),
+                headers={"Authorization": f"Bearer {client.key}"},
+            ) as chunked:
                 assert chunked.status == 413
             assert (await there.admin("POST", "/tapereel/tapes", {"task": "x" * 3000}))[0] == 413
             assert (await client.ask("fine"))[0] == 200
@@ -107,8 +138,10 @@ def test_a_slow_client_is_let_go(tmp_path: Path):
         bounds = Bounds(body_seconds=0.1, header_seconds=0.1)
         async with served(tmp_path, Told(), bounds=bounds) as there:
             _, client = await there.begin(task="t")
-            head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
-                    "Content-Length: 100\r\n")  # fmt: skip
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                "Content-Length: 100\r\n"
+            )
             for sent, said in ((head[:40], b""), ("", b""), (head + "\r\n{", b"408")):
                 reader, writer = await asyncio.open_connection("127.0.0.1", there.gateway.port)
                 writer.write(sent.encode())
@@ -124,8 +157,18 @@ def test_bodies_that_make_no_sense_begin_and_end_nothing(tmp_path: Path):
     async def scene() -> None:
         async with served(tmp_path, Told()) as there:
             tape, client = await there.begin(task="t")
-            for body in (b"{", b"[]", {"tasks": 1}, {"agent": "a/../b"}, {"agent": ""}, {"seed": -1}, {"attempt": "x"},
-                         {"budget": {"calls": 0}}, {"budget": {"wishes": 3}}, {"split": "../x"}):  # fmt: skip
+            for body in (
+                b"{",
+                b"[]",
+                {"tasks": 1},
+                {"agent": "a/../b"},
+                {"agent": ""},
+                {"seed": -1},
+                {"attempt": "x"},
+                {"budget": {"calls": 0}},
+                {"budget": {"wishes": 3}},
+                {"split": "../x"},
+            ):
                 assert (await there.admin("POST", "/tapereel/tapes", body))[0] == 400, body
             for body in ({"rewards": {"a": "much"}}, {"rewards": 3}, b'{"rewards": {"a": NaN}}', {"reward": {"a": 1}}):
                 assert (await there.admin("POST", f"/tapereel/tapes/{tape}/rewards", body))[0] == 400, body
@@ -149,14 +192,21 @@ def escaped(text: str) -> str:
 
 def bodies(secret: str) -> dict[str, bytes]:
     """Requests that hold it, by where."""
+
     def asking(content: Any, **more: Any) -> bytes:
         return json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode()
 
     def calling(**function: str) -> bytes:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}
-        return json.dumps({"messages": [{"role": "user", "content": "x"},
-                                        {"role": "assistant", "content": "", "tool_calls": [call]},
-                                        {"role": "tool", "tool_call_id": "1", "content": "y"}]}).encode()  # fmt: skip
+        return json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "1", "content": "y"},
+                ]
+            }
+        ).encode()
 
     def offering(parameters: Any) -> bytes:
         return asking("x", tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
@@ -164,13 +214,17 @@ def bodies(secret: str) -> dict[str, bytes]:
     half = len(secret) // 2
     parts = [{"type": "text", "text": text} for text in (secret[:half], secret[half:])]
     return {
-        "in a sentence": asking(f"my key is {secret}, yes"), "within a word": asking(f"xsk-tape-{secret}x"),
+        "in a sentence": asking(f"my key is {secret}, yes"),
+        "within a word": asking(f"xsk-tape-{secret}x"),
         "escaped": asking("SECRET").replace(b'"SECRET"', escaped(secret).encode()),
-        "in parts": asking(parts), "a tool's argument": calling(arguments=json.dumps({"key": secret})),
-        "a tool's name": calling(name=secret), "a schema": offering({"properties": {"a": {"default": secret}}}),
-        "a name in a schema": offering({"properties": {secret: {}}}), "stop": asking("x", stop=[secret]),
+        "in parts": asking(parts),
+        "a tool's argument": calling(arguments=json.dumps({"key": secret})),
+        "a tool's name": calling(name=secret),
+        "a schema": offering({"properties": {"a": {"default": secret}}}),
+        "a name in a schema": offering({"properties": {secret: {}}}),
+        "stop": asking("x", stop=[secret]),
         "a field that isn't taken": asking("x", n=secret),
-    }  # fmt: skip
+    }
 
 
 def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -190,10 +244,13 @@ def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path, caplog: pytes
                     assert (key in json.dumps(answer)) is (where == "a field that isn't taken")
             for nobodys in ("secret", "sk-tape-", f"sk-tape-{'x' * 32}", client.key[:-1], TOKEN[:-1]):
                 assert (await client.ask(f"my key is {nobodys}"))[0] == 200
-            for path, told in (("", {"task": {"public": ["x", {"a": client.key}]}}), ("", {"task": TOKEN}),
-                               (f"/{open_}/end", {"answer": f"it is {other.key}"}),
-                               (f"/{open_}/end", {"status": "error", "message": TOKEN}),
-                               (f"/{open_}/rewards", {"metrics": {client.key: 1.0}})):  # fmt: skip
+            for path, told in (
+                ("", {"task": {"public": ["x", {"a": client.key}]}}),
+                ("", {"task": TOKEN}),
+                (f"/{open_}/end", {"answer": f"it is {other.key}"}),
+                (f"/{open_}/end", {"status": "error", "message": TOKEN}),
+                (f"/{open_}/rewards", {"metrics": {client.key: 1.0}}),
+            ):
                 status, answer = await there.admin("POST", f"/tapereel/tapes{path}", told)
                 assert (status, "would be recorded" in answer["error"]["message"]) == (400, True), told
             for tape_id in (tape, open_):

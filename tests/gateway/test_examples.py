@@ -22,18 +22,40 @@ def test_the_programs_know_nothing_of_tapereel(program: str):
     assert not any(name.startswith("tapereel") for name in imported)
 
 
-@pytest.mark.parametrize(("agent", "env", "tasks", "engine", "calls"), [
-    ("speller", "Spelling", "words", 'engine.answers=["a", "b"]', 2),
-    ("adder", "Sums", "sums", f"engine.policy={SCENE}:adding", 2),
-])  # fmt: skip
-def test_a_program_is_recorded_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, env: str,
-                                            tasks: str, engine: str, calls: int):  # fmt: skip
+@pytest.mark.parametrize(
+    ("agent", "env", "tasks", "engine", "calls"),
+    [
+        ("speller", "Spelling", "words", 'engine.answers=["a", "b"]', 2),
+        ("adder", "Sums", "sums", f"engine.policy={SCENE}:adding", 2),
+    ],
+)
+def test_a_program_is_recorded_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, env: str, tasks: str, engine: str, calls: int
+):
     if agent == "adder":
         pytest.importorskip("pydantic_ai")
     monkeypatch.chdir(ROOT)
     run = tmp_path / "run"
-    assert main(["run", "--agent", f"{SCENE}:{agent}", "--env", f"{SCENE}:{env}", "--tasks", f"{SCENE}:{tasks}",
-                 "--set", engine, "--set", "count=1", "--out", str(run)]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "run",
+                "--agent",
+                f"{SCENE}:{agent}",
+                "--env",
+                f"{SCENE}:{env}",
+                "--tasks",
+                f"{SCENE}:{tasks}",
+                "--set",
+                engine,
+                "--set",
+                "count=1",
+                "--out",
+                str(run),
+            ]
+        )
+        == 0
+    )
     with Store.open(run) as store:
         tapes = list(store.tapes())
     assert sum(len(tape.calls) for tape in tapes) == calls

@@ -26,6 +26,7 @@ def said(answer: Any) -> Any:
 
 def play(path: Path, program: Callable[[Client], Awaitable[None]], engine: Any = None) -> Tape:
     """The tape of a program, read back from the run that it was recorded in."""
+
     async def scene() -> str:
         async with served(path, engine or Told(lambda messages: f"re {messages[-1]['content']}")) as there:
             tape, client = await there.begin(task="t")
@@ -44,8 +45,10 @@ def play(path: Path, program: Callable[[Client], Awaitable[None]], engine: Any =
 def uses(tape: Tape) -> dict[str, str]:
     """What each call asked last -> agent, auxiliary or discarded."""
     told = {label.call: label.use for label in tape.layers}  # type: ignore[attr-defined]
-    return {f"{k} {tape.call_messages(call)[-1]['content']}": told.get(call.call, "agent")
-            for k, call in enumerate(tape.calls)}  # fmt: skip
+    return {
+        f"{k} {tape.call_messages(call)[-1]['content']}": told.get(call.call, "agent")
+        for k, call in enumerate(tape.calls)
+    }
 
 
 def trained(tape: Tape) -> list[list[str]]:
@@ -100,8 +103,13 @@ def test_a_branch_that_was_left_is_discarded_with_all_that_followed(tmp_path: Pa
         await ask.ask("a", root, "right", right, "on")
 
     tape = play(tmp_path, program)
-    assert uses(tape) == {"0 a": "agent", "1 wrong": "discarded", "2 deeper": "discarded", "3 right": "agent",
-                          "4 on": "agent"}  # fmt: skip
+    assert uses(tape) == {
+        "0 a": "agent",
+        "1 wrong": "discarded",
+        "2 deeper": "discarded",
+        "3 right": "agent",
+        "4 on": "agent",
+    }
     assert trained(tape) == [["re a", "re right", "re on"]]
     (row,) = rows(tape)
     own = sum(len(call.completion or ()) for k, call in enumerate(tape.calls) if k in (0, 3, 4))
@@ -126,6 +134,7 @@ def test_branches_asked_at_once_are_all_the_agents(tmp_path: Path):
 
 def test_a_parent_that_is_recorded_late_is_adopted(tmp_path: Path):
     """A client stops reading an answer, asks on from what it has read, and only then hangs up."""
+
     class Held(Told):
         async def complete(self, request: Any) -> Any:
             if len(request.messages) > 1:

@@ -72,8 +72,9 @@ def test_the_first_piece_is_here_before_the_last_token_is_sampled(tmp_path: Path
         engine = embedded()
         async with served(tmp_path, engine, sampling=LONG) as there:
             tape, client = await there.begin(task="t", seed=2)
-            async with streamed(client, "hi", stream_options={"include_usage": True}, logprobs=True,
-                                return_token_ids=True) as stream:  # fmt: skip
+            async with streamed(
+                client, "hi", stream_options={"include_usage": True}, logprobs=True, return_token_ids=True
+            ) as stream:
                 while engine.stats.sampled < 3:  # noqa: ASYNC110  # the engine tells nobody but the gateway
                     await asyncio.sleep(0)
                 engine.freeze()
@@ -91,7 +92,8 @@ def test_the_first_piece_is_here_before_the_last_token_is_sampled(tmp_path: Path
             assert last["choices"][0]["token_ids"] == list(call.completion or ())
             assert last["prompt_token_ids"] == list(found.call_prompt(call))
             assert [entry["logprob"] for entry in last["choices"][0]["logprobs"]["content"]] == pytest.approx(
-                list(call.logprobs or ()))  # fmt: skip
+                list(call.logprobs or ())
+            )
             assert stream.text == call.text
             return found, stream.text
 
@@ -129,8 +131,12 @@ def test_a_tape_is_the_same_whether_its_answers_were_streamed_or_not(tmp_path: P
 
 def test_the_official_client_reads_pieces_tools_and_stops(tmp_path: Path):
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    engine = Spelled("two words", "yes. no.", 'i add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-                     "no call: <tool_ is one")  # fmt: skip
+    engine = Spelled(
+        "two words",
+        "yes. no.",
+        'i add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "no call: <tool_ is one",
+    )
     engine.let()
 
     async def scene() -> list[Any]:
@@ -141,7 +147,8 @@ def test_the_official_client_reads_pieces_tools_and_stops(tmp_path: Path):
                 for k, more in enumerate(({}, {"stop": [". "]}, {"tools": [tool]}, {"tools": [tool]})):
                     said: Any = [{"role": "user", "content": f"{k}"}]
                     stream: Any = await api.chat.completions.create(
-                        model="m", messages=said, stream=True, stream_options={"include_usage": True}, **more)
+                        model="m", messages=said, stream=True, stream_options={"include_usage": True}, **more
+                    )
                     found.append([chunk async for chunk in stream])
             await there.end(tape)
             return found
@@ -152,7 +159,11 @@ def test_the_official_client_reads_pieces_tools_and_stops(tmp_path: Path):
     plain, stopped, called, not_called = asyncio.run(scene())
     assert len(text(plain)) > 1
     assert ["".join(text(chunks)) for chunks in (plain, stopped, called, not_called)] == [
-        "two words", "yes", "i add.", "no call: <tool_ is one"]  # fmt: skip
+        "two words",
+        "yes",
+        "i add.",
+        "no call: <tool_ is one",
+    ]
     (call,) = [call for chunk in called if chunk.choices for call in chunk.choices[0].delta.tool_calls or ()]
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
     reasons = [chunks[-2].choices[0].finish_reason for chunks in (plain, stopped, called)]
@@ -185,7 +196,8 @@ def test_an_error_has_its_status_until_the_first_token_and_is_an_event_after_it(
                 async with openai.AsyncOpenAI(base_url=there.gateway.url, api_key=client.key) as api:
                     engine.breaks = [2]
                     pieces: Any = await api.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": "x"}], stream=True)
+                        model="m", messages=[{"role": "user", "content": "x"}], stream=True
+                    )
                     with pytest.raises(openai.APIError, match="on fire"):
                         [piece async for piece in pieces]
             await there.end(tape)
@@ -270,10 +282,13 @@ def test_a_client_that_reads_nothing_is_let_go_and_holds_nobody_up(tmp_path: Pat
                 lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 lazy.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(lazy, ("127.0.0.1", there.gateway.port))
-                body = json.dumps({"model": "m" * 4000, "messages": [{"role": "user", "content": "hi"}],
-                                   "stream": True}).encode()  # fmt: skip
-                head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
-                        f"Content-Length: {len(body)}\r\n\r\n")  # fmt: skip
+                body = json.dumps(
+                    {"model": "m" * 4000, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+                ).encode()
+                head = (
+                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n"
+                )
                 await asyncio.get_running_loop().sock_sendall(lazy, head.encode() + body)
                 while not there.tape(slow).calls:
                     engine.let(1)
@@ -306,8 +321,10 @@ def test_a_client_that_does_not_read_a_whole_answer_is_let_go_and_its_call_stays
                 lazy.setblocking(False)
                 await loop.sock_connect(lazy, ("127.0.0.1", there.gateway.port))
                 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "long"}]}).encode()
-                head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
-                        f"Content-Length: {len(body)}\r\n\r\n")  # fmt: skip
+                head = (
+                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n"
+                )
                 await loop.sock_sendall(lazy, head.encode() + body)
                 await until(lambda: there.tape(slow).calls)
                 assert (await quick.ask("short"))[0] == 200
@@ -394,6 +411,7 @@ def test_weights_that_change_in_the_midst(tmp_path: Path):
 
 def program(hang_up: bool) -> Program:
     """Asks twice, and hears the first answer only until it has some text."""
+
     async def ask(task: str, endpoint: Any) -> str:
         async with openai.AsyncOpenAI(**endpoint._asdict(), max_retries=0) as api:
             said, messages = "", list[Any]()

@@ -43,6 +43,7 @@ async def chat(task: str, endpoint: Endpoint) -> str:
 async def fan(task: str, endpoint: Endpoint) -> str:
     """Asks for all letters at once, in as many conversations."""
     async with AsyncOpenAI(**endpoint._asdict(), max_retries=0) as client:
+
         async def one(letter: str) -> str:
             reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": letter}])
             return reply.choices[0].message.content or ""
@@ -96,6 +97,7 @@ def test_questions_asked_at_once_may_come_back_in_any_order():
     tape = rolled(fan, embedded(), task="abcdef")
     assert len({call.conversation for call in tape.calls}) == 6
     for order in (1, -1):
+
         async def again(task: str, endpoint: Endpoint, order: int = order) -> str:
             said = await fan(task[::order], endpoint)
             answers = [tape.call(call.call).text or "" for call in sorted(tape.calls, key=_asked(tape))]
@@ -119,7 +121,8 @@ def test_the_same_seed_gives_the_same_answers_in_whatever_order_they_are_asked()
     texts = [{_asked(tape)(call): call.text for call in tape.calls} for tape in (first, second)]
     assert texts[0] == texts[1]
     assert {_asked(first)(call): call.seed for call in first.calls} == {
-        _asked(second)(call): call.seed for call in second.calls}  # fmt: skip
+        _asked(second)(call): call.seed for call in second.calls
+    }
 
 
 def test_a_command_gets_its_task_and_what_it_prints_is_its_answer():
@@ -198,9 +201,11 @@ def test_a_limit_ends_the_episode_whatever_the_program_makes_of_it():
 
 def test_a_program_out_of_time_is_ended_with_all_that_it_started(tmp_path: Path):
     pids = tmp_path / "pids"
-    code = ("import os, subprocess, sys, time\n"
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-            f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)")  # fmt: skip
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
+    )
 
     async def scene() -> None:
         running = asyncio.ensure_future(rollout(Program(command(code)), Echo(), "abc", engine=Told()))
@@ -356,8 +361,10 @@ def test_a_proxy_in_the_environment_is_not_asked_for_the_gateway(kind: str, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name)
-    code = ("import openai; print(openai.OpenAI(max_retries=0).chat.completions.create(model='any', messages=[{'role': "
-            "'user', 'content': 'say it'}]).choices[0].message.content)")  # fmt: skip
+    code = (
+        "import openai; print(openai.OpenAI(max_retries=0).chat.completions.create(model='any', messages=[{'role': "
+        "'user', 'content': 'say it'}]).choices[0].message.content)"
+    )
 
     async def asking(task: str, endpoint: Any) -> str:
         async with AsyncOpenAI(max_retries=0, **endpoint._asdict()) as client:

@@ -21,9 +21,25 @@ def read(**fields: Any) -> Any:
 
 
 def test_what_clients_send_is_read():
-    found = read(temperature=0.5, top_p=0.9, max_tokens=7, max_completion_tokens=5, seed=3, stop="\n", stream=True,
-                 stream_options={"include_usage": True}, logprobs=True, return_token_ids=True, tools=[TOOL], n=1,
-                 user="u", metadata={}, presence_penalty=0, tool_choice="auto", parallel_tool_calls=True)  # fmt: skip
+    found = read(
+        temperature=0.5,
+        top_p=0.9,
+        max_tokens=7,
+        max_completion_tokens=5,
+        seed=3,
+        stop="\n",
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        return_token_ids=True,
+        tools=[TOOL],
+        n=1,
+        user="u",
+        metadata={},
+        presence_penalty=0,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+    )
     assert (found.temperature, found.top_p, found.max_tokens, found.seed, found.stop) == (0.5, 0.9, 5, 3, ("\n",))
     assert (found.stream, found.usage, found.logprobs, found.token_ids) == (True, True, True, True)
     assert found.tools == (TOOL,)
@@ -34,29 +50,52 @@ def test_what_clients_send_is_read():
 def test_messages_become_plain():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}, "index": 0}
-    sent = [{"role": "system", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call],
-            "refusal": None, "audio": None}, {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
+    sent = [
+        {"role": "system", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
     assert read(messages=sent).messages == [
         {"role": "system", "content": "ab"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function":
-         {"name": "add", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "c"},
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"n": 2}, "n"), ({"presence_penalty": 0.5}, "presence_penalty"), ({"response_format": {"type": "json_object"}},
-    "response_format"), ({"tool_choice": "required"}, "tool_choice"), ({"logit_bias": {"1": 2}}, "logit_bias"),
-    ({"top_logprobs": 3}, "top_logprobs"), ({"reasoning": "lots"}, "reasoning"), ({"temperature": -1}, "temperature"),
-    ({"temperature": True}, "temperature"), ({"temperature": "1"}, "temperature"), ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"), ({"top_p": 0}, "top_p"), ({"top_p": 2}, "top_p"),
-    ({"stop": ["a"] * 5}, "stop"), ({"stop": [""]}, "stop"), ({"stream": "yes"}, "stream"),
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"), ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"), ({"tools": [{}]}, "tools"),
-    ({"tools": "all"}, "tools"), ({"model": 3}, "model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"reasoning": "lots"}, "reasoning"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 2}, "top_p"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"),
+        ({"tools": [{}]}, "tools"),
+        ({"tools": "all"}, "tools"),
+        ({"model": 3}, "model"),
+    ],
+)
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str):
     with pytest.raises(Refused) as refused:
         read(**fields)
@@ -65,20 +104,40 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
     assert set(refused.value.body["error"]) == {"message", "type", "param", "code"}
 
 
-@given(st.one_of(st.binary(max_size=60), st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["model", "messages", "role", "content", "tools", "stop", "tool_calls", "function", "x"]),
-        inner, max_size=4), max_leaves=12).map(lambda value: json.dumps(value).encode())))  # fmt: skip
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        ["model", "messages", "role", "content", "tools", "stop", "tool_calls", "function", "x"]
+                    ),
+                    inner,
+                    max_size=4,
+                )
+            ),
+            max_leaves=12,
+        ).map(lambda value: json.dumps(value).encode()),
+    )
+)
 def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
     with contextlib.suppress(Refused):
         read_request(body)
 
 
-@pytest.mark.parametrize("body", [
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": [{"role": "user", "content": "\xff"}]}',
-    b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', b"", b"[]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b"",
+        b"[]",
+    ],
+)
 def test_what_no_tape_could_hold_is_refused(body: bytes):
     with pytest.raises(Refused):
         read_request(body)
@@ -111,8 +170,9 @@ def test_a_stream_holds_what_the_whole_answer_holds():
     chunks = list(answer.chunks("", usage=True))
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-2]["choices"][0]["token_ids"] == answer.body()["choices"][0]["token_ids"] == [2]
-    assert chunks[-1]["usage"] == answer.body()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2,
-                                                             "total_tokens": 5}  # fmt: skip
+    assert (
+        chunks[-1]["usage"] == answer.body()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    )
     assert chunks[-2]["prompt_token_ids"] == answer.body()["prompt_token_ids"] == [1]
     assert len(list(answer.chunks("", usage=False))) == len(chunks) - 1
 
@@ -124,8 +184,14 @@ def test_calls_are_read_from_what_a_model_wrote():
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert read_calls((), said, "n")[1][0]["id"] == call["id"] != read_calls((), said, "m")[1][0]["id"]
     assert read_calls((), '{"name": "add", "arguments": {}}', "n")[0] == ""
-    for plain in ("no call", "<tool_call>{broken</tool_call>", '{"a": 1}', "{",
-                  "<tool_call>" + "[" * 3000 + "</tool_call>", '{"name": "add", "arguments": {"a": NaN}}'):
+    for plain in (
+        "no call",
+        "<tool_call>{broken</tool_call>",
+        '{"a": 1}',
+        "{",
+        "<tool_call>" + "[" * 3000 + "</tool_call>",
+        '{"name": "add", "arguments": {"a": NaN}}',
+    ):
         assert read_calls((), plain, "n") == (plain, ())
 
 

@@ -89,9 +89,14 @@ def test_what_is_asked_for_is_what_is_sampled_with(tmp_path: Path):
     async def scene() -> Any:
         async with served(tmp_path, engine, sampling=Sampling(max_tokens=9)) as there:
             tape, client = await there.begin(task="t", seed=5)
-            answers = [await client.ask("a"), await client.ask("a", seed=1), await client.ask("a", seed=1),
-                       await client.ask("b", temperature=0.25, top_p=0.5, max_tokens=3),
-                       await client.ask("c", max_tokens=5000), await client.ask("d", stop=["zz", ". "])]  # fmt: skip
+            answers = [
+                await client.ask("a"),
+                await client.ask("a", seed=1),
+                await client.ask("a", seed=1),
+                await client.ask("b", temperature=0.25, top_p=0.5, max_tokens=3),
+                await client.ask("c", max_tokens=5000),
+                await client.ask("d", stop=["zz", ". "]),
+            ]
             assert [status for status, _ in answers] == [200] * 6
             await there.end(tape)
             return there.tape(tape), answers[-1][1]
@@ -144,9 +149,11 @@ def test_requests_wait_while_weights_change_and_are_then_told_when_to_come_again
         async with served(tmp_path, engine, bounds=Bounds(hold_seconds=0.0)) as there:
             _, client = await there.begin(task="t")
             engine.changing = True
-            async with client.http.post(f"{there.gateway.url}/chat/completions", json={
-                "model": "m", "messages": [{"role": "user", "content": "hi"}]},
-                headers={"Authorization": f"Bearer {client.key}"}) as answer:  # fmt: skip
+            async with client.http.post(
+                f"{there.gateway.url}/chat/completions",
+                json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+                headers={"Authorization": f"Bearer {client.key}"},
+            ) as answer:
                 assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
                 assert (await answer.json())["error"]["code"] == "weights_changing"
             engine.changing = False
@@ -183,12 +190,17 @@ def test_who_waits_for_weights_has_not_left_the_tape_alone(tmp_path: Path):
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("budget", "limit", "code"), [
-    ({"calls": 2}, "turns", "insufficient_quota"), ({"tokens": 6}, "tokens", "insufficient_quota"),
-    ({"context": 60}, "context", "context_length_exceeded"),
-])  # fmt: skip
-def test_a_spent_budget_is_told_and_ends_the_tape_as_a_limit(tmp_path: Path, budget: dict[str, int], limit: str,
-                                                             code: str):  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "limit", "code"),
+    [
+        ({"calls": 2}, "turns", "insufficient_quota"),
+        ({"tokens": 6}, "tokens", "insufficient_quota"),
+        ({"context": 60}, "context", "context_length_exceeded"),
+    ],
+)
+def test_a_spent_budget_is_told_and_ends_the_tape_as_a_limit(
+    tmp_path: Path, budget: dict[str, int], limit: str, code: str
+):
     async def scene() -> Any:
         async with served(tmp_path, Told()) as there:
             tape, client = await there.begin(task="t", budget=budget)
@@ -345,12 +357,18 @@ def test_a_model_is_told_of_by_whatever_name_and_the_scheme_has_no_case(tmp_path
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("host", "given", "expected"), [
-    ("0.0.0.0", "gpu-7.lan:{port}", "gpu-7.lan:{port}"), ("0.0.0.0", "[fe80::1]:{port}", "[fe80::1]:{port}"),
-    ("0.0.0.0", "10.0.0.7:{port}", "10.0.0.7:{port}"), ("0.0.0.0", "x/y?:{port}", "{name}:{port}"),
-    ("0.0.0.0", "evil@there:{port}", "{name}:{port}"), ("0.0.0.0", "proxy:80", "{name}:{port}"),
-    ("127.0.0.1", "gpu-7.lan:{port}", "127.0.0.1:{port}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "given", "expected"),
+    [
+        ("0.0.0.0", "gpu-7.lan:{port}", "gpu-7.lan:{port}"),
+        ("0.0.0.0", "[fe80::1]:{port}", "[fe80::1]:{port}"),
+        ("0.0.0.0", "10.0.0.7:{port}", "10.0.0.7:{port}"),
+        ("0.0.0.0", "x/y?:{port}", "{name}:{port}"),
+        ("0.0.0.0", "evil@there:{port}", "{name}:{port}"),
+        ("0.0.0.0", "proxy:80", "{name}:{port}"),
+        ("127.0.0.1", "gpu-7.lan:{port}", "127.0.0.1:{port}"),
+    ],
+)
 def test_whoever_begins_a_tape_gets_an_address_by_which_they_came(tmp_path: Path, host: str, given: str, expected: str):
     async def scene() -> None:
         with Store.create(tmp_path / "run") as store:

@@ -21,12 +21,35 @@ from .lab import RENDERER
 
 RENDERERS = {"characters": RENDERER, **{name: Renderer(tokenizer(name)) for name in FAMILIES}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-PARTS = st.sampled_from([
-    "a", " b", "\n", "  ", "é", "東京", "🙂", "👩\u200d👩\u200d👧", "\ufffd", "Äpfel", "{", "}", "<", "<tool",
-    "<tool_call>", "</tool_call>", "STOP",
-    "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>", "<tool_call>{broken",
-    '{"name": "add", "arguments": {}}', "<think>", "stop", "sto", ".\n", "The quick brown fox",
-])  # fmt: skip
+PARTS = st.sampled_from(
+    [
+        "a",
+        " b",
+        "\n",
+        "  ",
+        "é",
+        "東京",
+        "🙂",
+        "👩\u200d👩\u200d👧",
+        "\ufffd",
+        "Äpfel",
+        "{",
+        "}",
+        "<",
+        "<tool",
+        "<tool_call>",
+        "</tool_call>",
+        "STOP",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "<tool_call>{broken",
+        '{"name": "add", "arguments": {}}',
+        "<think>",
+        "stop",
+        "sto",
+        ".\n",
+        "The quick brown fox",
+    ]
+)
 TEXTS = st.lists(PARTS | st.text(max_size=4), max_size=8).map("".join)
 STOP = st.sampled_from(["stop", "p", "sto", "topic", ".\n", "\n\n", "🙂", "<tool_call>", "}", " b"])
 STOPS = st.lists(STOP, max_size=3)
@@ -47,7 +70,7 @@ def told(to: Live, ids: list[int], sizes: list[int]) -> list[str]:
     """The pieces that are taken when ids come, and are taken, so many at a time."""
     pieces, at = [], 0
     for size in [*sizes, len(ids)]:
-        to.tokens(array("i", ids[at: at + size]))
+        to.tokens(array("i", ids[at : at + size]))
         pieces.append(to.take())
         at += size
         if at >= len(ids):
@@ -98,7 +121,7 @@ def test_nothing_is_held_back_without_need(name: str) -> None:
     ids = RENDERERS[name]._codec._raw(text) if name != "characters" else RENDERER._codec._raw(text)
     to = live(name)
     for k in range(len(ids)):
-        to.tokens(array("i", ids[k: k + 1]))
+        to.tokens(array("i", ids[k : k + 1]))
         to.take()
         assert to.sent == RENDERERS[name].decode(ids[: k + 1])
 
@@ -148,7 +171,7 @@ def test_bytes_that_may_read_otherwise_wait_for_what_follows_them() -> None:
         (" \n", (), True, ""),
         (" \nb ", (), True, " \nb"),
     ],
-)  # fmt: skip
+)
 def test_what_may_become_something_else_is_held(text: str, stops: Any, tools: bool, sent: str) -> None:
     to = live("qwen3", request(stops, tools))
     ids = RENDERERS["plain"]._codec._raw(text)

@@ -18,10 +18,14 @@ from tapereel.finetune.interchange.files import MEMBERS, BadImport, Bounds
 from tapereel.tapes.console import Exit, UsageError
 
 TURN = {
-    "node_id": "n", "prompt_token_ids": [1, 2], "completion_token_ids": [3], "per_token_logps": [-0.5],
-    "loss_mask": [0, 0, 1], "request": {"messages": [{"role": "user", "content": "?"}]},
+    "node_id": "n",
+    "prompt_token_ids": [1, 2],
+    "completion_token_ids": [3],
+    "per_token_logps": [-0.5],
+    "loss_mask": [0, 0, 1],
+    "request": {"messages": [{"role": "user", "content": "?"}]},
     "response": {"choices": [{"message": {"role": "assistant", "content": "!"}, "finish_reason": "stop"}]},
-}  # fmt: skip
+}
 GOOD = {"schema_version": 1, "turns": [TURN]}
 
 
@@ -40,31 +44,37 @@ def test_the_good_one_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "t.jsonl", tmp_path / "run", "openenv").tapes == 1
 
 
-@pytest.mark.parametrize(("record", "sentence"), [
-    ([], "is a list, and a record is an object"),
-    ("deep", "is no JSON"),
-    ("{", "is no JSON"),
-    ({"turns": []} | {"extra": 1}, "extra: Extra inputs are not permitted"),
-    ({"schema_version": 2, "turns": [TURN]}, "schema_version: Input should be 1"),
-    ({"turns": [TURN, TURN]}, "two turns have one node_id"),
-    (trace(completion_token_ids="3"), r"turns\.0\.completion_token_ids: Input should be a valid list"),
-    (trace(completion_token_ids=[True]), "Input should be a valid integer"),
-    (trace(completion_token_ids=[2**31]), "less than or equal to 2147483647"),
-    (trace(completion_token_ids=[-1]), "greater than or equal to 0"),
-    (trace(prompt_token_ids=[]), "at least 1 item"),
-    (trace(per_token_logps=[0.5]), "less than or equal to 0"),
-    (trace(per_token_logps=["NaN"]), "valid number"),
-    (trace(per_token_logps=[]), "0 log-probs for 1 completion tokens"),
-    (trace(loss_mask=[1, 0, 1]), "a token of the prompt is to be trained on"),
-    (trace(loss_mask=[0, 0, 2]), "less than or equal to 1"),
-    (trace(request={"messages": ["hello"]}), "valid dictionary"),
-    (trace(request={"messages": [{"role": 1}]}), "role: Input should be a valid string"),
-    (trace(request={"tools": "rm -rf"}), "tools of a request are a list"),
-    (trace(response={"choices": [{"message": {"role": "assistant", "tool_calls": [{"x": 1}]}}]}), "function: Field"),
-    (trace(metadata={"tapereel": {"spans": [["v", 0, 9]]}}), "version spans"),
-    (trace(metadata={"tapereel": {"episode": {"status": "hacked"}}}), "status"),
-    (trace(metadata={"tapereel": {"episode": {"tape": "x" * 300}}}), "at most 200 characters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ([], "is a list, and a record is an object"),
+        ("deep", "is no JSON"),
+        ("{", "is no JSON"),
+        ({"turns": []} | {"extra": 1}, "extra: Extra inputs are not permitted"),
+        ({"schema_version": 2, "turns": [TURN]}, "schema_version: Input should be 1"),
+        ({"turns": [TURN, TURN]}, "two turns have one node_id"),
+        (trace(completion_token_ids="3"), r"turns\.0\.completion_token_ids: Input should be a valid list"),
+        (trace(completion_token_ids=[True]), "Input should be a valid integer"),
+        (trace(completion_token_ids=[2**31]), "less than or equal to 2147483647"),
+        (trace(completion_token_ids=[-1]), "greater than or equal to 0"),
+        (trace(prompt_token_ids=[]), "at least 1 item"),
+        (trace(per_token_logps=[0.5]), "less than or equal to 0"),
+        (trace(per_token_logps=["NaN"]), "valid number"),
+        (trace(per_token_logps=[]), "0 log-probs for 1 completion tokens"),
+        (trace(loss_mask=[1, 0, 1]), "a token of the prompt is to be trained on"),
+        (trace(loss_mask=[0, 0, 2]), "less than or equal to 1"),
+        (trace(request={"messages": ["hello"]}), "valid dictionary"),
+        (trace(request={"messages": [{"role": 1}]}), "role: Input should be a valid string"),
+        (trace(request={"tools": "rm -rf"}), "tools of a request are a list"),
+        (
+            trace(response={"choices": [{"message": {"role": "assistant", "tool_calls": [{"x": 1}]}}]}),
+            "function: Field",
+        ),
+        (trace(metadata={"tapereel": {"spans": [["v", 0, 9]]}}), "version spans"),
+        (trace(metadata={"tapereel": {"episode": {"status": "hacked"}}}), "status"),
+        (trace(metadata={"tapereel": {"episode": {"tape": "x" * 300}}}), "at most 200 characters"),
+    ],
+)
 def test_a_wrong_record_names_its_line_and_field(tmp_path: Path, record: Any, sentence: str) -> None:
     text = "[" * 100_000 if record == "deep" else record if isinstance(record, str) else json.dumps(record)
     (tmp_path / "t.jsonl").write_text(f"{json.dumps(GOOD)}\n{text}\n")
@@ -72,8 +82,17 @@ def test_a_wrong_record_names_its_line_and_field(tmp_path: Path, record: Any, se
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("record", [{}, {"messages": 3}, {"prompt": [], "completion": []}, {"turns": {"a": "b"}},
-                                    {"trajectory": [{"prompt": 1}]}, {"chosen": [{}]}])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"messages": 3},
+        {"prompt": [], "completion": []},
+        {"turns": {"a": "b"}},
+        {"trajectory": [{"prompt": 1}]},
+        {"chosen": [{}]},
+    ],
+)
 def test_a_record_of_nothing_known_is_refused_by_every_format(tmp_path: Path, format: str, record: Any) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
     refused(tmp_path / "t.jsonl", tmp_path, f"is no {format} record", format=format)
@@ -115,12 +134,18 @@ def crowd(archive: zipfile.ZipFile) -> None:
         archive.writestr(f"{k}.txt", "")
 
 
-@pytest.mark.parametrize(("fill", "sentence"), [
-    (member("../../run/tapes/x.jsonl"), "leaves the archive's folder"),
-    (member("/etc/x.jsonl"), "leaves the archive's folder"),
-    (member("a\\..\\x.jsonl"), "leaves the archive's folder"), (member("C:x.jsonl"), "leaves the archive's folder"),
-    (link, "is a link"), (crowd, "1,001 members, at most 1,000"), (member("a.txt"), "holds no .jsonl file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fill", "sentence"),
+    [
+        (member("../../run/tapes/x.jsonl"), "leaves the archive's folder"),
+        (member("/etc/x.jsonl"), "leaves the archive's folder"),
+        (member("a\\..\\x.jsonl"), "leaves the archive's folder"),
+        (member("C:x.jsonl"), "leaves the archive's folder"),
+        (link, "is a link"),
+        (crowd, "1,001 members, at most 1,000"),
+        (member("a.txt"), "holds no .jsonl file"),
+    ],
+)
 def test_archives_that_reach_out(tmp_path: Path, fill: Callable[[zipfile.ZipFile], None], sentence: str) -> None:
     with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive:
         fill(archive)
@@ -135,10 +160,15 @@ def test_a_good_archive_is_read_in_place(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) - before == {tmp_path / "run"}
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("t.zip", b"PK\x03\x04 not really"), ("t.jsonl.gz", b"\x1f\x8b broken"), ("t.parquet", b"PAR1 broken PAR1"),
-    ("t.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 10)[:-20]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.zip", b"PK\x03\x04 not really"),
+        ("t.jsonl.gz", b"\x1f\x8b broken"),
+        ("t.parquet", b"PAR1 broken PAR1"),
+        ("t.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 10)[:-20]),
+    ],
+)
 def test_broken_containers(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     refused(tmp_path / name, tmp_path, "can't be|is no JSON")

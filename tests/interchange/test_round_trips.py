@@ -60,8 +60,12 @@ def test_imported_tapes_are_ordinary_tapes(run: Path, tmp_path: Path, format: st
 @pytest.mark.parametrize("format", ["openenv", "verifiers", "trl"])
 def test_training_reads_the_same_tokens(run: Path, tmp_path: Path, format: str) -> None:
     there = [row for tape in tapes_of(run) if tape.begin.split == "train" for row in tokens_of(tape)]
-    back = [row for tape in tapes_of(there_and_back(run, tmp_path, format)) if tape.calls[0].prompt is not None
-            for row in tokens_of(tape)]  # fmt: skip
+    back = [
+        row
+        for tape in tapes_of(there_and_back(run, tmp_path, format))
+        if tape.calls[0].prompt is not None
+        for row in tokens_of(tape)
+    ]
     assert len(there) == GROUPS * SIZE
     assert back == there
     labelled = next(iter(tokens_of(tapes_of(run)[0])))
@@ -73,8 +77,13 @@ def test_the_episode_comes_back_with_its_task_group_and_scores(run: Path, tmp_pa
     there, back = tapes_of(run), tapes_of(there_and_back(run, tmp_path, format))
     for old, new in zip(there, back, strict=False):
         assert (new.begin.task, new.begin.group, new.begin.attempt, new.begin.split, new.status, new.reward) == (
-            old.begin.task, old.begin.group, old.begin.attempt, old.begin.split, old.status,
-            pytest.approx(old.reward))  # fmt: skip
+            old.begin.task,
+            old.begin.group,
+            old.begin.attempt,
+            old.begin.split,
+            old.status,
+            pytest.approx(old.reward),
+        )
         assert {**new.begin.agent.config, "content": ""} == {"imported": format, "origin": old.id, "content": ""}
 
 
@@ -100,8 +109,9 @@ def test_datasets_reads_both_kinds_of_file(run: Path, tmp_path: Path, format: st
     read(tmp_path / "set.jsonl", tmp_path / "a", format)
     read(tmp_path / "set.parquet", tmp_path / "b", format)
     for one, other in zip(tapes_of(tmp_path / "a"), tapes_of(tmp_path / "b"), strict=True):
-        assert [call.model_dump(exclude={"tape", "call", "at", "base"}) for call in one.calls] == \
-            [call.model_dump(exclude={"tape", "call", "at", "base"}) for call in other.calls]  # fmt: skip
+        assert [call.model_dump(exclude={"tape", "call", "at", "base"}) for call in one.calls] == [
+            call.model_dump(exclude={"tape", "call", "at", "base"}) for call in other.calls
+        ]
         assert one.reward == other.reward
 
 
@@ -112,14 +122,18 @@ def test_the_best_is_preferred_to_the_worst(run: Path, tmp_path: Path) -> None:
     uneven = {g: found for g, found in rewards.items() if len(set(found)) > 1}
     pairs = lines(tmp_path / "pairs.jsonl")
     assert {pair["group"]: (pair["score_chosen"], pair["score_rejected"]) for pair in pairs} == {
-        g: (max(found), min(found)) for g, found in uneven.items()}  # type: ignore[type-var]
+        g: (max(found), min(found)) for g, found in uneven.items()
+    }  # type: ignore[type-var]
     assert pairs
     assert done.tapes + sum(done.left_out.values()) == len(tapes)
 
 
 def test_unknown_preferences_are_not_rewards(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "?"}], "chosen": [{"role": "assistant", "content": "yes"}],
-           "rejected": [{"role": "assistant", "content": "no"}]}  # fmt: skip
+    row = {
+        "prompt": [{"role": "user", "content": "?"}],
+        "chosen": [{"role": "assistant", "content": "yes"}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     read(tmp_path / "p.jsonl", tmp_path / "run", "preference")
     chosen, rejected = tapes_of(tmp_path / "run")
@@ -131,12 +145,22 @@ def test_unknown_preferences_are_not_rewards(tmp_path: Path) -> None:
 def test_foreign_rollouts_of_verifiers(tmp_path: Path) -> None:
     """As verifiers writes them itself: without our facts, some with no tokens and no trajectory."""
     call = json.dumps({"id": "c1", "name": "add", "arguments": '{"a": 2, "b": 2}'})
-    said = [{"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "4"},
-            {"role": "assistant", "content": "4"}]  # fmt: skip
-    plain = {"example_id": 4, "prompt": [{"role": "user", "content": "2+2"}], "answer": "4", "reward": 1.0,
-             "completion": said, "metrics": {"exact": 1.0}, "is_completed": True, "is_truncated": False,
-             "info": {"source": "x"}}  # fmt: skip
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    plain = {
+        "example_id": 4,
+        "prompt": [{"role": "user", "content": "2+2"}],
+        "answer": "4",
+        "reward": 1.0,
+        "completion": said,
+        "metrics": {"exact": 1.0},
+        "is_completed": True,
+        "is_truncated": False,
+        "info": {"source": "x"},
+    }
     failed = {**plain, "example_id": 5, "reward": 0.0, "error": {"error": "E", "error_chain_str": "it broke"}}
     (tmp_path / "results.jsonl").write_text(f"{json.dumps(plain)}\n{json.dumps(failed)}\n")
     assert read(tmp_path, tmp_path / "run", "verifiers").tapes == 2
@@ -184,7 +208,11 @@ def test_reading_a_file_again_adds_only_what_is_new_in_it(run: Path, tmp_path: P
         return done.tapes, done.there
 
     assert [told(row, row), told(row, row), told(row, other, row, row), told(other, row)] == [
-        (2, 0), (0, 2), (2, 2), (0, 2)]  # fmt: skip
+        (2, 0),
+        (0, 2),
+        (2, 2),
+        (0, 2),
+    ]
     assert main(["import", str(file), str(tmp_path / "into"), "--format", "sft"]) == Exit.HOLDS
     assert "0 tapes of 2 sft records; 2 more were there already, with the same content" in capsys.readouterr().out
     assert read(file, tmp_path / "into", "sft", split="demo").tapes == 2, "in another split it is another tape"
@@ -199,29 +227,50 @@ def test_no_format_doubles_a_run(run: Path, tmp_path: Path, format: str) -> None
     assert (again.tapes, again.there, len(tapes_of(back))) == (0, before, before)
 
 
-@pytest.mark.parametrize(("format", "row", "said"), [
-    ("sft", {"prompt": "The sky is", "completion": " blue."}, [("The sky is", " blue.")]),
-    ("sft", {"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
-                        {"role": "user", "content": "so?"}],
-             "completion": [{"role": "assistant", "content": "so."}]}, [("so?", "so.")]),
-    ("preference", {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
-     [("The sky is", " blue."), ("The sky is", " green.")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "row", "said"),
+    [
+        ("sft", {"prompt": "The sky is", "completion": " blue."}, [("The sky is", " blue.")]),
+        (
+            "sft",
+            {
+                "prompt": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "yo"},
+                    {"role": "user", "content": "so?"},
+                ],
+                "completion": [{"role": "assistant", "content": "so."}],
+            },
+            [("so?", "so.")],
+        ),
+        (
+            "preference",
+            {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+            [("The sky is", " blue."), ("The sky is", " green.")],
+        ),
+    ],
+)
 def test_the_standard_forms_of_trl_are_read(tmp_path: Path, format: str, row: Any, said: Any) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode())
     read(tmp_path / "rows.jsonl", tmp_path / "run", format)
     tapes = tapes_of(tmp_path / "run")
     assert [[(tape.call_messages(c)[-1]["content"], c.reply["content"]) for c in tape.calls] for tape in tapes] == [
-        [pair] for pair in said], "only the completion is to be learned"  # fmt: skip
+        [pair] for pair in said
+    ], "only the completion is to be learned"
     if format == "preference":
         assert [tape.reward for tape in tapes] == [1.0, 0.0]
         assert len({tape.begin.group for tape in tapes}) == 1
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": "a"}, {"completion": "a"}, {"text": "a"},
-    {"messages": [{"role": "assistant", "content": "a"}], "prompt": "a", "completion": "b"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a"},
+        {"completion": "a"},
+        {"text": "a"},
+        {"messages": [{"role": "assistant", "content": "a"}], "prompt": "a", "completion": "b"},
+    ],
+)
 def test_a_row_of_neither_form_says_which_there_are(tmp_path: Path, row: Any) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(BadImport, match="a row has `messages`, or `prompt` and `completion`"):

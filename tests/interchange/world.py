@@ -54,16 +54,25 @@ async def _record(store: Store) -> None:
     labelled = None
     for group in range(GROUPS):
         for attempt in range(SIZE):
-            tape = await rollout(Speaker(), Letters, Task(private="ab", bare=True, id="x"), engine=engine,
-                                 seed=10 * group + attempt, group=f"g{group}", attempt=attempt,
-                                 sampling=Sampling(max_tokens=3), journal=store.writer)  # fmt: skip
+            tape = await rollout(
+                Speaker(),
+                Letters,
+                Task(private="ab", bare=True, id="x"),
+                engine=engine,
+                seed=10 * group + attempt,
+                group=f"g{group}",
+                attempt=attempt,
+                sampling=Sampling(max_tokens=3),
+                journal=store.writer,
+            )
             labelled = labelled or tape
     assert labelled is not None
     store.append_layer(Label(tape=labelled.id, call=labelled.calls[0].call, ranges=((0, 1),)))
     agent = ChatAgent(actions=[ToolCalls], plain=Answer)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Six sides."}]}
-    await rollout(agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="eval",
-                  journal=store.writer)  # fmt: skip
+    await rollout(
+        agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="eval", journal=store.writer
+    )
     await store.writer.durable()
 
 

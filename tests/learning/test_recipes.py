@@ -56,16 +56,29 @@ def taught(trained: Callable[[str], TrainSummary]) -> str:
     return trained("grpo").model
 
 
-def config_of(model: str, recipe: str, env: type[lab.Letters] = lab.Letters, tasks: tuple[str, ...] = tuple("abcd"),
-              **loop: Any) -> TrainConfig:  # fmt: skip
+def config_of(
+    model: str, recipe: str, env: type[lab.Letters] = lab.Letters, tasks: tuple[str, ...] = tuple("abcd"), **loop: Any
+) -> TrainConfig:
     return TrainConfig(
-        agent=f"{lab.__name__}:Speaker", env=f"{env.__module__}:{env.__name__}", tasks=tasks,
-        engine=EmbeddedConfig(model=model, slots=64), evaluation=EvaluationConfig(fraction=0),
-        loop=LoopConfig(**{
-            "updates": 16, "groups": 4, "group_size": 8, "recipe": recipe, "limits": lab.LIMITS,
-            "optimiser": OptimiserConfig(lr=1e-2), "sampling": Sampling(max_tokens=2), "checkpoint_every": 100, **loop,
-        }),
-    )  # fmt: skip
+        agent=f"{lab.__name__}:Speaker",
+        env=f"{env.__module__}:{env.__name__}",
+        tasks=tasks,
+        engine=EmbeddedConfig(model=model, slots=64),
+        evaluation=EvaluationConfig(fraction=0),
+        loop=LoopConfig(
+            **{
+                "updates": 16,
+                "groups": 4,
+                "group_size": 8,
+                "recipe": recipe,
+                "limits": lab.LIMITS,
+                "optimiser": OptimiserConfig(lr=1e-2),
+                "sampling": Sampling(max_tokens=2),
+                "checkpoint_every": 100,
+                **loop,
+            }
+        ),
+    )
 
 
 def lines_of(run: Path) -> Lines:
@@ -132,7 +145,8 @@ def test_a_killed_run_goes_on_with_its_critic(model: str, tmp_path: Path) -> Non
         train(config, tmp_path / "run", progress=kill)
     whole, resumed = train(config, tmp_path / "whole"), train(config, tmp_path / "run", resume=True)
     assert (Path(resumed.model) / "model.safetensors").read_bytes() == (
-        Path(whole.model) / "model.safetensors").read_bytes()  # fmt: skip
+        Path(whole.model) / "model.safetensors"
+    ).read_bytes()
     assert resumed.books_close
 
 

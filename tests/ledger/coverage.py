@@ -70,8 +70,11 @@ def marks(folder: Path) -> tuple[dict[str, list[Proof]], list[str]]:
             on_tests |= set(map(id, its))
             for row in dict.fromkeys(row for mark in its for row in _rows(mark)):
                 proofs.setdefault(row, []).append(Proof(file, node.name))
-        unread += [f"{file}:{node.lineno}: write the rows as literals in a decorator of the test"
-                   for node in ast.walk(tree) if _is_mark(node) and (id(node) not in on_tests or not _rows(node))]
+        unread += [
+            f"{file}:{node.lineno}: write the rows as literals in a decorator of the test"
+            for node in ast.walk(tree)
+            if _is_mark(node) and (id(node) not in on_tests or not _rows(node))
+        ]
     return proofs, unread
 
 
@@ -91,15 +94,28 @@ def problems(ledger: Ledger, proofs: dict[str, list[Proof]], unread: list[str]) 
     known = [row["id"] for row in ledger.rows()]
     wrong = list(unread)
     wrong += [f"row {name} is listed twice" for name in sorted({n for n in known if known.count(n) > 1})]
-    wrong += [f"{proof.file}::{proof.test} proves row {name}, which is not in {LEDGER.name}"
-              for name, tests in proofs.items() if name not in known for proof in tests]
-    wrong += [f"no test carries the mark of row {row['id']} ({row['what']}): write one, or give the reason in "
-              f"`missing` of {LEDGER.name}" for row in ledger.rows()
-              if row["issue"] in BUILT and row["id"] not in proofs and row["id"] not in ledger.missing]
-    wrong += [f"row {name} is listed as missing and has a test: take it out of `missing`" for name in ledger.missing
-              if name in proofs]
-    wrong += [f"`missing` names row {name}, which is no row of a built area" for name in ledger.missing
-              if name not in {row["id"] for row in ledger.rows() if row["issue"] in BUILT}]
+    wrong += [
+        f"{proof.file}::{proof.test} proves row {name}, which is not in {LEDGER.name}"
+        for name, tests in proofs.items()
+        if name not in known
+        for proof in tests
+    ]
+    wrong += [
+        f"no test carries the mark of row {row['id']} ({row['what']}): write one, or give the reason in "
+        f"`missing` of {LEDGER.name}"
+        for row in ledger.rows()
+        if row["issue"] in BUILT and row["id"] not in proofs and row["id"] not in ledger.missing
+    ]
+    wrong += [
+        f"row {name} is listed as missing and has a test: take it out of `missing`"
+        for name in ledger.missing
+        if name in proofs
+    ]
+    wrong += [
+        f"`missing` names row {name}, which is no row of a built area"
+        for name in ledger.missing
+        if name not in {row["id"] for row in ledger.rows() if row["issue"] in BUILT}
+    ]
     return wrong
 
 
@@ -141,8 +157,9 @@ def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
     by_file: dict[str, list[str]] = {}
     for proof in proofs[row["id"]]:
         by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " "))
-    return "; ".join(f"[{Path(file).stem.removeprefix('test_')}](../{file}): {', '.join(tests)}"
-                     for file, tests in by_file.items())
+    return "; ".join(
+        f"[{Path(file).stem.removeprefix('test_')}](../{file}): {', '.join(tests)}" for file, tests in by_file.items()
+    )
 
 
 def main() -> int:

@@ -9,8 +9,10 @@ import pytest
 from . import coverage
 from .coverage import Ledger, Proof
 
-ROWS = {"A": [{"id": "F1", "what": "this", "issue": 4}, {"id": "F2", "what": "that", "issue": 4}],
-        "B": [{"id": "F3", "what": "far", "issue": 6}, {"id": "F4", "what": "farther", "issue": None}]}
+ROWS = {
+    "A": [{"id": "F1", "what": "this", "issue": 4}, {"id": "F2", "what": "that", "issue": 4}],
+    "B": [{"id": "F3", "what": "far", "issue": 6}, {"id": "F4", "what": "farther", "issue": None}],
+}
 PROOF = Proof("tests/test_a.py", "test_it_holds")
 
 

@@ -57,8 +57,10 @@ class DeadlyProxy:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             to = self._server()
             theirs, ours = await asyncio.open_connection(urlsplit(to).hostname, urlsplit(to).port)
-            ways = [asyncio.ensure_future(self._pass(reader, ours, asked, "asked", to)),
-                    asyncio.ensure_future(self._pass(theirs, writer, asked, "answered", to))]  # fmt: skip
+            ways = [
+                asyncio.ensure_future(self._pass(reader, ours, asked, "asked", to)),
+                asyncio.ensure_future(self._pass(theirs, writer, asked, "answered", to)),
+            ]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -67,8 +69,9 @@ class DeadlyProxy:
                 ours.close()
         writer.close()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[Moment],
-                    point: str, to: str) -> None:  # fmt: skip
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[Moment], point: str, to: str
+    ) -> None:
         with contextlib.suppress(OSError):
             while piece := await reader.read(1 << 16):
                 if point == "asked":

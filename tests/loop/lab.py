@@ -81,14 +81,30 @@ def tasks(turns: int = 2, seed: int = 0) -> Callable[[int], str]:
 
 
 def settings_of(**changes: Any) -> LoopConfig:
-    return LoopConfig(**{
-        "updates": 4, "groups": 4, "group_size": 4, "sampling": Sampling(max_tokens=2), "limits": LIMITS,
-        "optimiser": OptimiserConfig(lr=1e-2), "checkpoint_every": 3, "max_concurrent": 64, **changes,
-    })  # fmt: skip
+    return LoopConfig(
+        **{
+            "updates": 4,
+            "groups": 4,
+            "group_size": 4,
+            "sampling": Sampling(max_tokens=2),
+            "limits": LIMITS,
+            "optimiser": OptimiserConfig(lr=1e-2),
+            "checkpoint_every": 3,
+            "max_concurrent": 64,
+            **changes,
+        }
+    )
 
 
-def history_in(store: Store, directory: Path, config: LoopConfig, *, policy: Any = None, lineage: str = "run",
-               changes: dict[str, Any] | None = None) -> History:  # fmt: skip
+def history_in(
+    store: Store,
+    directory: Path,
+    config: LoopConfig,
+    *,
+    policy: Any = None,
+    lineage: str = "run",
+    changes: dict[str, Any] | None = None,
+) -> History:
     policy = model() if policy is None else policy
 
     def make(phase: str) -> Trainer:
@@ -103,8 +119,14 @@ def engine_of(history: History, **options: Any) -> EmbeddedEngine:
 
 
 def loop_in(store: Store, history: History, config: LoopConfig, *, cls: type[Loop] = Loop, **options: Any) -> Loop:
-    options = {"engine": engine_of(history), "agent": Speaker(), "env": Letters, "tasks": tasks(), "start": 0,
-               **options}  # fmt: skip
+    options = {
+        "engine": engine_of(history),
+        "agent": Speaker(),
+        "env": Letters,
+        "tasks": tasks(),
+        "start": 0,
+        **options,
+    }
     return cls(config, store=store, history=history, **options)
 
 

@@ -22,13 +22,23 @@ from .lab import assert_books_close
 WARM, UPDATES = 8, 14
 
 MICRO = DemoConfig(
-    model_size="micro", tasks=200, held_out=16, demonstrations=128,
+    model_size="micro",
+    tasks=200,
+    held_out=16,
+    demonstrations=128,
     warm=WarmStartConfig(updates=WARM, batch=16, optimiser=OptimiserConfig(lr=1e-2)),
     # A bonus on entropy moves the weights also where all attempts failed, as a model this small makes them do.
-    loop=LoopConfig(updates=UPDATES, groups=3, group_size=4, checkpoint_every=2, sampling=Sampling(max_tokens=12),
-                    limits=Limits(turns=3, seconds=120.0), optimiser=OptimiserConfig(lr=1e-3),
-                    changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]}),
-)  # fmt: skip
+    loop=LoopConfig(
+        updates=UPDATES,
+        groups=3,
+        group_size=4,
+        checkpoint_every=2,
+        sampling=Sampling(max_tokens=12),
+        limits=Limits(turns=3, seconds=120.0),
+        optimiser=OptimiserConfig(lr=1e-3),
+        changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]},
+    ),
+)
 
 
 def closed_tapes(path: Path) -> dict[str, str]:

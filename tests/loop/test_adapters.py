@@ -34,16 +34,30 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
     save_into(folder)
     with in_thread(server.up) as url:
         scene: dict[str, Any] = {
-            "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
-            "tasks": ("a", "b", "c", "d"), "evaluation": {"fraction": 0.25},
-            "engine": {"kind": "vllm", "model": str(folder), "urls": [url], "weights_folder": str(tmp_path / "weights"),
-                       "publish": "lora", "lora": {"rank": 2, "alpha": 4}},
-        }  # fmt: skip
+            "agent": f"{Speaker.__module__}:Speaker",
+            "env": f"{Letters.__module__}:Letters",
+            "tasks": ("a", "b", "c", "d"),
+            "evaluation": {"fraction": 0.25},
+            "engine": {
+                "kind": "vllm",
+                "model": str(folder),
+                "urls": [url],
+                "weights_folder": str(tmp_path / "weights"),
+                "publish": "lora",
+                "lora": {"rank": 2, "alpha": 4},
+            },
+        }
         with pytest.raises(ValueError, match=r"loop\.publish=reprefill can't be done with adapters"):
             TrainConfig(**scene, loop=settings_of())
         # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
-        loop = settings_of(updates=3, max_lag=0, publish="drain", sampler_tolerance=None, recipe="reinforce_plain",
-                           changes={"regulariser": [{"kind": "kl", "beta": 0.01}]})  # fmt: skip
+        loop = settings_of(
+            updates=3,
+            max_lag=0,
+            publish="drain",
+            sampler_tolerance=None,
+            recipe="reinforce_plain",
+            changes={"regulariser": [{"kind": "kl", "beta": 0.01}]},
+        )
         config = TrainConfig(**scene, loop=loop)
         summary = train(config, tmp_path / "run")
         resumed = train(config, tmp_path / "run", resume=True)
@@ -54,8 +68,10 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
     # Evaluations before and behind the loop connect by themselves, and load what they measure.
     assert loaded == [f"{summary.lineage}:{k}" for k in (0, 0, 1, 2, 3, 3)]
     assert {body["model"] for body in server.asked} <= set(loaded)
-    assert sorted(path.name for path in Path(summary.model).glob("adapter_*")) == ["adapter_config.json",
-                                                                                   "adapter_model.safetensors"]
+    assert sorted(path.name for path in Path(summary.model).glob("adapter_*")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     about = json.loads((Path(summary.model) / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(folder)
     again = reproduce(tmp_path / "run")
@@ -66,15 +82,21 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
     folder, run = tmp_path / "model", tmp_path / "run"
     save_into(folder)
     scene = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters"}
-    config = TrainConfig.model_validate({
-        **scene, "tasks": ["a", "b", "c", "d"], "evaluation": {"fraction": 0.25},
-        "engine": {"kind": "embedded", "model": str(folder), "lora": {"rank": 2}},
-        "loop": {**settings_of(updates=3, max_lag=0, checkpoint_every=1).model_dump(), "keep_checkpoints": None},
-    })  # fmt: skip
+    config = TrainConfig.model_validate(
+        {
+            **scene,
+            "tasks": ["a", "b", "c", "d"],
+            "evaluation": {"fraction": 0.25},
+            "engine": {"kind": "embedded", "model": str(folder), "lora": {"rank": 2}},
+            "loop": {**settings_of(updates=3, max_lag=0, checkpoint_every=1).model_dump(), "keep_checkpoints": None},
+        }
+    )
     summary, resumed = [train(config, run, resume=resume) for resume in (False, True)]
     assert (summary.updates, summary.books_close, resumed.updates) == (3, True, 3)
-    assert {path.name for path in Path(summary.model).glob("adapter_*")} == {"adapter_config.json",
-                                                                             "adapter_model.safetensors"}
+    assert {path.name for path in Path(summary.model).glob("adapter_*")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert reproduce(run).outcome == "verified"
     # Of the first update's, only the seed of the fresh adapters is known.
     assert main(["requery", str(run), "--json"]) == 2
@@ -85,8 +107,9 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
 
     found = load_pretrained(summary.model).model
     trained = torch.load(run / "checkpoints" / "update-000003" / "policy.pt", weights_only=True)
-    assert {name: tensor.tolist() for name, tensor in found.state_dict().items()} == \
-        {name: tensor.tolist() for name, tensor in trained.items()}  # fmt: skip
+    assert {name: tensor.tolist() for name, tensor in found.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in trained.items()
+    }
     words = ["run", "--agent", scene["agent"], "--env", scene["env"], "--tasks", '["a", "b"]', "--out"]
     assert main([*words, str(tmp_path / "again"), "--model", summary.model]) == 0
     assert main([*words, str(tmp_path / "no"), "--model", str(folder), "--set", "engine.lora.rank=2"]) == 64
@@ -111,15 +134,21 @@ def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
     folder, run = tmp_path / "model", tmp_path / "run"
     load = {"kind": "embedded", "model": str(folder), "dtype": "bfloat16"}
     save_into(folder)
-    scene = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b"],
-             "evaluation": {"fraction": 0}}  # fmt: skip
+    scene = {
+        "agent": f"{Speaker.__module__}:Speaker",
+        "env": f"{Letters.__module__}:Letters",
+        "tasks": ["a", "b"],
+        "evaluation": {"fraction": 0},
+    }
     loop = settings_of(updates=2, max_lag=0, checkpoint_every=1, sampler_tolerance=0.1).model_dump()
     with pytest.raises(ValueError, match=r"engine\.dtype=bfloat16 rounds most"):
         TrainConfig.model_validate({**scene, "engine": load, "loop": loop})
     config = TrainConfig.model_validate({**scene, "engine": {**load, "lora": {"rank": 2}}, "loop": loop})
     assert train(config, run).books_close
     weights = torch.load(run / "checkpoints" / "update-000002" / "policy.pt", weights_only=True)
-    assert {("lora_" in name, tensor.dtype) for name, tensor in weights.items()} == \
-        {(True, torch.float32), (False, torch.bfloat16)}  # fmt: skip
+    assert {("lora_" in name, tensor.dtype) for name, tensor in weights.items()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
     assert reproduce(run).outcome == "verified"
     assert main(["requery", str(run), "--tolerance", "0.1"]) == 2, "only the fresh adapters are known to nobody"

@@ -84,8 +84,13 @@ class Dice:
     def _done(self, request: Request, ids: list[int], finish: Any) -> Completion:
         self.seen.append(Seen(request.path, ints(request.prompt or ()), ints(ids)))
         spans = (("v:0", 0, len(ids)),) if ids else ()
-        return Completion(text=self.renderer.decode(ids), ids=ints(ids), finish=finish, spans=spans,
-                          logprobs=floats([-1.0 - k / 8 for k in range(len(ids))]))
+        return Completion(
+            text=self.renderer.decode(ids),
+            ids=ints(ids),
+            finish=finish,
+            spans=spans,
+            logprobs=floats([-1.0 - k / 8 for k in range(len(ids))]),
+        )
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept."""
@@ -94,15 +99,17 @@ class Dice:
         """Nothing is held."""
 
 
-ASK = st.fixed_dictionaries({
-    "do": st.sampled_from(["ask", "ask", "ask", "branch", "cancel", "fail", "say", "think"]),
-    "conversation": st.sampled_from(["", "", "aside"]),
-    "system": st.sampled_from([None, "S", "S", "T <|end|>"]),
-    "tools": st.sampled_from([None, None, None, [TOOL]]),
-    "tokens": st.integers(1, 6),
-    "ticks": st.integers(1, 5),
-    "text": st.sampled_from(["", "ab", "<think>no</think> yes", "é\n", "<|im_end|>", "/x"]),
-})  # fmt: skip
+ASK = st.fixed_dictionaries(
+    {
+        "do": st.sampled_from(["ask", "ask", "ask", "branch", "cancel", "fail", "say", "think"]),
+        "conversation": st.sampled_from(["", "", "aside"]),
+        "system": st.sampled_from([None, "S", "S", "T <|end|>"]),
+        "tools": st.sampled_from([None, None, None, [TOOL]]),
+        "tokens": st.integers(1, 6),
+        "ticks": st.integers(1, 5),
+        "text": st.sampled_from(["", "ab", "<think>no</think> yes", "é\n", "<|im_end|>", "/x"]),
+    }
+)
 TURN = st.lists(st.tuples(st.booleans(), ASK), min_size=1, max_size=4)
 """(does the sub-agent do it?, what)."""
 EPISODE = st.lists(TURN, min_size=TURNS, max_size=TURNS)
@@ -194,9 +201,19 @@ def spliced() -> tuple[Renderer, int]:
 
 def played(program: list[Any], made: tuple[Renderer, int], seed: int, fork: Tape | None = None) -> tuple[Tape, Dice]:
     engine = Dice(*made)
-    tape = asyncio.run(rollout(
-        Puppet(program, engine), Echo, 0, engine=engine, seed=seed, fork=fork, retries=0,
-        limits=Limits(turns=TURNS, seconds=None), sampling=Sampling(max_tokens=6)))
+    tape = asyncio.run(
+        rollout(
+            Puppet(program, engine),
+            Echo,
+            0,
+            engine=engine,
+            seed=seed,
+            fork=fork,
+            retries=0,
+            limits=Limits(turns=TURNS, seconds=None),
+            sampling=Sampling(max_tokens=6),
+        )
+    )
     assert tape.status == "finished", tape.cause
     return tape, engine
 
@@ -289,8 +306,17 @@ def acted(act: Any, made: tuple[Renderer, int] | None = None) -> tuple[Tape, Dic
         def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
             return act(tape, llm, engine)
 
-    tape = asyncio.run(rollout(Acting(), Echo, 0, engine=engine, retries=0, sampling=Sampling(max_tokens=6),
-                               limits=Limits(turns=TURNS, seconds=None)))
+    tape = asyncio.run(
+        rollout(
+            Acting(),
+            Echo,
+            0,
+            engine=engine,
+            retries=0,
+            sampling=Sampling(max_tokens=6),
+            limits=Limits(turns=TURNS, seconds=None),
+        )
+    )
     assert tape.status == "finished", tape.cause
     return tape, engine
 

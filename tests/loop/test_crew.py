@@ -33,8 +33,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def words(model: str, out: Path, *more: str) -> list[str]:
-    micro = settings("loop.updates=4", "loop.groups=8", "loop.group_size=8", "loop.max_lag=0", "loop.optimiser.lr=1e-2",
-                     "loop.sampling.max_tokens=1", "evaluation.limit=4", *more)
+    micro = settings(
+        "loop.updates=4",
+        "loop.groups=8",
+        "loop.group_size=8",
+        "loop.max_lag=0",
+        "loop.optimiser.lr=1e-2",
+        "loop.sampling.max_tokens=1",
+        "evaluation.limit=4",
+        *more,
+    )
     return ["train", *SCENE, "--model", model, "--out", str(out), *micro, "--json"]
 
 
@@ -63,8 +71,13 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
     }
     for name, command in commands.items():
         more = ("processes.shard=true", "trackers=[tensorboard]") if name == "parts" else ()
-        done = subprocess.run([*command, *words(model, tmp_path / name, *more)], capture_output=True, text=True,
-                              env=environment(MASTER_PORT=str(free_port())), timeout=200)
+        done = subprocess.run(
+            [*command, *words(model, tmp_path / name, *more)],
+            capture_output=True,
+            text=True,
+            env=environment(MASTER_PORT=str(free_port())),
+            timeout=200,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count('"lineage"') == 1
     with Store.open(tmp_path / "one") as one:
@@ -90,12 +103,18 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(model: str, tmp_pat
     """No launcher here that would end them: they find out by themselves. What was recorded goes on with --resume."""
     out = tmp_path / "run"
     port = str(free_port())
-    running = [subprocess.Popen(
-        [sys.executable, "-m", "tapereel.cli", *words(model, out, "loop.updates=400", "processes.timeout=100")],
-        env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=port),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) for rank in (0, 1)]  # fmt: skip
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tapereel.cli", *words(model, out, "loop.updates=400", "processes.timeout=100")],
+            env=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
     _until_it_trains(out, running)
     running[dies].send_signal(signal.SIGKILL)
     running[dies].wait(60)

@@ -32,12 +32,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, device: str = "cpu", **loop: Any) -> TrainConfig:
-    return TrainConfig.model_validate({
-        "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ["a", "b", "cd"],
-        "evaluation": {"fraction": 0}, "engine": {"kind": "embedded", "model": str(folder), "device": device},
-        "loop": {"updates": 2, "groups": 2, "group_size": 4, "sampling": {"max_tokens": 2}, "max_lag": 0,
-                 "checkpoint_every": 1, "keep_checkpoints": None, **loop},
-    })  # fmt: skip
+    return TrainConfig.model_validate(
+        {
+            "agent": f"{Speaker.__module__}:Speaker",
+            "env": f"{Letters.__module__}:Letters",
+            "tasks": ["a", "b", "cd"],
+            "evaluation": {"fraction": 0},
+            "engine": {"kind": "embedded", "model": str(folder), "device": device},
+            "loop": {
+                "updates": 2,
+                "groups": 2,
+                "group_size": 4,
+                "sampling": {"max_tokens": 2},
+                "max_lag": 0,
+                "checkpoint_every": 1,
+                "keep_checkpoints": None,
+                **loop,
+            },
+        }
+    )
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "gpu", "meta", ""])
@@ -66,16 +79,22 @@ def test_an_attention_without_its_package_is_refused(folder: Path) -> None:
 
 
 def test_the_engine_of_a_model_samples_with_what_it_can(folder: Path) -> None:
-    assert [samples_with(kind) for kind in (None, "eager", "sdpa", "flex_attention", "flash_attention_2")] == \
-        [None, "eager", "sdpa", "sdpa", "sdpa"]  # fmt: skip
+    assert [samples_with(kind) for kind in (None, "eager", "sdpa", "flex_attention", "flash_attention_2")] == [
+        None,
+        "eager",
+        "sdpa",
+        "sdpa",
+        "sdpa",
+    ]
     policy = load_policy(EmbeddedConfig(model=str(folder), attention="flex_attention"), seed=0)
     assert policy.model.config._attn_implementation == "flex_attention"
     assert policy.copy("run:0")._decoder.model.config._attn_implementation == "sdpa"
     assert policy.model.config._attn_implementation == "flex_attention"
 
 
-def test_settings_of_precision_reach_every_forward(folder: Path, tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_settings_of_precision_reach_every_forward(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: set[tuple[bool, bool]] = set()
     forward = scoring.states
 
@@ -99,11 +118,14 @@ def test_bfloat16_is_told_from_what_was_sampled_in_float32(folder: Path, tmp_pat
         train(config(folder, optimiser={"autocast": "bfloat16"}), tmp_path / "run")
 
 
-@pytest.mark.parametrize(("loop", "missing"), [
-    ({}, "loop.optimiser"),
-    ({"recipe": "ppo", "optimiser": {"autocast": "bfloat16"}, "critic": {}}, "loop.critic.optimiser"),
-    ({"optimiser": {"autocast": "bfloat16"}}, "warm.optimiser"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loop", "missing"),
+    [
+        ({}, "loop.optimiser"),
+        ({"recipe": "ppo", "optimiser": {"autocast": "bfloat16"}, "critic": {}}, "loop.critic.optimiser"),
+        ({"optimiser": {"autocast": "bfloat16"}}, "warm.optimiser"),
+    ],
+)
 def test_flash_attention_wants_bfloat16(folder: Path, loop: dict[str, Any], missing: str) -> None:
     given = config(folder, **loop).model_dump()
     if missing == "warm.optimiser":

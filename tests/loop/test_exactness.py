@@ -75,11 +75,19 @@ def sampled(mode: Any, temperature: float, *, ends: bool) -> tuple[dict[str, Any
 
     async def main() -> list[Tape]:
         jobs = [
-            asyncio.ensure_future(rollout(
-                Asker(), Talk, task, engine=engine, seed=task, limits=Limits(seconds=None),
-                sampling=Sampling(temperature=temperature, max_tokens=66)))
+            asyncio.ensure_future(
+                rollout(
+                    Asker(),
+                    Talk,
+                    task,
+                    engine=engine,
+                    seed=task,
+                    limits=Limits(seconds=None),
+                    sampling=Sampling(temperature=temperature, max_tokens=66),
+                )
+            )
             for task in range(EPISODES)
-        ]  # fmt: skip
+        ]
         for k in range(1, PUBLISHES + 1):
             await until(lambda k=k: engine.stats.steps >= 17 * k + 3)
             await engine.publish(models[f"v:{k}"].state_dict(), f"v:{k}", mode)
@@ -150,8 +158,11 @@ def test_tokens_and_rows_cover_one_another() -> None:
         made = rows(tape)
         own = sorted((row.calls[c], int(o)) for row in made for c, o in zip(row.call, row.offset, strict=True))
         assert own == sorted((call.call, k) for call in tape.calls for k in range(len(call.completion)))
-        stamped = {(row.calls[c], int(o)): row.versions[v]
-                   for row in made for c, o, v in zip(row.call, row.offset, row.version, strict=True)}
+        stamped = {
+            (row.calls[c], int(o)): row.versions[v]
+            for row in made
+            for c, o, v in zip(row.call, row.offset, row.version, strict=True)
+        }
         for call in tape.calls:
             for version, start, end in call.spans:
                 assert {stamped[call.call, k] for k in range(start, end)} == {version}

@@ -64,8 +64,9 @@ class Oracle:
         letter = LETTERS[self.asked[key] % len(LETTERS)]
         self.asked[key] += 1
         ids = array("i", [WORDS.convert_tokens_to_ids(letter), RENDERER.end_ids[0]])
-        return Completion(text=letter, ids=ids, logprobs=array("f", [math.log(1 / 4), 0.0]),
-                          spans=((self.version, 0, 2),))  # fmt: skip
+        return Completion(
+            text=letter, ids=ids, logprobs=array("f", [math.log(1 / 4), 0.0]), spans=((self.version, 0, 2),)
+        )
 
     async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         self.version = version
@@ -85,12 +86,24 @@ def value(left: int, turns: int) -> float:
 @pytest.mark.ledger("F32")
 def test_the_advantage_of_what_follows_a_turn_is_its_return_less_the_value_there(tmp_path: Path) -> None:
     turns, path = 3, tmp_path / "run"
-    config = settings_of(updates=1, groups=4, group_size=2, max_lag=0, sampler_tolerance=None, changes=MEAN,
-                         forks=ForkConfig(continuations=16))  # fmt: skip
+    config = settings_of(
+        updates=1,
+        groups=4,
+        group_size=2,
+        max_lag=0,
+        sampler_tolerance=None,
+        changes=MEAN,
+        forks=ForkConfig(continuations=16),
+    )
     with Store.create(path) as store:
         # No two tasks begin alike, so that after the cut nobody else asks what a continuation asks.
-        loop = loop_in(store, history_in(store, path, config), config, engine=Oracle(),
-                       tasks=lambda k: ("abc", "bcd", "cda", "dab")[k % 4])  # fmt: skip
+        loop = loop_in(
+            store,
+            history_in(store, path, config),
+            config,
+            engine=Oracle(),
+            tasks=lambda k: ("abc", "bcd", "cda", "dab")[k % 4],
+        )
         asyncio.run(loop.run())
     store = Store.open(path)
     history = history_in(store, tmp_path / "fresh", config)
@@ -143,8 +156,14 @@ def test_attempts_from_the_beginning_are_compared_with_each_other(tmp_path: Path
 
 def test_continuations_are_of_the_policy_that_is_trained_and_their_tokens_are_counted_once(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    config = settings_of(updates=4, groups=2, group_size=2, max_lag=0, changes=MEAN,
-                         forks=ForkConfig(attempts=2, turns=2, continuations=3))  # fmt: skip
+    config = settings_of(
+        updates=4,
+        groups=2,
+        group_size=2,
+        max_lag=0,
+        changes=MEAN,
+        forks=ForkConfig(attempts=2, turns=2, continuations=3),
+    )
     loop, reports = run(path, config, tasks=tasks(3))
     assert max(report.metrics["mismatch"] for report in reports) <= 1e-4, "prefixes are context to the token"
     assert {report.metrics["episodes"] for report in reports} == {2 * (2 + 2 * 2 * 3)}
@@ -207,8 +226,9 @@ def test_what_is_flat_where_forks_are_compared_is_each_turn_s_continuations(tmp_
         async def step(self, action: Any) -> Any:
             return dataclasses.replace(await super().step(action), reward=0.25)
 
-    config = settings_of(updates=1, groups=1, max_lag=0, extra_groups=1, forks=ForkConfig(),
-                         changes={**MEAN, "select": {"flat": "drop"}})  # fmt: skip
+    config = settings_of(
+        updates=1, groups=1, max_lag=0, extra_groups=1, forks=ForkConfig(), changes={**MEAN, "select": {"flat": "drop"}}
+    )
     _, reports = run(tmp_path / "run", config, env=Sure, tasks=tasks(2))
     assert (reports[0].metrics["groups"], reports[0].metrics["groups_aside"]) == (0, 2)
     store = Store.open(tmp_path / "run")
@@ -237,8 +257,13 @@ def test_a_fork_is_compared_by_hand_too(tmp_path: Path) -> None:
             history = history_in(store, tmp_path, settings_of())
             options: Any = {"engine": engine_of(history), "group": "g", "journal": store.writer}
             root = await rollout(Speaker(), Letters(), "abc", seed=0, **options)
-            return [root, *[await rollout(Speaker(), Letters(), "abc", seed=k, fork=root.at_turn(1), **options)
-                            for k in range(1, 4)]]  # fmt: skip
+            return [
+                root,
+                *[
+                    await rollout(Speaker(), Letters(), "abc", seed=k, fork=root.at_turn(1), **options)
+                    for k in range(1, 4)
+                ],
+            ]
 
     tapes = asyncio.run(main())
     store = Store.open(tmp_path / "run")

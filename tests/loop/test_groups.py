@@ -76,14 +76,17 @@ def filled(ends: dict[tuple[int, int], str], *, until: float | None = 100.0, fre
     return group
 
 
-@pytest.mark.parametrize(("ends", "fresh", "closing", "tapes", "usable"), [
-    ({}, True, Closing.COMPLETE, [1, 1, 1], 3),
-    ({(1, 0): "breaks"}, True, Closing.COMPLETE, [1, 2, 1], 3),
-    ({(1, 0): "breaks", (1, 1): "breaks"}, True, Closing.FAILED, [1, 2, 1], 2),
-    ({(1, 0): "breaks"}, False, Closing.LATE, [1, 1, 1], 2),
-    ({(2, 0): "hangs"}, True, Closing.DEADLINE, [1, 1, 0], 2),
-    ({(0, 0): "breaks", (0, 1): "hangs"}, True, Closing.DEADLINE, [1, 1, 1], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "fresh", "closing", "tapes", "usable"),
+    [
+        ({}, True, Closing.COMPLETE, [1, 1, 1], 3),
+        ({(1, 0): "breaks"}, True, Closing.COMPLETE, [1, 2, 1], 3),
+        ({(1, 0): "breaks", (1, 1): "breaks"}, True, Closing.FAILED, [1, 2, 1], 2),
+        ({(1, 0): "breaks"}, False, Closing.LATE, [1, 1, 1], 2),
+        ({(2, 0): "hangs"}, True, Closing.DEADLINE, [1, 1, 0], 2),
+        ({(0, 0): "breaks", (0, 1): "hangs"}, True, Closing.DEADLINE, [1, 1, 1], 2),
+    ],
+)
 def test_a_group_closes_and_says_how(ends: Any, fresh: bool, closing: Closing, tapes: list[int], usable: int) -> None:
     group = filled(ends, fresh=fresh)
     assert group.closed is closing
@@ -94,8 +97,18 @@ def test_a_group_closes_and_says_how(ends: Any, fresh: bool, closing: Closing, t
 
 def test_a_group_of_one_s_own_closes_at_its_deadline_too() -> None:
     fates = iter(["scored", "hangs", "breaks", "scored", "breaks"])
-    tapes = clock.run(rollout_group(Speaker(), lambda: Fate(next(fates)), "t", n=4, seed=1, deadline=50.0,
-                                    engine=ScriptedEngine(lambda request: "a"), limits=ENDLESS))  # fmt: skip
+    tapes = clock.run(
+        rollout_group(
+            Speaker(),
+            lambda: Fate(next(fates)),
+            "t",
+            n=4,
+            seed=1,
+            deadline=50.0,
+            engine=ScriptedEngine(lambda request: "a"),
+            limits=ENDLESS,
+        )
+    )
     assert sorted(str(tape.status) for tape in tapes) == ["error", "error", "finished", "finished"]
     assert [tape.begin.attempt for tape in tapes] == [0, 2, 2, 3]
 
@@ -130,10 +143,20 @@ def queue(store: Store, path: Path, env: Any, **changes: Any) -> Queue:
     store.writer.durable = durable  # type: ignore[method-assign]
     config = settings_of(**{"group_deadline": 40.0, "limits": ENDLESS, **changes})
     history = history_in(store, path, config, policy=POLICY)
-    return Queue(Rollouts(
-        config, store=store, history=history, engine=ScriptedEngine(lambda request: "a", renderer=RENDERER),
-        agent=Speaker(), env=env, tasks=tasks(), recipe=get_recipe(config.recipe, config.changes), seed=0, phase="rl",
-    ))  # fmt: skip
+    return Queue(
+        Rollouts(
+            config,
+            store=store,
+            history=history,
+            engine=ScriptedEngine(lambda request: "a", renderer=RENDERER),
+            agent=Speaker(),
+            env=env,
+            tasks=tasks(),
+            recipe=get_recipe(config.recipe, config.changes),
+            seed=0,
+            phase="rl",
+        )
+    )
 
 
 POLICY = model()
@@ -148,18 +171,42 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.ledger("F10", "F39", "T10", "X8")
 @settings(max_examples=20, derandomize=True, phases=[Phase.generate])
-@given(data=st.data(), lag=st.integers(0, 2), groups=st.integers(1, 3), size=st.integers(1, 3),
-       extra=st.none() | st.integers(0, 4), drop=st.booleans(), seed=st.integers(0, 10**6),
-       concurrent=st.integers(1, 12), ends=st.sampled_from([["scored"], ["scored", "scored", "breaks"],
-                                                            ["scored", "breaks", "hangs"]]))  # fmt: skip
+@given(
+    data=st.data(),
+    lag=st.integers(0, 2),
+    groups=st.integers(1, 3),
+    size=st.integers(1, 3),
+    extra=st.none() | st.integers(0, 4),
+    drop=st.booleans(),
+    seed=st.integers(0, 10**6),
+    concurrent=st.integers(1, 12),
+    ends=st.sampled_from([["scored"], ["scored", "scored", "breaks"], ["scored", "breaks", "hangs"]]),
+)
 def test_whatever_ends_in_whatever_order_updates_come_and_nothing_is_used_twice(
-    folders: Any, data: Any, lag: int, groups: int, size: int, extra: int | None, drop: bool, seed: int,
-    concurrent: int, ends: list[str],
-) -> None:  # fmt: skip
+    folders: Any,
+    data: Any,
+    lag: int,
+    groups: int,
+    size: int,
+    extra: int | None,
+    drop: bool,
+    seed: int,
+    concurrent: int,
+    ends: list[str],
+) -> None:
     path = next(folders)
     with Store.create(path, durability="os", thread=False) as store:
-        made = queue(store, path, Fates(seed, ends), max_lag=lag, groups=groups, group_size=size, extra_groups=extra,
-                     changes=DROP if drop else {}, max_concurrent=concurrent)  # fmt: skip
+        made = queue(
+            store,
+            path,
+            Fates(seed, ends),
+            max_lag=lag,
+            groups=groups,
+            group_size=size,
+            extra_groups=extra,
+            changes=DROP if drop else {},
+            max_concurrent=concurrent,
+        )
         clock.run(made.work(6))
     rollouts, taken = made.rollouts, made.taken
     assert len(taken) == 6
@@ -179,8 +226,11 @@ def test_whatever_ends_in_whatever_order_updates_come_and_nothing_is_used_twice(
         if lag == 0:
             assert len(one.groups) + len(one.aside) <= groups + rollouts.pacer.extra, "the bound on extra groups"
     assert drop or not any(one.aside for one in taken)
-    tries = Counter((tape.begin.group, tape.begin.attempt) for tape in Store.open(path).tapes(closed=True)
-                    if tape.status is not Status.CANCELLED)  # fmt: skip
+    tries = Counter(
+        (tape.begin.group, tape.begin.attempt)
+        for tape in Store.open(path).tapes(closed=True)
+        if tape.status is not Status.CANCELLED
+    )
     assert max(tries.values()) <= 2, "sampled again once"
     if lag == 0:
         assert all(group.begun == k for k, one in enumerate(taken) for group in one.groups), "of the policy it trains"
@@ -240,8 +290,11 @@ def test_flat_groups_are_made_up_for_until_the_update_has_its_batch(tmp_path: Pa
 @pytest.mark.ledger("F42")
 @pytest.mark.parametrize(("extra", "groups"), [(0, 4), (2, 6), (None, 16)])
 def test_where_all_is_flat_the_bound_ends_it_and_says_so(
-    tmp_path: Path, extra: int | None, groups: int, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    extra: int | None,
+    groups: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Flat(Letters):
         async def step(self, action: Answer) -> Outcome:
             return dataclasses.replace(await super().step(action), reward=0.25)

@@ -58,9 +58,13 @@ def test_every_version_is_made_again_bit_for_bit(trained: Path, tmp_path: Path) 
         assert history_in(store, tmp_path / "none", CONFIG).restore(until=0) == 0
 
 
-@pytest.mark.parametrize(("what", "match"), [
-    ("optimiser", r"has lr 0\.02, the record says 0\.01"), ("base", r"has loss .*the weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("optimiser", r"has lr 0\.02, the record says 0\.01"),
+        ("base", r"has loss .*the weights"),
+    ],
+)
 def test_what_can_t_be_the_same_weights_is_refused(trained: Path, tmp_path: Path, what: str, match: str) -> None:
     config = CONFIG.model_copy(update={"optimiser": OptimiserConfig(lr=2e-2)}) if what == "optimiser" else CONFIG
     with Store.open(trained) as store, pytest.raises(BrokenHistory, match=match):

@@ -33,8 +33,9 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     arguments = ["demo", "--out", str(path / "run"), "--config", str(path / "micro.yaml"), "--json", *options]
     with (path / "log").open("a") as log, (path / "summary").open("w") as summary:
-        return subprocess.Popen([sys.executable, "-m", "tapereel.cli", *arguments], stdout=summary, stderr=log,
-                                text=True, env=environment)  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-m", "tapereel.cli", *arguments], stdout=summary, stderr=log, text=True, env=environment
+        )
 
 
 def bytes_on_tape(run: Path) -> int:

@@ -32,8 +32,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_in_synchronous_mode_sampler_and_trainer_agree_at_every_update(path: Path) -> None:
-    loop, reports = run(path, settings_of(updates=8, max_lag=0, sampling=Sampling(max_tokens=3, temperature=1.3)),
-                        tasks=tasks(3))
+    loop, reports = run(
+        path, settings_of(updates=8, max_lag=0, sampling=Sampling(max_tokens=3, temperature=1.3)), tasks=tasks(3)
+    )
     assert [report.update for report in reports] == list(range(1, 9))
     seen = [report.metrics["mismatch"] for report in reports if report.metrics["skipped"] is None]
     assert len(seen) >= 4
@@ -123,9 +124,11 @@ def test_without_the_check_at_use_the_stale_would_be_trained_on(path: Path) -> N
 
     run(path, settings_of(updates=8, groups=2, max_lag=1, max_concurrent=64), cls=Unchecked)
     store = Store.open(path)
-    found = [(use.update, versions_of(store.tape(name), call)[start])
-             for use in (stored.record for stored in store.run_records("use"))
-             for name, call, start, _, _ in use.items]
+    found = [
+        (use.update, versions_of(store.tape(name), call)[start])
+        for use in (stored.record for stored in store.run_records("use"))
+        for name, call, start, _, _ in use.items
+    ]
     assert any(version < update - 1 for update, version in found)
     store.close()
 
@@ -182,8 +185,13 @@ def test_cancelled_rollouts_leave_books_that_close(path: Path) -> None:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of())
         twice = asyncio.Event()
-        loop = loop_in(store, history, settings_of(updates=1000), tasks=tasks(6),
-                       on_update=lambda report: twice.set() if report.update == 2 else None)  # fmt: skip
+        loop = loop_in(
+            store,
+            history,
+            settings_of(updates=1000),
+            tasks=tasks(6),
+            on_update=lambda report: twice.set() if report.update == 2 else None,
+        )
 
         async def main() -> None:
             job = asyncio.ensure_future(loop.run())
@@ -268,8 +276,10 @@ def test_shuffled_rewards_are_recorded_and_leave_the_tapes_alone(path: Path) -> 
 
 def test_what_can_t_be_trained_on_is_refused_ahead(path: Path) -> None:
     for sampling in (Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=5)):
-        with Store.create(path / str(sampling.top_k) / str(sampling.top_p)) as store, \
-                pytest.raises(ValueError, match="distribution drawn from"):  # fmt: skip
+        with (
+            Store.create(path / str(sampling.top_k) / str(sampling.top_p)) as store,
+            pytest.raises(ValueError, match="distribution drawn from"),
+        ):
             loop_in(store, history_in(store, path, settings_of()), settings_of(sampling=sampling))
 
 

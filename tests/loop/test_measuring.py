@@ -32,13 +32,16 @@ def test_the_engine_of_the_loop_measures_each_version_whole(
         begin(self, *given, **named)
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", noted)
-    config = TrainConfig.model_validate({
-        "agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters",
-        "tasks": ["a", "b", "c", "d", "ab", "bc", "cd", "da"],
-        "engine": {"kind": "embedded", "model": str(folder)},
-        "evaluation": {"fraction": 0.4, "every": 1, "engine": "loop", "attempts": 4},
-        "loop": settings_of(updates=3, max_lag=max_lag).model_dump(),
-    })  # fmt: skip
+    config = TrainConfig.model_validate(
+        {
+            "agent": f"{Speaker.__module__}:Speaker",
+            "env": f"{Letters.__module__}:Letters",
+            "tasks": ["a", "b", "c", "d", "ab", "bc", "cd", "da"],
+            "engine": {"kind": "embedded", "model": str(folder)},
+            "evaluation": {"fraction": 0.4, "every": 1, "engine": "loop", "attempts": 4},
+            "loop": settings_of(updates=3, max_lag=max_lag).model_dump(),
+        }
+    )
     summary = train(config, run)
     assert (summary.updates, summary.books_close) == (3, True)
     assert_books_close(run)
@@ -51,6 +54,8 @@ def test_the_engine_of_the_loop_measures_each_version_whole(
                 versions[summed.split] |= {version for version, _, _ in call.spans}
     lineage = summary.lineage
     assert {split: found for split, found in versions.items() if split != "train"} == {
-        "eval-before-sampled": {f"{lineage}:0"}, "eval-update-000001-sampled": {f"{lineage}:1"},
-        "eval-update-000002-sampled": {f"{lineage}:2"}, "eval-after-sampled": {f"{lineage}:3"},
-    }  # fmt: skip
+        "eval-before-sampled": {f"{lineage}:0"},
+        "eval-update-000001-sampled": {f"{lineage}:1"},
+        "eval-update-000002-sampled": {f"{lineage}:2"},
+        "eval-after-sampled": {f"{lineage}:3"},
+    }

@@ -168,13 +168,20 @@ class Filling(Pacer):
 @pytest.mark.parametrize("mutant", [Accepting, Forgetting, Greedy, Endless, Filling])
 def test_the_machine_finds_what_is_wrong_with_a_pacer(mutant: type[Pacer]) -> None:
     class Mutated(Pacing):
-        @initialize(batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3),
-                    extra=st.integers(0, 6))  # fmt: skip
+        @initialize(
+            batch=st.integers(1, 5), concurrent=st.integers(1, 20), lag=st.integers(0, 3), extra=st.integers(0, 6)
+        )
         def begin(self, batch: int, concurrent: int, lag: int, extra: int) -> None:
             super().begin(batch, concurrent, lag, extra)
             self.pacer = mutant(batch, concurrent, lag, extra)
 
-    quick = settings(max_examples=60, stateful_step_count=40, derandomize=True, database=None,
-                     phases=[Phase.generate], print_blob=False)  # fmt: skip
+    quick = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        print_blob=False,
+    )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Mutated, settings=quick)

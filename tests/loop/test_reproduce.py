@@ -92,8 +92,9 @@ def logprob(body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("edit", [reward, token, logprob])
 @pytest.mark.parametrize("pinned", [False, True], ids=["as it was pinned", "pinned anew"])
-def test_one_value_of_one_tape_names_the_update(trained: Path, edit: Callable[[dict[str, Any]], None],
-                                                pinned: bool) -> None:  # fmt: skip
+def test_one_value_of_one_tape_names_the_update(
+    trained: Path, edit: Callable[[dict[str, Any]], None], pinned: bool
+) -> None:
     tape = str(uses_of(trained)[EDITED].items[0][0])
     found: list[dict[str, Any]] = []
 
@@ -146,9 +147,16 @@ def _published(body: dict[str, Any]) -> None:
         body["digest"] = "0" * 64
 
 
-@pytest.mark.parametrize(("edit", "field"), [
-    (_weight, "items"), (_pin, "tape"), (_layer, "tape"), (_rate, "lr"), (_published, "weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "field"),
+    [
+        (_weight, "items"),
+        (_pin, "tape"),
+        (_layer, "tape"),
+        (_rate, "lr"),
+        (_published, "weights"),
+    ],
+)
 def test_an_edited_record_names_its_update(trained: Path, edit: Callable[[dict[str, Any]], None], field: str) -> None:
     def change(body: dict[str, Any]) -> dict[str, Any]:
         edit(body)
@@ -195,8 +203,14 @@ def _rewrite_state(checkpoint: Checkpoint, weights: dict[str, torch.Tensor]) -> 
     """With a digest that fits."""
     policy = model()
     policy.load_state_dict(weights)
-    save_checkpoint(checkpoint.path.parent, policy, checkpoint.trainer_state(), checkpoint.state,
-                    update=checkpoint.update, taught=checkpoint.taught())  # fmt: skip
+    save_checkpoint(
+        checkpoint.path.parent,
+        policy,
+        checkpoint.trainer_state(),
+        checkpoint.state,
+        update=checkpoint.update,
+        taught=checkpoint.taught(),
+    )
 
 
 def moment(state: dict[str, Any]) -> None:
@@ -211,8 +225,9 @@ def rate(state: dict[str, Any]) -> None:
     state["optimizer"]["param_groups"][0]["lr"] *= 1.01
 
 
-@pytest.mark.parametrize(("edit", "place"), [(moment, "optimizer.state.0.exp_avg"), (steps, "steps"),
-                                             (rate, "optimizer.param_groups[0].lr")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "place"), [(moment, "optimizer.state.0.exp_avg"), (steps, "steps"), (rate, "optimizer.param_groups[0].lr")]
+)
 def test_what_the_trainer_goes_on_from_is_compared(trained: Path, edit: Callable[[Any], None], place: str) -> None:
     middle = checkpoints(trained / "checkpoints")[1]
     state = middle.trainer_state()
@@ -240,8 +255,14 @@ def test_a_checkpoint_that_names_other_teachers(trained: Path) -> None:
     first = next(iter(taught))
     policy = model()
     policy.load_state_dict(last.weights())
-    save_checkpoint(last.path.parent, policy, last.trainer_state(), last.state, update=last.update,
-                    taught={**taught, first: ("0" * 64,)})  # fmt: skip
+    save_checkpoint(
+        last.path.parent,
+        policy,
+        last.trainer_state(),
+        last.state,
+        update=last.update,
+        taught={**taught, first: ("0" * 64,)},
+    )
     verdict = reproduced(trained)
     assert verdict.difference is not None
     assert (verdict.difference.field, first in verdict.difference.sentence) == ("taught", True)

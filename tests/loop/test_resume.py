@@ -137,9 +137,12 @@ def test_the_last_checkpoint_is_made_up_for(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -> None:
-    config = MICRO.model_copy(update={
-        "warm": MICRO.warm.model_copy(update={"updates": 0}), "loop": MICRO.loop.model_copy(update={"updates": 2}),
-    })  # fmt: skip
+    config = MICRO.model_copy(
+        update={
+            "warm": MICRO.warm.model_copy(update={"updates": 0}),
+            "loop": MICRO.loop.model_copy(update={"updates": 2}),
+        }
+    )
     summary = Demo(config, tmp_path / "run", controls=True).run()
     assert set(summary["controls"]) == {"sft", "shuffled"}
     assert [c.update for c in checkpoints(tmp_path / "run" / "checkpoints") if c.state["pinned"]] == [0, 2]
@@ -147,10 +150,12 @@ def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -
 
 def test_a_demo_is_made_longer_unless_it_has_controls(tmp_path: Path) -> None:
     def of(updates: int) -> DemoConfig:
-        return MICRO.model_copy(update={
-            "warm": MICRO.warm.model_copy(update={"updates": 2}),
-            "loop": MICRO.loop.model_copy(update={"updates": updates}),
-        })  # fmt: skip
+        return MICRO.model_copy(
+            update={
+                "warm": MICRO.warm.model_copy(update={"updates": 2}),
+                "loop": MICRO.loop.model_copy(update={"updates": updates}),
+            }
+        )
 
     path = tmp_path / "run"
     Demo(of(2), path).run()
@@ -190,7 +195,8 @@ def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, mo
     again = lines[WARM + 4]
     assert again["train_seconds"] is None
     assert set(lines[WARM + 5]) - set(again) <= {"groups", "groups_aside", "filled"} | {
-        key for key in lines[WARM + 5] if key.startswith(("closed/", "lost/", "perf/"))}  # fmt: skip
+        key for key in lines[WARM + 5] if key.startswith(("closed/", "lost/", "perf/"))
+    }
     assert again["grad_norm"] > 0
 
 
@@ -208,10 +214,19 @@ def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monk
         store.close()
 
 
-@pytest.mark.parametrize("death", [Scythe("rename", 1), Scythe("rename", 1, after=True), Scythe("rename", 2),
-                                   Scythe("rename", 2, after=True), Scythe("rmtree", 2), Scythe("rmtree", 3),
-                                   Scythe("rmtree", 3, after=True)],
-                         ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "death",
+    [
+        Scythe("rename", 1),
+        Scythe("rename", 1, after=True),
+        Scythe("rename", 2),
+        Scythe("rename", 2, after=True),
+        Scythe("rmtree", 2),
+        Scythe("rmtree", 3),
+        Scythe("rmtree", 3, after=True),
+    ],
+    ids=repr,
+)
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: Scythe) -> None:
     def save(update: int) -> None:
         save_checkpoint(tmp_path, model(update), {"steps": update}, {"lineage": "l"}, update=update)

@@ -43,8 +43,17 @@ class Scene:
         self.model = path / "model"
         lab.model().save_pretrained(self.model)
         lab.WORDS.save_pretrained(self.model)
-        self.servers = [Served(str(self.model), path / f"server-{k}.log", "--engine", "embedded", verb="serve",
-                               environment={"OMP_NUM_THREADS": "1"}) for k in range(2)]  # fmt: skip
+        self.servers = [
+            Served(
+                str(self.model),
+                path / f"server-{k}.log",
+                "--engine",
+                "embedded",
+                verb="serve",
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            for k in range(2)
+        ]
         self.mortal = self.servers[1]
         self.proxy = DeadlyProxy(lambda: self.mortal.url)
         self.process: subprocess.Popen[str] | None = None
@@ -53,21 +62,50 @@ class Scene:
         """The configuration, once the addresses are known."""
         world = Path(lab.__file__)
         config = TrainConfig(
-            agent=f"{world}:Speaker", env=f"{world}:Letters", tasks=("ab", "cd", "ac", "db"),
-            engine={"kind": "vllm", "model": str(self.model), "urls": [self.servers[0].url, self.proxy.url],
-                    "weights_folder": str(self.path / "weights"), "control_seconds": control_seconds},
+            agent=f"{world}:Speaker",
+            env=f"{world}:Letters",
+            tasks=("ab", "cd", "ac", "db"),
+            engine={
+                "kind": "vllm",
+                "model": str(self.model),
+                "urls": [self.servers[0].url, self.proxy.url],
+                "weights_folder": str(self.path / "weights"),
+                "control_seconds": control_seconds,
+            },
             evaluation={"fraction": 0},
-            loop=lab.settings_of(updates=UPDATES, groups=4, group_size=4, max_lag=1, checkpoint_every=1,
-                                 keep_checkpoints=None, sampling={"max_tokens": 12}),
-        )  # fmt: skip
+            loop=lab.settings_of(
+                updates=UPDATES,
+                groups=4,
+                group_size=4,
+                max_lag=1,
+                checkpoint_every=1,
+                keep_checkpoints=None,
+                sampling={"max_tokens": 12},
+            ),
+        )
         (self.path / "train.yaml").write_text(dump_config(config))
 
     def start(self) -> None:
         """The verb, as a user starts it, and starts it again."""
-        command = [sys.executable, "-m", "tapereel.cli", "train", "--config", str(self.path / "train.yaml"),
-                   "--out", str(self.run), "--json", *(["--resume"] if self.run.exists() else [])]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        command = [
+            sys.executable,
+            "-m",
+            "tapereel.cli",
+            "train",
+            "--config",
+            str(self.path / "train.yaml"),
+            "--out",
+            str(self.run),
+            "--json",
+            *(["--resume"] if self.run.exists() else []),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
 
     def kill_trainer(self) -> None:
         assert self.process is not None
@@ -83,8 +121,13 @@ class Scene:
         return self.process.returncode, out, err
 
     def verb(self, *words: str) -> tuple[int, Any]:
-        done = subprocess.run([sys.executable, "-m", "tapereel.cli", *words, "--json"], capture_output=True, text=True,
-                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "tapereel.cli", *words, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         return done.returncode, json.loads(done.stdout)
 
 

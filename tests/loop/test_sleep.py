@@ -15,15 +15,29 @@ from .hosting import in_thread
 from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
 
 pytestmark = pytest.mark.timeout(120)
-ASLEEP = [("/sleep", None), ("/reset_prefix_cache", None), ("/wake_up", "weights"), ("/pause", None),
-          ("/collective_rpc", None), ("/reset_prefix_cache", None), ("/update_weight_version", None), ("/resume", None),
-          ("/reset_prefix_cache", None), ("/wake_up", "kv_cache")]  # fmt: skip
+ASLEEP = [
+    ("/sleep", None),
+    ("/reset_prefix_cache", None),
+    ("/wake_up", "weights"),
+    ("/pause", None),
+    ("/collective_rpc", None),
+    ("/reset_prefix_cache", None),
+    ("/update_weight_version", None),
+    ("/resume", None),
+    ("/reset_prefix_cache", None),
+    ("/wake_up", "kv_cache"),
+]
 """One update, to the server."""
 
 
 def scene(folder: Path, url: str, **engine: Any) -> dict[str, Any]:
-    return {"agent": f"{Speaker.__module__}:Speaker", "env": f"{Letters.__module__}:Letters", "tasks": ("a", "b", "c"),
-            "evaluation": {"fraction": 0}, "engine": {"kind": "vllm", "model": str(folder), "urls": [url], **engine}}
+    return {
+        "agent": f"{Speaker.__module__}:Speaker",
+        "env": f"{Letters.__module__}:Letters",
+        "tasks": ("a", "b", "c"),
+        "evaluation": {"fraction": 0},
+        "engine": {"kind": "vllm", "model": str(folder), "urls": [url], **engine},
+    }
 
 
 def sleeping(**loop: Any) -> Any:
@@ -59,15 +73,21 @@ def test_a_server_is_woken_where_an_update_failed(folder: Path, tmp_path: Path) 
         loop = sleeping().model_copy(update={"sampler_tolerance": 1e-4})
         with pytest.raises(Exception, match="sampler_tolerance"):
             train(TrainConfig(**scene(folder, url), loop=loop), tmp_path / "run")
-    assert [body.get("tags") for route, body in server.told if route in ("/sleep", "/wake_up")] == \
-        [None, "weights", "kv_cache"]  # fmt: skip
+    assert [body.get("tags") for route, body in server.told if route in ("/sleep", "/wake_up")] == [
+        None,
+        "weights",
+        "kv_cache",
+    ]
 
 
-@pytest.mark.parametrize(("engine", "loop", "why"), [
-    ({}, {"max_lag": 1}, "max_lag=1 they sample meanwhile"),
-    ({"publish": "lora", "lora": {"rank": 2}}, {"publish": "drain"}, "must be awake"),
-    ({"kind": "embedded"}, {}, "an engine in this process"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "loop", "why"),
+    [
+        ({}, {"max_lag": 1}, "max_lag=1 they sample meanwhile"),
+        ({"publish": "lora", "lora": {"rank": 2}}, {"publish": "drain"}, "must be awake"),
+        ({"kind": "embedded"}, {}, "an engine in this process"),
+    ],
+)
 def test_what_can_not_sleep_is_refused(folder: Path, engine: dict[str, Any], loop: dict[str, Any], why: str) -> None:
     settings = scene(folder, "http://127.0.0.1:1", **engine)
     if engine.get("kind") == "embedded":
@@ -82,7 +102,20 @@ def test_a_demo_has_nobody_to_sleep(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_says_so_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--agent", "a:b", "--env", "a:b", "--tasks", "a:b", "--model", str(folder), "--set",
-             "loop.sleep=true", "--out", str(folder / "run")]  # fmt: skip
+    words = [
+        "train",
+        "--agent",
+        "a:b",
+        "--env",
+        "a:b",
+        "--tasks",
+        "a:b",
+        "--model",
+        str(folder),
+        "--set",
+        "loop.sleep=true",
+        "--out",
+        str(folder / "run"),
+    ]
     assert main(words) == 64
     assert "max_lag=0, or leave sleep out" in capsys.readouterr().err

@@ -172,8 +172,11 @@ def test_rollout_batches_add_up_to_one_gradient_and_compare_within_themselves(tm
                 history = history_in(store, tmp_path / name / how, settings_of(), changes=changes)
                 stats, _ = history.update(plan, history.from_store)
                 weights[name, how] = copied_weights(history.model)
-                first = [k for k, tape in enumerate(stats.stream.episode.tolist()) if tape not in
-                         stats.stream.episode.tolist()[:k]]  # fmt: skip
+                first = [
+                    k
+                    for k, tape in enumerate(stats.stream.episode.tolist())
+                    if tape not in stats.stream.episode.tolist()[:k]
+                ]
                 advantages[name, how] = stats.advantage[first].numpy()
         rewards = np.array([store.tape(tape).reward for tape in whole.tapes])
     for parameter, value in weights["group", "whole"].items():
@@ -240,8 +243,10 @@ def test_an_agent_that_never_speaks_can_t_be_trained(tmp_path: Path) -> None:
 def demonstrations(store: Store, n: int = 6) -> list[str]:
     async def record() -> list[str]:
         engine = ScriptedEngine(lambda request: request.messages[-1]["content"], renderer=RENDERER)
-        made = [await rollout(Speaker(), Letters(), task, engine=engine, split="demo", journal=store.writer)
-                for task in (tasks(2)(k) for k in range(n))]  # fmt: skip
+        made = [
+            await rollout(Speaker(), Letters(), task, engine=engine, split="demo", journal=store.writer)
+            for task in (tasks(2)(k) for k in range(n))
+        ]
         return [tape.id for tape in made]
 
     return asyncio.run(record())
@@ -275,8 +280,11 @@ def test_demonstrations_are_trained_on_beside_the_batch_and_booked(tmp_path: Pat
 
 @pytest.mark.parametrize(("changes", "n", "there"), [({}, 2, 6), (NLL, 0, 6), (NLL, 8, 6)])
 def test_demonstrations_that_nothing_uses_or_that_are_missing_are_refused_ahead(
-    tmp_path: Path, changes: Any, n: int, there: int,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    changes: Any,
+    n: int,
+    there: int,
+) -> None:
     config = settings_of(changes=changes, demonstrations=n)
     with Store.create(tmp_path / "run") as store, pytest.raises(BadRecipe, match="demonstrations is"):
         loop_in(store, history_in(store, tmp_path, config), config, shown=[f"t{k}" for k in range(there)])
@@ -287,8 +295,9 @@ def rich_history(store: Store, directory: Path, config: LoopConfig) -> History:
     policy, base = model(), model()
 
     def make(phase: str) -> Trainer:
-        return Trainer(policy, get_recipe(config.recipe, config.changes), lr=1e-2, ema=config.optimiser.ema,
-                       reference=base)  # fmt: skip
+        return Trainer(
+            policy, get_recipe(config.recipe, config.changes), lr=1e-2, ema=config.optimiser.ema, reference=base
+        )
 
     return History(store, "run", directory / "checkpoints", policy, make, renderer=RENDERER)
 

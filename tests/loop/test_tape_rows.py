@@ -25,18 +25,45 @@ from .lab import RENDERER, WORDS, Letters, Speaker, model
 ROWS = ledger("rows")
 
 
-def call(name: str, prompt: Sequence[int], completion: Sequence[int], *, base: str | None = None, keep: int = 0,
-         old: Sequence[float] | None = None, by: str = "main", **fields: Any) -> Call:  # fmt: skip
+def call(
+    name: str,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    *,
+    base: str | None = None,
+    keep: int = 0,
+    old: Sequence[float] | None = None,
+    by: str = "main",
+    **fields: Any,
+) -> Call:
     """A sampled call, spelled out id by id."""
     n = len(completion)
-    return Call(**{
-        "tape": "t", "call": name, "by": by, "base": base, "keep": keep, "prompt": prompt, "completion": completion,
-        "logprobs": [-0.5] * n if old is None else old, "spans": (("run:0", 0, n),) if n else (), "at": 0.0, **fields,
-    })  # fmt: skip
+    return Call(
+        **{
+            "tape": "t",
+            "call": name,
+            "by": by,
+            "base": base,
+            "keep": keep,
+            "prompt": prompt,
+            "completion": completion,
+            "logprobs": [-0.5] * n if old is None else old,
+            "spans": (("run:0", 0, n),) if n else (),
+            "at": 0.0,
+            **fields,
+        }
+    )
 
 
-def tape_of(*calls: Call, tape: str = "t", group: str = "g", rewards: Sequence[float] = (), layers: Sequence[Any] = (),
-            status: Status = Status.FINISHED, cause: CauseType | None = None) -> Tape:  # fmt: skip
+def tape_of(
+    *calls: Call,
+    tape: str = "t",
+    group: str = "g",
+    rewards: Sequence[float] = (),
+    layers: Sequence[Any] = (),
+    status: Status = Status.FINISHED,
+    cause: CauseType | None = None,
+) -> Tape:
     """A closed tape of these calls, an answer behind each."""
     main, world = Identity(name="main"), Identity(name="e")
     records: list[Any] = [
@@ -88,10 +115,18 @@ def test_old_log_probs_stand_exactly_where_the_labels_are(name: str):
         if label != -100:
             completion.append(label)
         elif completion:
-            calls.append(call(f"c{k}", prompt, completion, old=old[: len(completion)],
-                              base=calls[-1].call if calls else None, keep=length))
+            calls.append(
+                call(
+                    f"c{k}",
+                    prompt,
+                    completion,
+                    old=old[: len(completion)],
+                    base=calls[-1].call if calls else None,
+                    keep=length,
+                )
+            )
             length += len(prompt) + len(completion)
-            prompt, old, completion = [1], old[len(completion):], []
+            prompt, old, completion = [1], old[len(completion) :], []
         else:
             prompt.append(1)
     (row,) = rows(tape_of(*calls))
@@ -114,8 +149,10 @@ def test_the_rewards_of_a_group_of_tapes_become_the_ledgers_advantages():
     _, stats = trained(tapes, case["algo"])
     expected = np.repeat(case["expected"], 2)
     np.testing.assert_allclose(stats.advantage.numpy(), expected, rtol=1e-9)
-    turned = [tape_of(call(f"c{k}", [3, 7], [8, 9]), tape=f"t{k}", rewards=[r / 2, r / 2])
-              for k, r in enumerate(case["rewards"])]
+    turned = [
+        tape_of(call(f"c{k}", [3, 7], [8, 9]), tape=f"t{k}", rewards=[r / 2, r / 2])
+        for k, r in enumerate(case["rewards"])
+    ]
     _, again = trained(turned, case["algo"])
     np.testing.assert_allclose(again.advantage.numpy(), expected, rtol=1e-9)
 
@@ -195,8 +232,9 @@ def test_scripted_turns_are_one_row_with_a_renderer_and_the_same_without_one_giv
 
 def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
     parent = asyncio.run(rollout(Speaker(), Letters, "abc", engine=ScriptedEngine("abc", renderer=RENDERER)))
-    child = asyncio.run(rollout(Speaker(), Letters, "abc", engine=ScriptedEngine("dd", renderer=RENDERER),
-                                fork=parent.at_turn(1)))
+    child = asyncio.run(
+        rollout(Speaker(), Letters, "abc", engine=ScriptedEngine("dd", renderer=RENDERER), fork=parent.at_turn(1))
+    )
     (whole,), (row,) = rows(parent), rows(child)
     assert WORDS.decode(row.labels()[row.own].tolist()) == "d<|end|>d<|end|>"
     kept = len(parent.call_prompt(parent.calls[0])) + len(parent.calls[0].completion)

@@ -74,16 +74,23 @@ def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
     policy = tiny_model(WORDS, "micro", seed=seed, context=64)
 
     def make(phase: str) -> Trainer:
-        return Trainer(policy, get_recipe(config.recipe), lr=config.optimiser.lr,
-                       micro_tokens=config.optimiser.micro_tokens)  # fmt: skip
+        return Trainer(
+            policy, get_recipe(config.recipe), lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens
+        )
 
     with Store.create(path, durability="os") as store:
         history = History(store, "run", path / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)
         loop = Loop(
-            config, store=store, history=history, agent=Asker(), env=lambda: Codes(server), seed=seed, start=0,
+            config,
+            store=store,
+            history=history,
+            agent=Asker(),
+            env=lambda: Codes(server),
+            seed=seed,
+            start=0,
             engine=EmbeddedEngine(policy, RENDERER, version=history.version, slots=64),
             tasks=lambda k: Task(public=f"{random.Random(f'{seed}/{k}').getrandbits(64):x}"),
-        )  # fmt: skip
+        )
         asyncio.run(loop.run())
     assert_books_close(path)
     return rewards(path)
@@ -97,8 +104,13 @@ def test_episodes_with_a_tool_of_another_process_are_trained_on(tmp_path: Path) 
     assert {tape.begin.env.effect for tape in found} == {"pure"}
     asked = [tape for tape in found if any(isinstance(step, ToolResults) for step in tape)]
     assert asked, "an untrained model says `?` now and then"
-    assert all(r.content in "abcd" and not r.error for tape in asked for step in tape if isinstance(step, ToolResults)
-               for r in step.results)  # fmt: skip
+    assert all(
+        r.content in "abcd" and not r.error
+        for tape in asked
+        for step in tape
+        if isinstance(step, ToolResults)
+        for r in step.results
+    )
 
 
 @pytest.mark.learning

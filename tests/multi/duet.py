@@ -64,13 +64,16 @@ def settings(**changes: Any) -> LoopConfig:
 
 def two(store: Store, path: Path, config: LoopConfig, *, seeds: tuple[int, int] = (0, 1)) -> tuple[History, History]:
     """Two policies of different weights, each with a lineage."""
-    alto, bass = (history_in(store, path / name, config, policy=model(seed), lineage=name)
-                  for name, seed in zip(("alto", "bass"), seeds, strict=True))  # fmt: skip
+    alto, bass = (
+        history_in(store, path / name, config, policy=model(seed), lineage=name)
+        for name, seed in zip(("alto", "bass"), seeds, strict=True)
+    )
     return alto, bass
 
 
-def loop_of(store: Store, alto: History, bass: History, config: LoopConfig, *, frozen: bool = False,
-            **options: Any) -> Loop:  # fmt: skip
+def loop_of(
+    store: Store, alto: History, bass: History, config: LoopConfig, *, frozen: bool = False, **options: Any
+) -> Loop:
     engines = {ALTO: engine_of(alto), BASS: engine_of(bass)}
     players = [] if frozen else [Player(history=bass, engine=engines[BASS], agents=(BASS,))]
     options = {"env": Score, "agent": Duet(), "tasks": tasks(1), "start": 0, **options}

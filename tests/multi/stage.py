@@ -18,14 +18,27 @@ GUIDE, SEEKER, JUDGE = "pair/guide", "pair/seeker", "pair/judge"
 
 def settings(models: Path, **changes: Any) -> dict[str, Any]:
     """Guide and seeker learn. `changes` take the place of groups, or of settings of the loop."""
-    loop = {"updates": 3, "groups": 4, "group_size": 6, "by_agent": True, "agents": [GUIDE], "max_lag": 0,
-            "checkpoint_every": 1, "keep_checkpoints": None, "sampling": {"max_tokens": 1},
-            "limits": {"turns": 1, "seconds": 60.0}, "optimiser": {"lr": 1e-2}}  # fmt: skip
+    loop = {
+        "updates": 3,
+        "groups": 4,
+        "group_size": 6,
+        "by_agent": True,
+        "agents": [GUIDE],
+        "max_lag": 0,
+        "checkpoint_every": 1,
+        "keep_checkpoints": None,
+        "sampling": {"max_tokens": 1},
+        "limits": {"turns": 1, "seconds": 60.0},
+        "optimiser": {"lr": 1e-2},
+    }
     groups = {
-        "agent": f"{WORLD}:Judged", "env": f"{EXAMPLE}:Hidden", "tasks": f"{EXAMPLE}:tasks",
+        "agent": f"{WORLD}:Judged",
+        "env": f"{EXAMPLE}:Hidden",
+        "tasks": f"{EXAMPLE}:tasks",
         "engine": {"kind": "embedded", "model": str(models / "guide")},
-        "players": {"seeker": learns(models), "judge": frozen(models / "guide")}, "evaluation": {"fraction": 0.0},
-    }  # fmt: skip
+        "players": {"seeker": learns(models), "judge": frozen(models / "guide")},
+        "evaluation": {"fraction": 0.0},
+    }
     own = {key: value for key, value in changes.items() if key in TrainConfig.model_fields}
     return {**groups, "loop": {**loop, **{key: v for key, v in changes.items() if key not in own}}, **own}
 

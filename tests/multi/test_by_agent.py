@@ -38,8 +38,9 @@ class Given(Environment[Answer]):
 
 
 def tape_of(pays: dict[str, float], group: str = "g") -> Tape:
-    voices = {path: ScriptedEngine(lambda _, said=said: said, renderer=RENDERER)
-              for path, said in ((ALTO, "ab"), (BASS, "c"))}  # fmt: skip
+    voices = {
+        path: ScriptedEngine(lambda _, said=said: said, renderer=RENDERER) for path, said in ((ALTO, "ab"), (BASS, "c"))
+    }
     return asyncio.run(rollout(Duet(), Given(), pays, engine=TeamEngine(voices), group=group))
 
 
@@ -68,9 +69,10 @@ def test_one_tape_becomes_an_episode_of_each_who_spoke() -> None:
     whole = rows(tape, renderer=RENDERER)
     parts, episodes = apart(whole, episode_of(tape))
     assert [(e.tape, e.group, e.reward) for e in episodes] == [
-        (f"{tape.id}#{ALTO}", f"g#{ALTO}", 2.5), (f"{tape.id}#{BASS}", f"g#{BASS}", 0.5),
+        (f"{tape.id}#{ALTO}", f"g#{ALTO}", 2.5),
+        (f"{tape.id}#{BASS}", f"g#{BASS}", 0.5),
         (f"{tape.id}#duet", "g#duet", 0.5),
-    ]  # fmt: skip
+    ]
     assert sum(len(row.own) for row in parts) == sum(len(row.own) for row in whole)
     assert all(row.tape == tape.id for row in parts), "what the ledger names is the tape"
 

@@ -22,8 +22,11 @@ CONFIG = Path(EXAMPLE).with_suffix(".yaml")
 
 def settings_of(models: Path) -> list[str]:
     """What makes the example's own file run from anywhere, with the models of the tests."""
-    return [f"engine.model={models / 'guide'}", f"players.seeker.engine.model={models / 'seeker'}",
-            *(f"{key}={EXAMPLE}:{name}" for key, name in (("agent", "Pair"), ("env", "Hidden"), ("tasks", "tasks")))]
+    return [
+        f"engine.model={models / 'guide'}",
+        f"players.seeker.engine.model={models / 'seeker'}",
+        *(f"{key}={EXAMPLE}:{name}" for key, name in (("agent", "Pair"), ("env", "Hidden"), ("tasks", "tasks"))),
+    ]
 
 
 def learned(models: Path, out: Path, seed: int, *more: str) -> TrainSummary:
@@ -34,8 +37,15 @@ def earned(path: Path, agent: str, lineage: str) -> list[list[float]]:
     """Rewards of that agent in each update's episodes, as the tapes have them."""
     with Store.open(path) as store:
         uses: list[Any] = list(store.ledger(lineage).uses)
-        return [[reward.value for name in use.info["tapes"] for reward in store.tape(name, refresh=False).rewards
-                 if reward.name.endswith(f"@{agent}")] for use in uses]  # fmt: skip
+        return [
+            [
+                reward.value
+                for name in use.info["tapes"]
+                for reward in store.tape(name, refresh=False).rewards
+                if reward.name.endswith(f"@{agent}")
+            ]
+            for use in uses
+        ]
 
 
 def climbed(batches: list[list[float]]) -> float:

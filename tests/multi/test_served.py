@@ -27,10 +27,17 @@ def test_a_player_on_servers_learns_beside_one_in_this_process(models: Path, tmp
     with served(models / "seeker") as theirs, served(models / "guide") as judges:
         engines = {"kind": "vllm", "weights_folder": str(tmp_path / "weights")}
         (tmp_path / "weights").mkdir()
-        play = config(models, updates=2, players={
-            "seeker": {**learns(models), "engine": {**engines, "urls": [theirs.url], "model": str(models / "seeker")}},
-            "judge": frozen({"kind": "vllm", "urls": [judges.url], "model": str(models / "guide")}),
-        })  # fmt: skip
+        play = config(
+            models,
+            updates=2,
+            players={
+                "seeker": {
+                    **learns(models),
+                    "engine": {**engines, "urls": [theirs.url], "model": str(models / "seeker")},
+                },
+                "judge": frozen({"kind": "vllm", "urls": [judges.url], "model": str(models / "guide")}),
+            },
+        )
         summary = train(play, tmp_path / "run")
     assert (summary.updates, summary.players["seeker"].updates, summary.books_close) == (2, 2, True)
     spoke = versions(tmp_path / "run")

@@ -157,8 +157,9 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
         (found,) = answer_of(capsys, "lab", run, "--recipe", "own", "--recipe", "dr_grpo", *words)["experiments"]
         assert (found["lineage"], found["version"]) == (lineage, f"{lineage}:2")
         assert found["lines"][0]["recorded"] is True, "its own weights, trainer and tokens"
-    assert "the players that learned there are seeker" in refusal_of(capsys, "lab", run, "--recipe", "own", "--policy",
-                                                                     "judge")  # fmt: skip
+    assert "the players that learned there are seeker" in refusal_of(
+        capsys, "lab", run, "--recipe", "own", "--policy", "judge"
+    )
     assert main(["view", run, "--out", str(tmp_path / "view"), "--last", "2"]) == 0
     capsys.readouterr()
     with RunView(trained) as view:
@@ -167,8 +168,9 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
     assert [point["phase"] for point in points] == [f"rl, {guide}"] * 3 + [f"rl, {seeker}"] * 3
     only = answer_of(capsys, "export", run, str(tmp_path / "guide.jsonl"), "--agent", GUIDE, "--split", "train")
     every = answer_of(capsys, "export", run, str(tmp_path / "all.jsonl"), "--split", "train")
-    assert "--agent is for --format rows" in refusal_of(capsys, "export", run, str(tmp_path / "x"), "--format", "trl",
-                                                        "--agent", GUIDE)  # fmt: skip
+    assert "--agent is for --format rows" in refusal_of(
+        capsys, "export", run, str(tmp_path / "x"), "--format", "trl", "--agent", GUIDE
+    )
     assert 3 * only["own_tokens"] == every["own_tokens"] >= 3 * 72
 
 
@@ -257,9 +259,11 @@ def test_other_weights_than_the_run_began_with_are_refused(models: Path, tmp_pat
 
 @pytest.mark.parametrize("engine", ["texts", "tokens", "itself"])
 def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path, engine: str):
-    made = {"texts": {"kind": "scripted", "answers": ["b"]},
-            "tokens": {"kind": "scripted", "answers": ["b"], "tokenizer": str(models / "guide")},
-            "itself": {"kind": "embedded", "model": str(models / "guide")}}[engine]  # fmt: skip
+    made = {
+        "texts": {"kind": "scripted", "answers": ["b"]},
+        "tokens": {"kind": "scripted", "answers": ["b"], "tokenizer": str(models / "guide")},
+        "itself": {"kind": "embedded", "model": str(models / "guide")},
+    }[engine]
     play = config(models, updates=1, players={"past": {"agents": [SEEKER, JUDGE], "engine": made, "frozen": True}})
     summary = train(play, tmp_path / "run")
     assert (summary.updates, summary.books_close, summary.players["past"].lineage) == (1, True, None)
@@ -276,25 +280,55 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
     assert published(tmp_path / "run")[f"{summary.lineage}:1"] != begun
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"agents": None}, r"name its own agents in loop\.agents"),
-    ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker' is in loop\.agents, .* and in players\.seeker"),
-    ({"players": {"a": {"agents": [JUDGE, JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
-     "'pair/judge' stands there twice"),
-    ({"players": {"a": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}}}},
-     "kind scripted has no weights here to be trained: set frozen"),
-    ({"players": {"a": {"agents": [JUDGE], "engine": {"kind": "litellm", "model": "openai/x"}}}},
-     "kind litellm has no weights here to be trained"),
-    ({"players": {"a/b": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
-     "players.a/b.*should match pattern"),
-    ({"players": {"a": {"agents": [], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
-     "players.a.agents.*at least 1 item"),
-    ({"players": {"a": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True,
-                        "optimiser": {"lr": 0.1}}}}, "what is frozen takes no optimiser"),
-    ({"players": {"a": {"agents": [JUDGE], "engin": {}}}},
-     r"unknown key players\.a\.engin.*did you mean players\.a\.engine"),
-    ({"warm": {"tapes": "x"}}, r"a warm start teaches the model of `engine` alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"agents": None}, r"name its own agents in loop\.agents"),
+        ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker' is in loop\.agents, .* and in players\.seeker"),
+        (
+            {
+                "players": {
+                    "a": {"agents": [JUDGE, JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}
+                }
+            },
+            "'pair/judge' stands there twice",
+        ),
+        (
+            {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}}}},
+            "kind scripted has no weights here to be trained: set frozen",
+        ),
+        (
+            {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "litellm", "model": "openai/x"}}}},
+            "kind litellm has no weights here to be trained",
+        ),
+        (
+            {"players": {"a/b": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
+            "players.a/b.*should match pattern",
+        ),
+        (
+            {"players": {"a": {"agents": [], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
+            "players.a.agents.*at least 1 item",
+        ),
+        (
+            {
+                "players": {
+                    "a": {
+                        "agents": [JUDGE],
+                        "engine": {"kind": "scripted", "answers": ["b"]},
+                        "frozen": True,
+                        "optimiser": {"lr": 0.1},
+                    }
+                }
+            },
+            "what is frozen takes no optimiser",
+        ),
+        (
+            {"players": {"a": {"agents": [JUDGE], "engin": {}}}},
+            r"unknown key players\.a\.engin.*did you mean players\.a\.engine",
+        ),
+        ({"warm": {"tapes": "x"}}, r"a warm start teaches the model of `engine` alone"),
+    ],
+)
 def test_players_that_make_no_sense_are_refused(models: Path, tmp_path: Path, change: Any, says: str):
     (tmp_path / "players.json").write_text(json.dumps(settings(models, **change)))
     with pytest.raises(ConfigError, match=says):
@@ -347,8 +381,10 @@ def test_a_player_may_learn_at_a_pace_of_its_own(models: Path, tmp_path: Path):
 
 
 def test_a_warm_start_imitates_the_agents_that_are_trained_and_no_others(models: Path, tmp_path: Path, capsys):
-    play = settings(models, players={"rest": {"agents": [SEEKER, JUDGE], "frozen": True,
-                                              "engine": {"kind": "scripted", "answers": ["b"]}}})  # fmt: skip
+    play = settings(
+        models,
+        players={"rest": {"agents": [SEEKER, JUDGE], "frozen": True, "engine": {"kind": "scripted", "answers": ["b"]}}},
+    )
     record = {key: play[key] for key in ("agent", "env", "tasks", "engine")}
     others = {"rest": {key: value for key, value in play["players"]["rest"].items() if key != "frozen"}}
     sampling = {"max_tokens": 1}
@@ -374,8 +410,7 @@ def test_a_warm_start_imitates_the_agents_that_are_trained_and_no_others(models:
 def test_an_episode_of_several_models_is_recorded_and_taken_up_again(models: Path, tmp_path: Path, capsys):
     run = str(tmp_path / "tapes")
     scene = ("--agent", f"{WORLD}:Judged", "--env", f"{EXAMPLE}:Hidden", "--tasks", f"{EXAMPLE}:tasks")
-    players = {"seeker": learns(models),
-               "judge": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["c"]}}}  # fmt: skip
+    players = {"seeker": learns(models), "judge": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["c"]}}}
     more = ("--set", f"players={json.dumps(players)}", "--set", "sampling.max_tokens=1")
     words = ("run", *scene, "--model", str(models / "guide"), *more, "--out", run)
     assert answer_of(capsys, *words)["usable"] == 4

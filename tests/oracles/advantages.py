@@ -57,20 +57,28 @@ def best(world: World, members: list[int], n: int, how: str) -> list[int]:
     if how == "best" or len(ranked) <= n:
         return ranked[:n]
     worst = n // 2
-    return ranked[:n - worst] + (ranked[-worst:] if worst else [])
+    return ranked[: n - worst] + (ranked[-worst:] if worst else [])
 
 
 def rewards(world: World, word: Words) -> list[float | None]:
     """One per unit; None: unscored."""
     if word["components"] is not None:
-        return [None if a.reward is None or set(word["components"]) - set(a.components) else
-                math.fsum(w * a.components[k] for k, w in word["components"].items()) for a in world.episodes]
+        return [
+            None
+            if a.reward is None or set(word["components"]) - set(a.components)
+            else math.fsum(w * a.components[k] for k, w in word["components"].items())
+            for a in world.episodes
+        ]
     if word["per"] == "turn":
-        return [None if world.episodes[e].reward is None else world.episodes[e].turn_rewards[k]
-                for e, k in world.units("turn")]
+        return [
+            None if world.episodes[e].reward is None else world.episodes[e].turn_rewards[k]
+            for e, k in world.units("turn")
+        ]
     how = {"sum": math.fsum, "mean": statistics.fmean, "max": max}[word["reduce"]]
-    return [None if a.reward is None else a.reward if word["reduce"] == "sum" else how(a.turn_rewards)
-            for a in world.episodes]
+    return [
+        None if a.reward is None else a.reward if word["reduce"] == "sum" else how(a.turn_rewards)
+        for a in world.episodes
+    ]
 
 
 def drift(world: World, estimator: str, t: int, *, recomputed: bool) -> float:
@@ -79,8 +87,9 @@ def drift(world: World, estimator: str, t: int, *, recomputed: bool) -> float:
     return 0.0 if lp is None else kl(estimator, lp, world.tokens[t].ref)
 
 
-def shaped(world: World, words: list[Words], units: list[tuple[int, int]], x: list[float | None],
-           *, recomputed: bool) -> list[float | None]:
+def shaped(
+    world: World, words: list[Words], units: list[tuple[int, int]], x: list[float | None], *, recomputed: bool
+) -> list[float | None]:
     for word in words:
         mine = [i for i, value in enumerate(x) if value is not None]
         values = [v for v in x if v is not None]
@@ -94,7 +103,7 @@ def shaped(world: World, words: list[Words], units: list[tuple[int, int]], x: li
             for i in mine:
                 e, k = units[i]
                 if k in (-1, len(world.episodes[e].turn_rewards) - 1):
-                    x = [*x[:i], (x[i] or 0.0) + _price(world, word, e, recomputed=recomputed), *x[i + 1:]]
+                    x = [*x[:i], (x[i] or 0.0) + _price(world, word, e, recomputed=recomputed), *x[i + 1 :]]
     return x
 
 
@@ -102,15 +111,19 @@ def _price(world: World, word: Words, e: int, *, recomputed: bool) -> float:
     if word["kind"] == "overlong":
         over = world.episodes[e].length - (word["limit"] - word["buffer"])
         return max(-word["factor"], min(0.0, -over / word["buffer"] * word["factor"]))
-    return -word["beta"] * math.fsum(drift(world, word["estimator"], t, recomputed=recomputed)
-                                     for t in world.of_episode(e))
+    return -word["beta"] * math.fsum(
+        drift(world, word["estimator"], t, recomputed=recomputed) for t in world.of_episode(e)
+    )
 
 
 def compared(world: World, word: Words, units: list[tuple[int, int]], x: list[float | None]) -> list[float]:
     """The baseline's advantage of each unit; 0 where it is unscored."""
     mine = [i for i, v in enumerate(x) if v is not None]
-    peers = {"group": [a.group for a in world.episodes], "batch": [""] * len(world.episodes),
-             "fork": [point(world, e) for e in range(len(world.episodes))]}[word["by"]]
+    peers = {
+        "group": [a.group for a in world.episodes],
+        "batch": [""] * len(world.episodes),
+        "fork": [point(world, e) for e in range(len(world.episodes))],
+    }[word["by"]]
     names = [peers[units[i][0]] for i in mine]
     out = [0.0] * len(x)
     values = [v for v in x if v is not None]
@@ -119,8 +132,9 @@ def compared(world: World, word: Words, units: list[tuple[int, int]], x: list[fl
     return out
 
 
-def spread(world: World, recipe: Words, units: list[tuple[int, int]], y: list[float],
-           price: list[float]) -> tuple[list[float], list[float] | None]:
+def spread(
+    world: World, recipe: Words, units: list[tuple[int, int]], y: list[float], price: list[float]
+) -> tuple[list[float], list[float] | None]:
     """(advantage of each token, the critic's targets or None)."""
     credit, n = recipe["credit"], len(world.tokens)
     advantage, target = [0.0] * n, [0.0] * n
@@ -132,8 +146,11 @@ def spread(world: World, recipe: Words, units: list[tuple[int, int]], y: list[fl
                 advantage[t] = mine[-1] if -1 in mine else mine[world.tokens[t].turn]
             continue
         turns = sorted({world.tokens[t].turn for t in order})
-        steps = [[t] for t in order] if credit["clock"] == "token" else \
-            [[t for t in order if world.tokens[t].turn == k] for k in turns]
+        steps = (
+            [[t] for t in order]
+            if credit["clock"] == "token"
+            else [[t for t in order if world.tokens[t].turn == k] for k in turns]
+        )
         if not steps:
             continue
         earned = [math.fsum(price[t] for t in step) for step in steps]
@@ -172,8 +189,13 @@ def whitened(a: list[float], inside: list[bool], word: Words) -> list[float]:
         return [0.0] * len(a)
     m = statistics.fmean(mine)
     var = math.fsum((v - m) ** 2 for v in mine) / (len(mine) - word["ddof"])
-    s = 1.0 if word["centre_only"] else math.sqrt(max(var, word["eps"])) if word["how"] == "floor" else \
-        math.sqrt(var) + word["eps"]
+    s = (
+        1.0
+        if word["centre_only"]
+        else math.sqrt(max(var, word["eps"]))
+        if word["how"] == "floor"
+        else math.sqrt(var) + word["eps"]
+    )
     return [(v - m) / s if i else 0.0 for v, i in zip(a, inside, strict=True)]
 
 
@@ -199,8 +221,10 @@ def advantages(world: World, recipe: Words) -> tuple[list[float], list[bool], li
     price = [0.0] * len(world.tokens)
     for word in recipe["shape"]:
         if word["kind"] == "token_kl":
-            price = [-word["beta"] * drift(world, word["estimator"], t, recomputed=recomputed)
-                     for t in range(len(world.tokens))]
+            price = [
+                -word["beta"] * drift(world, word["estimator"], t, recomputed=recomputed)
+                for t in range(len(world.tokens))
+            ]
     a, target = spread(world, recipe, units, y, price)
     a = adjusted(world, recipe["adjust"], a, inside, known)
     return [v if i else 0.0 for v, i in zip(a, inside, strict=True)], inside, target

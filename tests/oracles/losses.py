@@ -26,7 +26,7 @@ def top_entropy(world: World, inside: list[bool], share: float | None) -> list[b
     for e in range(len(world.episodes)):
         mine = [t for t in world.of_episode(e) if inside[t]]
         ranked = sorted(mine, key=lambda t: (-world.tokens[t].entropy, t))
-        for t in ranked[:max(1, math.floor(share * len(mine) + 1e-9))]:
+        for t in ranked[: max(1, math.floor(share * len(mine) + 1e-9))]:
             keep[t] = True
     return keep
 
@@ -36,8 +36,9 @@ def unit_mates(world: World, t: int, per: str, live: list[bool]) -> list[int]:
     if per == "token":
         return [t]
     one = world.tokens[t]
-    return [u for u in world.of_episode(one.episode)
-            if live[u] and (per == "episode" or world.tokens[u].turn == one.turn)]
+    return [
+        u for u in world.of_episode(one.episode) if live[u] and (per == "episode" or world.tokens[u].turn == one.turn)
+    ]
 
 
 def over(world: World, t: int, per: str, live: list[bool], values: list[float], how: str = "mean") -> float:
@@ -61,8 +62,16 @@ def anchored(world: World, word: Words, t: int, live: list[bool]) -> tuple[float
     return prox, i if word["low"] <= i <= word["high"] else 0.0
 
 
-def surrogate(world: World, word: Words, t: int, a: float, lp: list[float], stopped: list[float], anchor: list[float],
-              live: list[bool]) -> float:
+def surrogate(
+    world: World,
+    word: Words,
+    t: int,
+    a: float,
+    lp: list[float],
+    stopped: list[float],
+    anchor: list[float],
+    live: list[bool],
+) -> float:
     """The loss of one token."""
     kind = word["kind"]
     if kind == "none":
@@ -100,12 +109,16 @@ def kept(world: World, select: Words, t: int, a: float, lp: float) -> bool:
     return select["shift_mask"] is None or (moved if a > 0 else -moved) <= select["shift_mask"]
 
 
-def total(world: World, recipe: Words, a: list[float], inside: list[bool], lp: list[float],
-          stopped: list[float]) -> float:
+def total(
+    world: World, recipe: Words, a: list[float], inside: list[bool], lp: list[float], stopped: list[float]
+) -> float:
     """sum of w l over the batch."""
     live = top_entropy(world, inside, recipe["select"]["entropy_top"])
-    names = [(world.episodes[token.episode].group, str(token.episode), token.turn)
-             for token, i in zip(world.tokens, inside, strict=True) if i]
+    names = [
+        (world.episodes[token.episode].group, str(token.episode), token.turn)
+        for token, i in zip(world.tokens, inside, strict=True)
+        if i
+    ]
     weighed = iter(weights(recipe["weigh"]["kind"], names, recipe["weigh"]["limit"]))
     w = [next(weighed) if i else 0.0 for i in inside]
     pairs = [anchored(world, recipe["anchor"], t, live) if live[t] else (0.0, 0.0) for t in range(len(inside))]

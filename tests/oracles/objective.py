@@ -42,8 +42,9 @@ def returns(rewards: Sequence[float], gamma: float) -> list[float]:
     return out
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float,
-        beyond: float) -> tuple[list[float], list[float]]:
+def gae(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float, beyond: float
+) -> tuple[list[float], list[float]]:
     out = [0.0] * len(rewards)
     after = 0.0
     for t in reversed(range(len(rewards))):
@@ -86,9 +87,18 @@ def weights(kind: str, tokens: Sequence[tuple[str, str, int]], limit: float) -> 
     return out
 
 
-def loss(surrogate: str, weigh: str, lp: Sequence[float], old: Sequence[float], ref: Sequence[float] | None,
-         beta: float, advantages: Sequence[float], tokens: Sequence[tuple[str, str, int]], low: float = 0.2,
-         high: float = 0.2) -> float:
+def loss(
+    surrogate: str,
+    weigh: str,
+    lp: Sequence[float],
+    old: Sequence[float],
+    ref: Sequence[float] | None,
+    beta: float,
+    advantages: Sequence[float],
+    tokens: Sequence[tuple[str, str, int]],
+    low: float = 0.2,
+    high: float = 0.2,
+) -> float:
     """sum_t w_t (l_t + beta k3_t), token by token."""
     total = 0.0
     for t, w in enumerate(weights(weigh, tokens, 1.0)):

@@ -228,5 +228,25 @@ def distill(w: World) -> float:
 
 
 EQUATIONS: dict[str, Callable[[World], float]] = {
-    f.__name__: f for f in (sft, grpo, reinforce, reinforce_plain, rloo, reinforce_pp, reinforce_pp_baseline, ppo, cpgd,
-                            dr_grpo, dapo, gspo, cispo, sapo, decoupled_ppo, rft, minor_sft, distill)}
+    f.__name__: f
+    for f in (
+        sft,
+        grpo,
+        reinforce,
+        reinforce_plain,
+        rloo,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        ppo,
+        cpgd,
+        dr_grpo,
+        dapo,
+        gspo,
+        cispo,
+        sapo,
+        decoupled_ppo,
+        rft,
+        minor_sft,
+        distill,
+    )
+}

@@ -16,8 +16,9 @@ from typing import Self
 class Served:
     """`with Served("file.py:Env") as server:`, as a user would start it."""
 
-    def __init__(self, name: str, log: Path, *options: str, verb: str = "serve-env",
-                 environment: dict[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, name: str, log: Path, *options: str, verb: str = "serve-env", environment: dict[str, str] | None = None
+    ) -> None:
         self.url = ""
         self._verb, self._name, self._log, self._options = verb, name, log, options
         self._environment = {**os.environ, **(environment or {})}
@@ -28,8 +29,9 @@ class Served:
         port = self.url.rpartition(":")[2] or "0"
         command = [sys.executable, "-m", "tapereel.cli", self._verb, self._name, "--json", "--port", port]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True,
-                                             env=self._environment)  # fmt: skip
+            self._process = subprocess.Popen(
+                [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment
+            )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -39,8 +39,9 @@ from .worlds import Blurting, Deeds, Guess, GuessNumber, Secret, Telling, Waitin
 
 
 @asynccontextmanager
-async def served(make: Any = GuessNumber, here: Any = None, *, limits: dict[str, Any] | None = None,
-                 **options: Any) -> AsyncIterator[Callable[[], RemoteEnvironment]]:  # fmt: skip
+async def served(
+    make: Any = GuessNumber, here: Any = None, *, limits: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Callable[[], RemoteEnvironment]]:
     """A factory of clients of a service in this process."""
     async with Service(make, limits=ServiceLimits(**(limits or {}))).serving() as service:
         yield lambda: RemoteEnvironment(service.url, here or make, **options)
@@ -329,6 +330,7 @@ def test_an_address_that_is_none_or_holds_a_secret(url: str):
 def test_a_token_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch):
     async def check() -> None:
         async with Service(GuessNumber, token="s3cret-of-16-chars!").serving() as service:
+
             def client() -> RemoteEnvironment:
                 return RemoteEnvironment(service.url, GuessNumber, key_variable="ENV_TOKEN", patience=0.2)
 

@@ -114,8 +114,6 @@ def test_a_lie_ends_the_episode_and_what_came_before_is_kept(changes: dict[str, 
     assert tape.reward is None
 
 
-
-
 async def too_long(socket: web.WebSocketResponse, call: Any) -> None:
     await socket.send_str("x" * 200_000)
 
@@ -163,13 +161,22 @@ async def say_no(socket: web.WebSocketResponse, call: Any) -> None:
     await socket.close(code=1008, message=b"no \x1b[31m")
 
 
-@pytest.mark.parametrize(("script", "error", "told"), [
-    (too_long, "BadAnswer", "more than 100000 bytes"), (binary, "BadAnswer", "3 bytes that are no text"),
-    (babble, "BadAnswer", "no answer of the protocol"), (deep, "BadAnswer", "no answer of the protocol"),
-    (flood, "BadAnswer", "an answer to call 7"), (nothing, "Hung", "no answer to `reset` within 0.2 s"),
-    (endless, "BadAnswer", "more than 100000 bytes"), (no_websocket, "BadAnswer", "no WebSocket any more"),
-    (hang_up, "BadAnswer", "began another"), (say_no, "Refused", "closed the connection"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "error", "told"),
+    [
+        (too_long, "BadAnswer", "more than 100000 bytes"),
+        (binary, "BadAnswer", "3 bytes that are no text"),
+        (babble, "BadAnswer", "no answer of the protocol"),
+        (deep, "BadAnswer", "no answer of the protocol"),
+        (flood, "BadAnswer", "an answer to call 7"),
+        (nothing, "Hung", "no answer to `reset` within 0.2 s"),
+        (endless, "BadAnswer", "more than 100000 bytes"),
+        (no_websocket, "BadAnswer", "no WebSocket any more"),
+        (hang_up, "BadAnswer", "began another"),
+        (say_no, "Refused", "closed the connection"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_server_that_misbehaves_costs_its_episode_and_no_more(script: Script, error: str, told: str):
     tape = ended(script, seconds=0.2 if script is nothing else 20.0, largest=100_000)
     assert tape.cause is not None
@@ -182,14 +189,23 @@ def greeting(**changes: Any) -> str:
     return json.dumps({**honest.model_dump(mode="json"), **changes})
 
 
-@pytest.mark.parametrize(("text", "error", "told"), [
-    ("hello", "BadAnswer", "no greeting"), (greeting(protocol="tapereel-env.9"), "BadAnswer", "'tapereel-env.9'"),
-    (greeting(session=""), "BadAnswer", "no name of a session"), (greeting(effect="harmless"), "BadAnswer", "effect"),
-    (greeting(session="a\r\nX: y" * 5), "BadAnswer", "no name of a session"),
-    (greeting(kinds={}), "WrongEnvironment", "action:remote_guess (only here)"),
-    (greeting(name="x" * 100_000, kinds={f"action:{k}": "0" for k in range(1000)}), "WrongEnvironment", "(only there)"),
-    (greeting(resumed=True), "BadAnswer", "an answer to call"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "error", "told"),
+    [
+        ("hello", "BadAnswer", "no greeting"),
+        (greeting(protocol="tapereel-env.9"), "BadAnswer", "'tapereel-env.9'"),
+        (greeting(session=""), "BadAnswer", "no name of a session"),
+        (greeting(effect="harmless"), "BadAnswer", "effect"),
+        (greeting(session="a\r\nX: y" * 5), "BadAnswer", "no name of a session"),
+        (greeting(kinds={}), "WrongEnvironment", "action:remote_guess (only here)"),
+        (
+            greeting(name="x" * 100_000, kinds={f"action:{k}": "0" for k in range(1000)}),
+            "WrongEnvironment",
+            "(only there)",
+        ),
+        (greeting(resumed=True), "BadAnswer", "an answer to call"),
+    ],
+)
 def test_a_greeting_that_lies(text: str, error: str, told: str):
     async def other(socket: web.WebSocketResponse, call: Any) -> None:
         await socket.send_str(json.dumps({**honest(call), "id": 50}))
@@ -216,10 +232,15 @@ async def redirecting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     await writer.drain()
 
 
-@pytest.mark.parametrize(("server", "error", "told"), [
-    (no_server, "Unreachable", "given up"), (redirecting, "Refused", "wants to redirect"),
-    (silent, "Hung", "interruptions included"),
-], ids=["no server", "redirecting", "silent"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("server", "error", "told"),
+    [
+        (no_server, "Unreachable", "given up"),
+        (redirecting, "Refused", "wants to redirect"),
+        (silent, "Hung", "interruptions included"),
+    ],
+    ids=["no server", "redirecting", "silent"],
+)
 def test_something_else_listens_there(server: Any, error: str, told: str):
     begun: list[int] = []
     over: list[int] = []
@@ -250,16 +271,29 @@ class _Acts(Agent):
         yield OpenEnvAction(data={"message": (await llm(tape)).text})
 
 
-@pytest.mark.parametrize(("answer", "error", "told"), [
-    ("{}", "BadAnswer", "no answer of OpenEnv's"), ("nothing", "BadAnswer", "no answer of OpenEnv's"),
-    ('{"type":"observation","data":{"observation":[]}}', "BadAnswer", "observation"),
-    ('{"type":"observation","data":{"observation":{},"reward":NaN}}', "BadAnswer", "finite"),
-    ('{"type":"observation","data":{"observation":{},"reward":"a lot"}}', "BadAnswer", "reward"),
-    ('{"type":"error","data":{"message":"boom","code":"EXECUTION_ERROR"}}', "RemoteFault", "boom (EXECUTION_ERROR)"),
-    ('{"type":"error","data":{"message":"no","code":"VALIDATION_ERROR"}}', "Refused", "no (VALIDATION_ERROR)"),
-    ('{"type":"error","data":{"message":"full","code":"CAPACITY_REACHED"}}', "Busy", "full (CAPACITY_REACHED); given"),
-    ("abort", "Unreachable", "given up after 0.2 s"),
-], ids=range(9))  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "error", "told"),
+    [
+        ("{}", "BadAnswer", "no answer of OpenEnv's"),
+        ("nothing", "BadAnswer", "no answer of OpenEnv's"),
+        ('{"type":"observation","data":{"observation":[]}}', "BadAnswer", "observation"),
+        ('{"type":"observation","data":{"observation":{},"reward":NaN}}', "BadAnswer", "finite"),
+        ('{"type":"observation","data":{"observation":{},"reward":"a lot"}}', "BadAnswer", "reward"),
+        (
+            '{"type":"error","data":{"message":"boom","code":"EXECUTION_ERROR"}}',
+            "RemoteFault",
+            "boom (EXECUTION_ERROR)",
+        ),
+        ('{"type":"error","data":{"message":"no","code":"VALIDATION_ERROR"}}', "Refused", "no (VALIDATION_ERROR)"),
+        (
+            '{"type":"error","data":{"message":"full","code":"CAPACITY_REACHED"}}',
+            "Busy",
+            "full (CAPACITY_REACHED); given",
+        ),
+        ("abort", "Unreachable", "given up after 0.2 s"),
+    ],
+    ids=range(9),
+)
 def test_openenv_servers_are_not_trusted_either(answer: str, error: str, told: str):
     from tapereel.agents import ScriptedEngine, rollout
 

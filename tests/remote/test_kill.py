@@ -38,16 +38,23 @@ def test_a_killed_server_costs_the_episodes_that_were_there_and_no_others(tmp_pa
                 restarts.append(asyncio.get_running_loop().run_in_executor(None, again))
             return RemoteEnvironment(server.url, spelling.Spelling, patience=100.0)
 
-        config = lab.settings_of(updates=UPDATES, groups=GROUPS, group_size=SIZE, group_deadline=250.0,
-                                 limits=lab.LIMITS.model_copy(update={"seconds": 200.0}))  # fmt: skip
+        config = lab.settings_of(
+            updates=UPDATES,
+            groups=GROUPS,
+            group_size=SIZE,
+            group_deadline=250.0,
+            limits=lab.LIMITS.model_copy(update={"seconds": 200.0}),
+        )
         _, reports = lab.run(tmp_path / "run", config, env=remote, tasks=lab.tasks(4))
     assert all(restart.exception() is None for restart in restarts)
     assert len(restarts) == len(KILLS)
     assert len(reports) == UPDATES
     with Store.open(tmp_path / "run") as store:
         tapes = list(store.tapes())
-    ends = Counter((tape.status, tape.cause.type if tape.cause else None, tape.cause.error if tape.cause else None)
-                   for tape in tapes)  # fmt: skip
+    ends = Counter(
+        (tape.status, tape.cause.type if tape.cause else None, tape.cause.error if tape.cause else None)
+        for tape in tapes
+    )
     print(dict(ends))
     lost = ends.pop((Status.ERROR, CauseType.ENVIRONMENT, "SessionLost"), 0)
     assert len(tapes) >= UPDATES * GROUPS * SIZE

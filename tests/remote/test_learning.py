@@ -22,8 +22,14 @@ def test_reward_climbs_through_a_remote_environment(tmp_path: Path) -> None:
         for seed in (1, 2, 3):
             config = lab.settings_of(updates=UPDATES, groups=8, group_size=8)
             path = tmp_path / f"run{seed}"
-            lab.run(path, config, env=lambda: RemoteEnvironment(server.url, spelling.Spelling), tasks=lab.tasks(1),
-                    seed=seed, policy=lab.model(seed))  # fmt: skip
+            lab.run(
+                path,
+                config,
+                env=lambda: RemoteEnvironment(server.url, spelling.Spelling),
+                tasks=lab.tasks(1),
+                seed=seed,
+                policy=lab.model(seed),
+            )
             batches = rewards(path)
             assert climbed(batches) > 3
             assert statistics.fmean(late(batches)) > 0.25, "four letters: a constant answer earns no more"

@@ -74,6 +74,7 @@ def test_one_connection_plays_one_episode_after_the_other():
     async def check(service: Service) -> None:
         closed = GuessNumber.closed
         async with aiohttp.ClientSession() as http, http.ws_connect(service.url + "/ws") as socket:
+
             async def ask(**message: Any) -> Any:
                 await socket.send_json(message)
                 return await socket.receive_json()
@@ -95,14 +96,19 @@ def test_one_connection_plays_one_episode_after_the_other():
     serve(check)
 
 
-@pytest.mark.parametrize(("message", "code", "told"), [
-    ("{", "VALIDATION_ERROR", "JSON"), ('{"type":"fly"}', "UNKNOWN_TYPE", "'fly'"), ("[]", "VALIDATION_ERROR", "obj"),
-    ('{"type":"step","data":{"number":1}}', "VALIDATION_ERROR", "`kind`, one of"),
-    ('{"type":"step","data":{"kind":"os.system"}}', "VALIDATION_ERROR", "not declared"),
-    ('{"type":"step","data":{"kind":"remote_guess","number":"x"}}', "VALIDATION_ERROR", "number"),
-    ('{"type":"step","data":{"kind":"remote_guess","number":0}}', "EXECUTION_ERROR", "KeyError"),
-    ('{"type":"reset","data":{"seed":-1}}', "VALIDATION_ERROR", "seed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "code", "told"),
+    [
+        ("{", "VALIDATION_ERROR", "JSON"),
+        ('{"type":"fly"}', "UNKNOWN_TYPE", "'fly'"),
+        ("[]", "VALIDATION_ERROR", "obj"),
+        ('{"type":"step","data":{"number":1}}', "VALIDATION_ERROR", "`kind`, one of"),
+        ('{"type":"step","data":{"kind":"os.system"}}', "VALIDATION_ERROR", "not declared"),
+        ('{"type":"step","data":{"kind":"remote_guess","number":"x"}}', "VALIDATION_ERROR", "number"),
+        ('{"type":"step","data":{"kind":"remote_guess","number":0}}', "EXECUTION_ERROR", "KeyError"),
+        ('{"type":"reset","data":{"seed":-1}}', "VALIDATION_ERROR", "seed"),
+    ],
+)
 def test_what_it_can_not_do_it_says_in_openenv_s_codes(message: str, code: str, told: str):
     async def check(service: Service) -> None:
         async with aiohttp.ClientSession() as http, http.ws_connect(service.url + "/ws") as socket:
@@ -152,7 +158,8 @@ def test_the_kind_of_an_observation_is_told_where_there_are_several():
         env = OpenEnvironment(service.url)
         assert (await env.reset({"task": 7})).data["kind"] == "remote_hint"  # type: ignore[attr-defined]
         assert (await env.step(guess(1))).observation == OpenEnvObservation(
-            data={"text": "not declared", "kind": "remote_secret"})
+            data={"text": "not declared", "kind": "remote_secret"}
+        )
         await env.close()
 
     serve(check, Telling)
@@ -190,18 +197,27 @@ def test_check_env_goes_through_it():
         def factory() -> OpenEnvironment:
             return OpenEnvironment(service.url)
 
-        report = await asyncio.to_thread(check_env, factory, [{"task": 3}, {"task": 7}],
-                                         lambda seen, rng: guess(rng.randint(1, 9)))  # fmt: skip
+        report = await asyncio.to_thread(
+            check_env, factory, [{"task": 3}, {"task": 7}], lambda seen, rng: guess(rng.randint(1, 9))
+        )
         assert report.ok, str(report)
 
     serve(check)
 
 
-@pytest.mark.parametrize(("task", "arguments"), [
-    (None, {}), (3, {"seed": 3}), ({"a": 1}, {"a": 1}),
-    (Task(public={"q": 1}, private={"seed": 2}), {"q": 1, "seed": 2}),
-    (Task(private=5), {"seed": 5}), ("text", None), (True, None), ([1], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "arguments"),
+    [
+        (None, {}),
+        (3, {"seed": 3}),
+        ({"a": 1}, {"a": 1}),
+        (Task(public={"q": 1}, private={"seed": 2}), {"q": 1, "seed": 2}),
+        (Task(private=5), {"seed": 5}),
+        ("text", None),
+        (True, None),
+        ([1], None),
+    ],
+)
 def test_a_task_is_what_reset_takes(task: Any, arguments: dict[str, Any] | None):
     if arguments is None:
         with pytest.raises(TypeError, match="a task of OpenEnvironment is"):

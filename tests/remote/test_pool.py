@@ -59,9 +59,11 @@ def test_an_episode_in_a_process_is_as_one_here():
 
 BAD = [
     ("1", "Hung", "Simulator.step gave no answer in 2 s; its process was killed"),
-    ("2", "SessionLost", "ended (exit code 7)"), ("3", "SessionLost", "ended (exit code -11)"),
-    ("5", "Hung", "its process was killed"), ("6", "ValueError", "six"),
-]  # fmt: skip
+    ("2", "SessionLost", "ended (exit code 7)"),
+    ("3", "SessionLost", "ended (exit code -11)"),
+    ("5", "Hung", "its process was killed"),
+    ("6", "ValueError", "six"),
+]
 """What one does to its process, and how its tape tells it."""
 
 
@@ -150,9 +152,11 @@ def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
     with pytest.raises(ValueError, match="processes is 0"):
         Pool(SIMULATOR, processes=0)
     path = tmp_path / "breaks_elsewhere.py"
-    path.write_text("import os, sys\n"
-                    "from tapereel.envs.calculator import Calculator\n"
-                    "if 'worker' in sys.argv[0]: raise RuntimeError('no licence here')\n")  # fmt: skip
+    path.write_text(
+        "import os, sys\n"
+        "from tapereel.envs.calculator import Calculator\n"
+        "if 'worker' in sys.argv[0]: raise RuntimeError('no licence here')\n"
+    )
 
     async def check() -> None:
         told = r"ended before it served \(exit code 1\)"
@@ -192,8 +196,12 @@ def test_a_service_over_a_pool_has_as_many_places_as_processes():
         with Pool(SIMULATOR, processes=2, seconds=2.0) as pool:
             async with Service(pool).serving() as service:
                 assert service.limits.sessions == 2
-                tapes = await asyncio.gather(*(play(lambda: RemoteEnvironment(service.url, Simulator), *words)
-                                               for words in (("4", "1"), ("4", "2"), ("4", "9"))))  # fmt: skip
+                tapes = await asyncio.gather(
+                    *(
+                        play(lambda: RemoteEnvironment(service.url, Simulator), *words)
+                        for words in (("4", "1"), ("4", "2"), ("4", "9"))
+                    )
+                )
                 assert [tape.cause.error if tape.cause else None for tape in tapes] == ["Hung", "SessionLost", None]
                 assert {tape.cause.type for tape in tapes if tape.cause} == {CauseType.ENVIRONMENT}
 

@@ -32,9 +32,14 @@ class Silent(Environment[Any]):
     async def reset(self, task: Any) -> Any: ...
 
 
-@pytest.mark.parametrize(("thing", "told"), [
-    (Silent, "which kinds of actions"), (lambda: GuessNumber(), "which environment it makes"), (3, "which environment"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("thing", "told"),
+    [
+        (Silent, "which kinds of actions"),
+        (lambda: GuessNumber(), "which environment it makes"),
+        (3, "which environment"),
+    ],
+)
 def test_what_declares_nothing_is_refused_with_what_to_write(thing: Any, told: str):
     with pytest.raises(Undeclared, match=told):
         Declared.of(thing)
@@ -56,10 +61,12 @@ def test_only_a_declared_kind_becomes_a_step():
     declared = Declared.of(GuessNumber)
     assert declared.action("remote_guess", {"number": 3}) == Guess(number=3)
     for kind, content, told in [
-        ("remote_hint", {"text": "", "noise": 0}, "not declared"), ("answer", {"text": ""}, "not declared"),
-        ("os.system", {}, "not declared"), ("remote_guess", {"number": "x"}, "number: "),
+        ("remote_hint", {"text": "", "noise": 0}, "not declared"),
+        ("answer", {"text": ""}, "not declared"),
+        ("os.system", {}, "not declared"),
+        ("remote_guess", {"number": "x"}, "number: "),
         ("remote_guess", {"number": 1, "more": 2}, "more: Extra"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(BadAnswer, match=told):
             declared.action(kind, content)
 
@@ -75,7 +82,10 @@ def test_a_subclass_would_arrive_as_another_class():
 @given(st.integers(0, 2**64), st.lists(st.sampled_from(["random", "gauss", "getrandbits"]), max_size=5))
 def test_a_generator_goes_on_on_the_other_side(seed: int, before: list[str]):
     draw: dict[str, Callable[[random.Random], Any]] = {
-        "random": lambda r: r.random(), "gauss": lambda r: r.gauss(0, 1), "getrandbits": lambda r: r.getrandbits(7)}
+        "random": lambda r: r.random(),
+        "gauss": lambda r: r.gauss(0, 1),
+        "getrandbits": lambda r: r.getrandbits(7),
+    }
     rng = random.Random(seed)
     for name in before:
         draw[name](rng)
@@ -83,8 +93,13 @@ def test_a_generator_goes_on_on_the_other_side(seed: int, before: list[str]):
     assert [draw[name](rng) for name in draw] == [draw[name](other) for name in draw]
 
 
-@given(st.text(), st.floats(allow_nan=False), st.none() | st.floats(allow_nan=False, allow_infinity=False)
-       | st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)))  # fmt: skip
+@given(
+    st.text(),
+    st.floats(allow_nan=False),
+    st.none()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)),
+)
 def test_an_outcome_comes_back_as_it_was(text: str, noise: float, reward: Any):
     outcome = Outcome(Hint(text=text, noise=noise), reward, metrics={"m": 0.1})
     if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
@@ -99,14 +114,29 @@ def test_a_call_comes_back_as_it_was():
     assert read_call(call.encoded()) == call
 
 
-BROKEN = ["", "{", "[]", "null", '{"t":"eval","id":1}',
-          '{"t":"done"}', '{"t":"done","id":0}', '{"t":"done","id":1,"x":2}',
-          '{"t":"done","id":1e400}', "[" * 100_000, '{"t":"done","id":1}{"t":"done","id":1}',
-          '{"t":"outcome","id":1,"reward":NaN}', '{"t":"outcome","id":1,"reward":"NaN"}',
-          '{"t":"outcome","id":1,"reward":Infinity}', '{"t":"outcome","id":1,"reward":true}',
-          '{"t":"outcome","id":1,"reward":{"a":NaN}}', '{"t":"outcome","id":1,"metrics":{"a":NaN}}',
-          '{"t":"outcome","id":1,"reward":1e999}', '{"t":"shown","id":1,"observation":{"kind":"x","content":[]}}',
-          '{"t":"fault","id":1,"code":"other","message":""}', '{"t":"done","id":"\\ud800"}']  # fmt: skip
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"t":"eval","id":1}',
+    '{"t":"done"}',
+    '{"t":"done","id":0}',
+    '{"t":"done","id":1,"x":2}',
+    '{"t":"done","id":1e400}',
+    "[" * 100_000,
+    '{"t":"done","id":1}{"t":"done","id":1}',
+    '{"t":"outcome","id":1,"reward":NaN}',
+    '{"t":"outcome","id":1,"reward":"NaN"}',
+    '{"t":"outcome","id":1,"reward":Infinity}',
+    '{"t":"outcome","id":1,"reward":true}',
+    '{"t":"outcome","id":1,"reward":{"a":NaN}}',
+    '{"t":"outcome","id":1,"metrics":{"a":NaN}}',
+    '{"t":"outcome","id":1,"reward":1e999}',
+    '{"t":"shown","id":1,"observation":{"kind":"x","content":[]}}',
+    '{"t":"fault","id":1,"code":"other","message":""}',
+    '{"t":"done","id":"\\ud800"}',
+]
 
 
 @pytest.mark.parametrize("text", BROKEN)
@@ -130,10 +160,17 @@ def test_a_generator_that_is_none_is_refused():
             good.model_copy(update={"words": words}).made()
 
 
-@pytest.mark.parametrize(("given_name", "expected"), [
-    ("KeyError", "KeyError"), ("json.JSONDecodeError", "json.JSONDecodeError"), ("__import__('os')", "RemoteFault"),
-    ("", "RemoteFault"), ("A" * 101, "RemoteFault"), ("StoreFailed", "StoreFailed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given_name", "expected"),
+    [
+        ("KeyError", "KeyError"),
+        ("json.JSONDecodeError", "json.JSONDecodeError"),
+        ("__import__('os')", "RemoteFault"),
+        ("", "RemoteFault"),
+        ("A" * 101, "RemoteFault"),
+        ("StoreFailed", "StoreFailed"),
+    ],
+)
 def test_a_fault_has_the_name_of_what_was_raised_and_is_nothing_but_a_fault(given_name: str, expected: str):
     fault = RemoteFault.named(given_name, "why")
     assert type(fault).__qualname__ == expected

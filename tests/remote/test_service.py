@@ -17,8 +17,13 @@ from tapereel.tapes.records import Task
 
 from .worlds import Guess, GuessNumber, Waiting, Wire, play, until
 
-GOOD = {"Sec-WebSocket-Protocol": PROTOCOL, "Upgrade": "websocket", "Connection": "Upgrade",
-        "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}  # fmt: skip
+GOOD = {
+    "Sec-WebSocket-Protocol": PROTOCOL,
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
 
 
 def serve(check: Any, make: Any = GuessNumber, **options: Any) -> None:
@@ -39,10 +44,16 @@ async def begun(url: str, make: Any = GuessNumber, **options: Any) -> RemoteEnvi
     return env
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Sec-WebSocket-Protocol": "other"}, 426),
-    ({SESSION: "0" * 32}, 410), ({SESSION: "../../etc"}, 410),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-WebSocket-Protocol": "other"}, 426),
+        ({SESSION: "0" * 32}, 410),
+        ({SESSION: "../../etc"}, 410),
+    ],
+)
 def test_who_may_not_come_in_is_told_before_anything_is_made(headers: dict[str, str], status: int):
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with http.get(service.url + ROUTE, headers={**GOOD, **headers}) as answer:
@@ -60,16 +71,28 @@ def test_a_token_is_asked_for_everywhere():
                     assert answer.status == 401
                     assert "right-token" not in await answer.text()
         async with http.get(service.url + "/health", headers={"Authorization": "Bearer the-right-token-16"}) as answer:
-            assert await answer.json() == {"status": "healthy", "environment": "GuessNumber", "protocol": PROTOCOL,
-                                           "sessions": 0, "places": 1000}  # fmt: skip
+            assert await answer.json() == {
+                "status": "healthy",
+                "environment": "GuessNumber",
+                "protocol": PROTOCOL,
+                "sessions": 0,
+                "places": 1000,
+            }
 
     serve(check, token="the-right-token-16")
 
 
-@pytest.mark.parametrize(("host", "token", "told"), [
-    ("0.0.0.0", None, "give it a token"), ("192.0.2.1", None, "give it a token"), ("::", None, "give it a token"),
-    ("example.org", None, "give it a token"), ("127.0.0.1", "short", "least 16"), ("127.0.0.1", "x" * 15 + "\n", "16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "token", "told"),
+    [
+        ("0.0.0.0", None, "give it a token"),
+        ("192.0.2.1", None, "give it a token"),
+        ("::", None, "give it a token"),
+        ("example.org", None, "give it a token"),
+        ("127.0.0.1", "short", "least 16"),
+        ("127.0.0.1", "x" * 15 + "\n", "16"),
+    ],
+)
 def test_beyond_loopback_there_is_no_service_without_a_token(host: str, token: str | None, told: str):
     with pytest.raises(ValueError, match=told):
         Service(GuessNumber, host=host, token=token)
@@ -172,15 +195,19 @@ async def raw(socket: aiohttp.ClientWebSocketResponse, text: str) -> Any:
 RESET = ResetCall(id=1, task=Task.of(7), rng=None)
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("no json", "that is no call"), ('{"t":"reset","id":1}', "that is no call"),
-    ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step` before `reset`"),
-    ('{"t":"finish","id":1,"status":"finished"}', "`finish` before `reset`"),
-    ('{"t":"close","id":2}', "call 2 can't follow call 0"),
-    (RESET.model_copy(update={"id": 5}).encoded(), "call 5 can't follow call 0"),
-    ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"AAAA","position":0}}', "no state of a generator"),
-    ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', "that is no call"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no json", "that is no call"),
+        ('{"t":"reset","id":1}', "that is no call"),
+        ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step` before `reset`"),
+        ('{"t":"finish","id":1,"status":"finished"}', "`finish` before `reset`"),
+        ('{"t":"close","id":2}', "call 2 can't follow call 0"),
+        (RESET.model_copy(update={"id": 5}).encoded(), "call 5 can't follow call 0"),
+        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"AAAA","position":0}}', "no state of a generator"),
+        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', "that is no call"),
+    ],
+)
 def test_a_call_that_is_none_is_refused_and_the_session_goes_on(text: str, told: str):
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with http.ws_connect(service.url + ROUTE, protocols=(PROTOCOL,)) as socket:

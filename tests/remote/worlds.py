@@ -115,8 +115,9 @@ def say(seen: Observation, rng: random.Random) -> Action:
     return Guess(number=rng.randint(1, 9))
 
 
-async def play(env: Environment[Any] | Callable[[], Environment[Any]], *words: str, task: Any = 7,
-               **options: Any) -> Tape:  # fmt: skip
+async def play(
+    env: Environment[Any] | Callable[[], Environment[Any]], *words: str, task: Any = 7, **options: Any
+) -> Tape:
     """One episode of the player."""
     return await rollout(player, env, task, engine=ScriptedEngine(list(words)), **options)
 
@@ -125,10 +126,12 @@ def told(tape: Tape) -> dict[str, Any]:
     """What a tape says of its environment, without when and where it ran."""
     cause = tape.cause
     return {
-        "steps": [(step.kind, step.model_dump()) for step in tape], "status": tape.status, "reward": tape.reward,
+        "steps": [(step.kind, step.model_dump()) for step in tape],
+        "status": tape.status,
+        "reward": tape.reward,
         "rewards": [(r.step, r.name, r.value, r.weight) for r in tape.rewards],
         "cause": None if cause is None else (cause.type, cause.error),
-    }  # fmt: skip
+    }
 
 
 Direction = Literal["up", "down"]
@@ -164,8 +167,10 @@ class Wire:
         cut = self.cuts[self.connections] if self.connections < len(self.cuts) else None
         self.connections += 1
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
-        pumps = [asyncio.create_task(self._pump(reader, far_writer, "up", cut)),
-                 asyncio.create_task(self._pump(far_reader, writer, "down", cut))]  # fmt: skip
+        pumps = [
+            asyncio.create_task(self._pump(reader, far_writer, "up", cut)),
+            asyncio.create_task(self._pump(far_reader, writer, "down", cut)),
+        ]
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         for pump in pumps:
             pump.cancel()
@@ -173,8 +178,13 @@ class Wire:
         for one in (writer, far_writer):
             one.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction,
-                    cut: tuple[Direction, int, int] | None) -> None:  # fmt: skip
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        direction: Direction,
+        cut: tuple[Direction, int, int] | None,
+    ) -> None:
         chunk = 0
         while data := await reader.read(1 << 16):
             chunk += 1

@@ -34,12 +34,23 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def play(store: Store) -> None:
         engine = ScriptedEngine(policy, renderer=Renderer(tokenizer))
-        await asyncio.gather(*(
-            rollout(calculator_agent(), lambda: Calculator(scorer="chain_sum", max_turns=4), tasks[k // 5],
-                    engine=engine, seed=k, env_seed=k // 5, group=f"g{k // 5}", attempt=k % 5, split="demo",
-                    journal=store.writer)
-            for k in range(THOUSAND)
-        ))  # fmt: skip
+        await asyncio.gather(
+            *(
+                rollout(
+                    calculator_agent(),
+                    lambda: Calculator(scorer="chain_sum", max_turns=4),
+                    tasks[k // 5],
+                    engine=engine,
+                    seed=k,
+                    env_seed=k // 5,
+                    group=f"g{k // 5}",
+                    attempt=k % 5,
+                    split="demo",
+                    journal=store.writer,
+                )
+                for k in range(THOUSAND)
+            )
+        )
 
     with Store.create(path, durability="os") as store:
         asyncio.run(play(store))
@@ -58,8 +69,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("trained")
     load_named(f"{EXAMPLE}:save_model")(str(folder / "model"))
-    more = settings(*MICRO, "loop.groups=4", "loop.group_size=4", "loop.checkpoint_every=1", "evaluation.greedy=true",
-                    'loop.changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]}')  # fmt: skip
+    more = settings(
+        *MICRO,
+        "loop.groups=4",
+        "loop.group_size=4",
+        "loop.checkpoint_every=1",
+        "evaluation.greedy=true",
+        'loop.changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]}',
+    )
     words = ["train", *SCENE, "--model", str(folder / "model"), "--out", str(folder / "run"), *more]
     assert main(words) == 0
     return folder / "run"

@@ -30,8 +30,9 @@ def named(file: str, name: str) -> Any:
     return load_named(f"{EXAMPLES / file}:{name}")
 
 
-async def played(agent: Agent, env: Callable[[], Environment[Any]], tasks: Any, engine: Any,
-                 **options: Any) -> list[Tape]:  # fmt: skip
+async def played(
+    agent: Agent, env: Callable[[], Environment[Any]], tasks: Any, engine: Any, **options: Any
+) -> list[Tape]:
     every = [rollout(agent, env, task, engine=engine, seed=k, guard=True, **options) for k, task in enumerate(tasks)]
     return await asyncio.gather(*every)
 
@@ -79,14 +80,22 @@ def mcp_agent() -> Scene:
 
 def two_agents() -> Scene:
     env = named("two_agents.py", "Hidden")
-    engines = {named("two_agents.py", "GUIDE"): ScriptedEngine(lambda request: request.messages[-1]["content"].upper()),
-               named("two_agents.py", "SEEKER"): ScriptedEngine(lambda request: "abcd"[request.seed % 4])}
+    engines = {
+        named("two_agents.py", "GUIDE"): ScriptedEngine(lambda request: request.messages[-1]["content"].upper()),
+        named("two_agents.py", "SEEKER"): ScriptedEngine(lambda request: "abcd"[request.seed % 4]),
+    }
     pair = named("two_agents.py", "Pair")()
     return pair, env, asyncio.run(played(pair, env, named("two_agents.py", "tasks")() * 3, TeamEngine(engines)))
 
 
-SCENES = {"hello.py": hello, "digits.py": digits, "flat_grpo.py": flat_grpo, "mcp_agent.py": mcp_agent,
-          "gymnasium_blackjack.py": gymnasium_blackjack, "two_agents.py": two_agents}  # fmt: skip
+SCENES = {
+    "hello.py": hello,
+    "digits.py": digits,
+    "flat_grpo.py": flat_grpo,
+    "mcp_agent.py": mcp_agent,
+    "gymnasium_blackjack.py": gymnasium_blackjack,
+    "two_agents.py": two_agents,
+}
 """The gateway's programs replay in tests/gateway."""
 
 

@@ -47,8 +47,19 @@ def asked(tape: Tape, since: int) -> list[Any]:
     log = tape._log
     begun = log.cuts[since].records if since < len(log.cuts) and tape.parent is None else 0
     calls = [call for at, call in log.call_order if at >= begun] if since < len(log.cuts) else []
-    return [(call.by, call.conversation, call.seed, tape.call_messages(call), call.text, call.completion, call.finish,
-             tape.call_prompt(call) if call.prompt is not None else None) for call in calls]  # fmt: skip
+    return [
+        (
+            call.by,
+            call.conversation,
+            call.seed,
+            tape.call_messages(call),
+            call.text,
+            call.completion,
+            call.finish,
+            tape.call_prompt(call) if call.prompt is not None else None,
+        )
+        for call in calls
+    ]
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -383,8 +394,6 @@ def test_the_weights_that_sampled_a_tape_give_its_tokens_again_and_others_must_b
 def _version(tape: Tape) -> int:
     (span,) = tape.calls[0].spans
     return int(span[0].rpartition(":")[2])
-
-
 
 
 def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there(

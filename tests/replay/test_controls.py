@@ -60,18 +60,21 @@ class Changed(Agent):
         yield Answer(text=reply.text.upper() if now == "reads otherwise" else reply.text)
 
 
-@pytest.mark.parametrize(("change", "field", "cause"), [
-    ("prompt", "messages[0].content", Likely.PROMPT),
-    ("sampling", "sampling.max_tokens", Likely.CODE),
-    ("order", "reasoning.text", Likely.ORDER),
-    ("one thought less", "kind", None),
-    ("one thought more", "kind", Likely.CODE),
-    ("asks once more", "call", Likely.EXHAUSTED),
-    ("asks once less", "answer.text", Likely.CODE),
-    ("raises", "end.status", None),
-    ("reads otherwise", "answer.text", Likely.PARSER),
-    ("conversation", "call", Likely.EXHAUSTED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "field", "cause"),
+    [
+        ("prompt", "messages[0].content", Likely.PROMPT),
+        ("sampling", "sampling.max_tokens", Likely.CODE),
+        ("order", "reasoning.text", Likely.ORDER),
+        ("one thought less", "kind", None),
+        ("one thought more", "kind", Likely.CODE),
+        ("asks once more", "call", Likely.EXHAUSTED),
+        ("asks once less", "answer.text", Likely.CODE),
+        ("raises", "end.status", None),
+        ("reads otherwise", "answer.text", Likely.PARSER),
+        ("conversation", "call", Likely.EXHAUSTED),
+    ],
+)
 def test_changed_code_diverges_in_the_turn_and_the_field_that_changed(change: str, field: str, cause: Likely | None):
     tape = record("thoughts", tokens=True)
     assert asyncio.run(replay(tape, Changed(""), renderer=RENDERER)).outcome == "verified"
@@ -105,8 +108,10 @@ def test_other_tools_and_another_order_of_tools():
         divergence = found(tape, agent)
         assert (divergence.turn, divergence.cause) == (0, Likely.TOOLS)
         assert divergence.field.startswith("tools[")
-    assert "another order" in found(
-        tape, ChatAgent("Use tools.", actions=[ToolCalls, Answer], tools=TOOLS[::-1], misreads=9)).sentence
+    assert (
+        "another order"
+        in found(tape, ChatAgent("Use tools.", actions=[ToolCalls, Answer], tools=TOOLS[::-1], misreads=9)).sentence
+    )
 
 
 def test_a_changed_parser():
@@ -135,10 +140,14 @@ def other_template(tokenizer: Any) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize(("make", "position"), [
-    (lambda: other_template(char_tokenizer()), 1),
-    (lambda: char_tokenizer("abcdefghijklmnopqrstuvwxyz .TW()0123456789"), 1),
-], ids=["template", "tokenizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "position"),
+    [
+        (lambda: other_template(char_tokenizer()), 1),
+        (lambda: char_tokenizer("abcdefghijklmnopqrstuvwxyz .TW()0123456789"), 1),
+    ],
+    ids=["template", "tokenizer"],
+)
 def test_another_tokenizer_or_template(make: Callable[[], Any], position: int):
     tape = record("thoughts", tokens=True)
     divergence = asyncio.run(replay(tape, Thinker(), renderer=Renderer(make()))).divergence

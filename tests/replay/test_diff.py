@@ -44,17 +44,24 @@ def _of(records: list[dict[str, Any]], t: str) -> list[dict[str, Any]]:
     return [r for r in records if r["t"] == t]
 
 
-@pytest.mark.parametrize(("field", "turn", "change"), [
-    ("text.text", 0, lambda rs: _of(rs, "step")[2]["content"].update(text="other")),
-    ("answer.text", 1, lambda rs: _of(rs, "step")[3]["content"].update(text="other")),
-    ("reward.reward", 1, lambda rs: _of(rs, "reward")[1].update(value=99.0)),
-    ("metric.reward", 0, lambda rs: _of(rs, "reward")[0].update(weight=0.0)),
-    ("tokens[0]", 0, None),
-    ("end.status", None, lambda rs: _of(rs, "end")[0].update(status="truncated")),
-    ("end.cause", None, lambda rs: _of(rs, "end")[0].update(cause={"type": "turns"})),
-    ("reward.late", None, lambda rs: rs.insert(-1, {"t": "reward", "tape": rs[0]["tape"], "name": "late", "value": 1})),
-    ("step", 2, lambda rs: rs.__delitem__(slice(max(k for k, r in enumerate(rs) if r["t"] == "step"), -1))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "turn", "change"),
+    [
+        ("text.text", 0, lambda rs: _of(rs, "step")[2]["content"].update(text="other")),
+        ("answer.text", 1, lambda rs: _of(rs, "step")[3]["content"].update(text="other")),
+        ("reward.reward", 1, lambda rs: _of(rs, "reward")[1].update(value=99.0)),
+        ("metric.reward", 0, lambda rs: _of(rs, "reward")[0].update(weight=0.0)),
+        ("tokens[0]", 0, None),
+        ("end.status", None, lambda rs: _of(rs, "end")[0].update(status="truncated")),
+        ("end.cause", None, lambda rs: _of(rs, "end")[0].update(cause={"type": "turns"})),
+        (
+            "reward.late",
+            None,
+            lambda rs: rs.insert(-1, {"t": "reward", "tape": rs[0]["tape"], "name": "late", "value": 1}),
+        ),
+        ("step", 2, lambda rs: rs.__delitem__(slice(max(k for k, r in enumerate(rs) if r["t"] == "step"), -1))),
+    ],
+)
 def test_the_first_difference_is_named_by_its_place_and_field(field: str, turn: int | None, change: Any):
     tape = record("one speaker", tokens=True)
     other = _with_other_token(tape) if change is None else edited(tape, change)
@@ -103,13 +110,23 @@ def test_two_runs_are_compared_by_task(runs: tuple[Path, Path], capsys: pytest.C
     assert answer_of(capsys, "diff", right, right)["counts"]["same"] == 12
     found = answer_of(capsys, "diff", right, one, code=1)
     with Store.open(right) as a, Store.open(one) as b:
-        wanted = {task: (x[0].reward, y[0].reward) for task, x in attempts_of(a).items()
-                  for y in [attempts_of(b).get(task)] if y}  # fmt: skip
+        wanted = {
+            task: (x[0].reward, y[0].reward)
+            for task, x in attempts_of(a).items()
+            for y in [attempts_of(b).get(task)]
+            if y
+        }
         lost = {task for task, (x, y) in wanted.items() if x != y}
         assert diff_runs(a, b).model_dump(mode="json") == found
     counts = found["counts"]
-    assert counts == {"won": 0, "lost": len(lost), "changed": 0, "same": 11 - len(lost), "only_first": 1,
-                      "only_second": 0}  # fmt: skip
+    assert counts == {
+        "won": 0,
+        "lost": len(lost),
+        "changed": 0,
+        "same": 11 - len(lost),
+        "only_first": 1,
+        "only_second": 0,
+    }
     assert 0 < len(lost) < 11
     assert {task["task"] for task in found["tasks"] if task["change"] == "lost"} == lost
     assert found["mean_first"] == 1.0
@@ -160,8 +177,15 @@ def test_a_run_and_two_of_its_tapes_and_tapes_that_are_files(
 def test_what_is_no_pair_is_refused(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     right = str(runs[0])
     capsys.readouterr()
-    for words in ([right], [right] * 4, [right, "x"], [right, f"{right}:x"], [f"{right}:", f"{right}:"],
-                  [right, "zzz", "zzz"], [f"{right}:0", f"{right}:0", "--split", "eval"]):  # fmt: skip
+    for words in (
+        [right],
+        [right] * 4,
+        [right, "x"],
+        [right, f"{right}:x"],
+        [f"{right}:", f"{right}:"],
+        [right, "zzz", "zzz"],
+        [f"{right}:0", f"{right}:0", "--split", "eval"],
+    ):
         refusal_of(capsys, "diff", *words)
 
 

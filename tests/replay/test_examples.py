@@ -20,8 +20,9 @@ def test_an_example_replays_and_is_executed_again(name: str):
     for needed in ("torch", "gymnasium", "mcp"):
         pytest.importorskip(needed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.replay.scenes", name], cwd=ROOT, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.replay.scenes", name], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[1]) > 8
 

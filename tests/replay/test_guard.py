@@ -124,16 +124,20 @@ def test_a_guarded_rollout_ends_with_the_agents_error():
     assert "llm.uuid(tape)" in (tape.cause.message or "")
 
 
-@pytest.mark.parametrize("harmless", [
-    lambda: random.Random(7).random(),
-    lambda: log.warning("a log line looks at the clock, and that is nobody's business"),
-    lambda: datetime(2020, 1, 1),
-    lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "name"),
-    lambda: time.strftime("%Y", time.gmtime(0)),
-    lambda: (time.ctime(0), time.localtime(0), time.asctime(time.gmtime(0))),
-    lambda: (SEEDED.random(), SEEDED.uniform(0, 1)),
-    lambda: open(__file__).close(),
-], ids=["seeded", "logging", "datetime", "uuid5", "gmtime", "given", "seeded before", "file"])  # fmt: skip
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        lambda: random.Random(7).random(),
+        lambda: log.warning("a log line looks at the clock, and that is nobody's business"),
+        lambda: datetime(2020, 1, 1),
+        lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "name"),
+        lambda: time.strftime("%Y", time.gmtime(0)),
+        lambda: (time.ctime(0), time.localtime(0), time.asctime(time.gmtime(0))),
+        lambda: (SEEDED.random(), SEEDED.uniform(0, 1)),
+        lambda: open(__file__).close(),
+    ],
+    ids=["seeded", "logging", "datetime", "uuid5", "gmtime", "given", "seeded before", "file"],
+)
 def test_what_is_the_same_every_time_is_allowed(harmless: Callable[[], object]):
     tape = play(Uses(harmless))
     assert asyncio.run(replay(tape, Uses(harmless))).outcome == "verified"
@@ -309,5 +313,7 @@ def test_the_doors_clock_moves_with_each_answer():
 
     tape = asyncio.run(rollout(Clock(), Counting, 1, engine=ScriptedEngine(["a"])))
     assert [at.timestamp() for at in seen] == [
-        pytest.approx(tape.entries[0].at, abs=1e-5), pytest.approx(tape.calls[0].at, abs=1e-5)]  # fmt: skip
+        pytest.approx(tape.entries[0].at, abs=1e-5),
+        pytest.approx(tape.calls[0].at, abs=1e-5),
+    ]
     assert seen[0].tzinfo is not None

@@ -18,17 +18,33 @@ CHAT = "tapereel.agents.chat:ChatAgent"
 CALCULATOR = "tapereel.envs.calculator:Calculator"
 
 
-@pytest.mark.parametrize("cls", [
-    "tapereel.envs.named:importlib.import_module", "tapereel.envs.named:load_named", "tapereel.envs.gym:GymEnvironment",
-    "tapereel.envs.calculator:Calculator.__init__", "tapereel.envs.../../evil.py:Evil", "os:system", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cls",
+    [
+        "tapereel.envs.named:importlib.import_module",
+        "tapereel.envs.named:load_named",
+        "tapereel.envs.gym:GymEnvironment",
+        "tapereel.envs.calculator:Calculator.__init__",
+        "tapereel.envs.../../evil.py:Evil",
+        "os:system",
+        "",
+    ],
+)
 def test_an_environment_named_by_a_tape_alone_is_not_run(cls: str) -> None:
     assert own_environment(Identity(name="x", cls=cls, config={"name": "evil", "env": "evil:Evil-v0"})) is None
 
 
-@pytest.mark.parametrize("parse", [
-    "tapereel.envs.named:load_named", "tapereel.envs.calculator:re.compile", "tapereel.cli:main", "evil:parse", 3, None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parse",
+    [
+        "tapereel.envs.named:load_named",
+        "tapereel.envs.calculator:re.compile",
+        "tapereel.cli:main",
+        "evil:parse",
+        3,
+        None,
+    ],
+)
 def test_a_parser_named_by_a_tape_alone_is_not_run(tmp_path: Path, parse: Any) -> None:
     with pytest.raises(UsageError, match="give --agent"):
         recorded_agent(tmp_path, None, Identity(name="x", cls=CHAT, config={"parse": parse}))

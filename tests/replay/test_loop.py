@@ -41,8 +41,9 @@ def words(tape: Tape) -> tuple[str, int, list[str]]:
 
 def test_identical_prompts_of_a_group_are_told_apart_by_their_seeds():
     async def play(engine: ReplayEngine, seeds: list[int]) -> list[Tape]:
-        return await asyncio.gather(*(
-            rollout(Speaker(), Letters, "abc", engine=engine, seed=seed, env_seed=0) for seed in seeds))  # fmt: skip
+        return await asyncio.gather(
+            *(rollout(Speaker(), Letters, "abc", engine=engine, seed=seed, env_seed=0) for seed in seeds)
+        )
 
     from tapereel.agents import ScriptedEngine
 

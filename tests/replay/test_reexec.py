@@ -34,8 +34,12 @@ class Noisy(Environment[Answer]):
 
     async def step(self, action: Answer) -> Outcome:
         self.left -= 1
-        return Outcome(Reading(text=f"{action.text} took {next(ticks)} ms"), reward={"seconds": float(next(ticks))},
-                       metrics={"left": float(self.left)}, terminated=self.left == 0)  # fmt: skip
+        return Outcome(
+            Reading(text=f"{action.text} took {next(ticks)} ms"),
+            reward={"seconds": float(next(ticks))},
+            metrics={"left": float(self.left)},
+            terminated=self.left == 0,
+        )
 
 
 class Declared(Noisy):
@@ -171,9 +175,11 @@ def test_differences_are_found_in_order_and_long_texts_cut_around_the_first():
     then = {"a": [1, 2, 3], "b": {"c": "x"}, "nan": float("nan")}
     now = {"a": [1, 5], "b": {"c": "y", "d": True}, "nan": float("nan")}
     assert list(differences(then, now)) == [
-        Difference("a[1]", 2, 5), Difference("a[2]", 3, None), Difference("b.c", "x", "y"),
+        Difference("a[1]", 2, 5),
+        Difference("a[2]", 3, None),
+        Difference("b.c", "x", "y"),
         Difference("b.d", None, True),
-    ]  # fmt: skip
+    ]
     assert list(differences(1, True)) == [Difference("", 1, True)]
     a, b = clipped("x" * 9000 + "1" + "y" * 9000, "x" * 9000 + "2" + "y" * 9000)
     assert len(a) < 4100

@@ -53,13 +53,16 @@ def now(name: str, score: Scorer[Any], **more: Any) -> RewardSource[Any]:
 # What is recorded and isn't given now
 
 
-@pytest.mark.parametrize(("score", "field"), [
-    (lambda tape: {"a": 2.0}, "reward.both/b"),
-    (lambda tape: {"b": 1.0}, "reward.both/a"),
-    (lambda tape: {}, "reward.both/a"),
-    (lambda tape: None, "reward.both/a"),
-    (lambda tape: 2.0, "reward.both/a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("score", "field"),
+    [
+        (lambda tape: {"a": 2.0}, "reward.both/b"),
+        (lambda tape: {"b": 1.0}, "reward.both/a"),
+        (lambda tape: {}, "reward.both/a"),
+        (lambda tape: None, "reward.both/a"),
+        (lambda tape: 2.0, "reward.both/a"),
+    ],
+)
 def test_a_component_that_its_source_gave_and_gives_no_more_diverges(score: Scorer[Any], field: str):
     tape = scored_by(both)
     assert again(tape, both).outcome == "verified"
@@ -82,7 +85,8 @@ def test_a_component_of_another_source_is_not_spoken_of():
     verdict = again(tape, both)
     assert (verdict.outcome, verdict.checked) == ("verified", {"rewards": 2})
     assert [note for note in verdict.not_checked if "length" in note] == [
-        "reward component 'length': its source isn't among those that ran"]  # fmt: skip
+        "reward component 'length': its source isn't among those that ran"
+    ]
     nobody = again(tape, now("bot", lambda tape: {"a": 2.0}))
     assert nobody.outcome == "unverifiable", "a name's beginning makes no source of it"
 
@@ -157,7 +161,7 @@ def test_two_rewards_of_which_one_fails():
 
 # The verb
 
-REWARDS = '''
+REWARDS = """
 def both(tape):
     return {"a": 2.0, "b": float(len(tape))}
 
@@ -178,7 +182,7 @@ def text(tape):
 
 def nothing(tape):
     return None
-'''
+"""
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_the_demos_environment_is_found_and_executed_again(thousand: Path, capsy
 
 # rescore
 
-REWARDS = '''
+REWARDS = """
 from tapereel.envs import Rewards, RewardSource
 
 
@@ -140,7 +140,7 @@ off = RewardSource(score=lenient, name="exact")
 impure = RewardSource(score=judge, name="exact", pure=False)
 broken = RewardSource(score=breaks, name="exact")
 several = Rewards([exact, RewardSource(score=brief, weight=0.1)])
-'''
+"""
 
 
 @pytest.fixture
@@ -159,8 +159,10 @@ def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
     found = answer_of(capsys, "rescore", str(thousand), "--reward", f"{rewards}:off", code=1)
     wrong = [v for v in found["verdicts"] if v["outcome"] == "diverged"]
     assert 0 < len(wrong) < THOUSAND
-    assert {(v["divergence"]["cause"], v["divergence"]["field"], v["divergence"]["recorded"],
-             v["divergence"]["observed"]) for v in wrong} == {("reward", "reward.exact", 0.0, 0.5)}  # fmt: skip
+    assert {
+        (v["divergence"]["cause"], v["divergence"]["field"], v["divergence"]["recorded"], v["divergence"]["observed"])
+        for v in wrong
+    } == {("reward", "reward.exact", 0.0, 0.5)}
     some = ids(thousand)[:5]
     found = answer_of(capsys, "rescore", str(thousand), *some, "--reward", f"{rewards}:broken", code=1)
     assert "no such file" in found["verdicts"][0]["divergence"]["sentence"]
@@ -184,7 +186,10 @@ def test_a_new_reward_is_a_layer_that_verifies_afterwards(
         tape = store.tape(some[0])
         layers = [layer for layer in tape.layers if isinstance(layer, Reward)]
         assert [(r.name, r.weight, r.layer) for r in layers] == [
-            ("exact", 1.0, "v2"), ("brief/turns", 0.1, "v2"), ("brief/steps", 0.1, "v2")]  # fmt: skip
+            ("exact", 1.0, "v2"),
+            ("brief/turns", 0.1, "v2"),
+            ("brief/steps", 0.1, "v2"),
+        ]
         assert tape.reward == next(r.value for r in tape.rewards if r.name == "exact"), "the tape's own stays as it is"
     assert main(["verify", str(run)]) == 0
 

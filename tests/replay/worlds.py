@@ -178,8 +178,17 @@ def parse_short(text: str) -> Answer:
     return Answer(text=text)
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "description": f"to {name}", "parameters": {
-    "type": "object", "properties": {"what": {"type": "string"}}}}} for name in ("look", "take")]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"to {name}",
+            "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+        },
+    }
+    for name in ("look", "take")
+]
 
 
 def tool_words(request: Request) -> str:
@@ -215,17 +224,27 @@ WORLDS: dict[str, tuple[Callable[[], Agent], Callable[[], Environment[Any]], Any
     "no model": (Scripted, Counting, 3, word, {}),
     "misread answers": (lambda: ChatAgent("Short!", parse=parse_short, misreads=6), Counting, 3, word, {}),
     "misread too often": (lambda: ChatAgent("Short!", parse=parse_short, misreads=0), Counting, 9, word, {}),
-    "tools": (lambda: ChatAgent("Use tools.", actions=[ToolCalls, Answer], tools=TOOLS, misreads=9), Counting, 3,
-              tool_words, {}),
+    "tools": (
+        lambda: ChatAgent("Use tools.", actions=[ToolCalls, Answer], tools=TOOLS, misreads=9),
+        Counting,
+        3,
+        tool_words,
+        {},
+    ),
     "an agent that raises": (lambda: fails_later, Counting, 5, word, {}),
     "a world that breaks": (Speaker, Breaks, 3, word, {}),
-    "a model that dies": (Speaker, Counting, 3, lambda request: flaky(request) if len(request.messages) < 4 else
-                          (_ for _ in ()).throw(EngineError("gone")), {"retries": 1}),
+    "a model that dies": (
+        Speaker,
+        Counting,
+        3,
+        lambda request: flaky(request) if len(request.messages) < 4 else (_ for _ in ()).throw(EngineError("gone")),
+        {"retries": 1},
+    ),
     "limit of turns": (Thinker, Counting, 9, word, {"limits": Limits(turns=2)}),
     "limit of tokens": (Thinker, Counting, 9, word, {"limits": Limits(tokens=20)}),
     "limit of context": (Thinker, Counting, 50, word, {"limits": Limits(context=160)}),
     "short answers": (Thinker, Counting, 2, word, {"sampling": Sampling(max_tokens=7, temperature=0.3)}),
-}  # fmt: skip
+}
 """name -> (agent, environment, task, model, options of the rollout)."""
 
 

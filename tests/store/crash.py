@@ -206,8 +206,10 @@ class Enumerator:
             _expect(written[path].startswith(data), f"what is recovered of {path} is no prefix of what was written")
         for path, data in safe.items():
             kept = found.segments.get(path)
-            _expect(not data or kept is None or len(kept) >= data.rfind(b"\n") + 1,
-                    f"synced lines of {path} are called torn")  # fmt: skip
+            _expect(
+                not data or kept is None or len(kept) >= data.rfind(b"\n") + 1,
+                f"synced lines of {path} are called torn",
+            )
         lost = trace.acknowledged - found.bodies
         _expect(not lost, f"acknowledged and lost: {sorted(lost)[:3]}")
 
@@ -216,7 +218,8 @@ class Enumerator:
         acknowledged = Trace(self.lab, disk, set(trace.acknowledged))
         moments: list[list[Image]] = []
         disk.after_operation = lambda: moments.append(  # type: ignore[method-assign]
-            [disk.image(), *disk.crash_images(self.stale, thorough=False)])
+            [disk.image(), *disk.crash_images(self.stale, thorough=False)]
+        )
         store = self.lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
         store.close()
         every = _written(disk)

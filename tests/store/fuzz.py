@@ -30,11 +30,36 @@ from .lab import Lab
 
 CORPUS = Path(__file__).parent / "fuzz_corpus"
 TOKENS = (
-    b'{"n":', b',"c":', b',"p":"', b'","b":', b',"h":"', b'"}\n', b"\n", b"{", b"}", b"[", b'{"t":"open"', b'"', b"\\",
-    b'{"t":"commit","opened":"', b'{"t":"begin","tape":"', b'{"t":"end","tape":"', b'{"t":"call"', b'"tape":null',
-    b"NaN", b"1e999", b"0" * 64, b"9" * 20, b"\xff\xfe", b"\xed\xa0\x80", b"null", b"media:" + b"a" * 64, b"\\u0000",
-    b'{"t":"seal"', b"-1",
-)  # fmt: skip
+    b'{"n":',
+    b',"c":',
+    b',"p":"',
+    b'","b":',
+    b',"h":"',
+    b'"}\n',
+    b"\n",
+    b"{",
+    b"}",
+    b"[",
+    b'{"t":"open"',
+    b'"',
+    b"\\",
+    b'{"t":"commit","opened":"',
+    b'{"t":"begin","tape":"',
+    b'{"t":"end","tape":"',
+    b'{"t":"call"',
+    b'"tape":null',
+    b"NaN",
+    b"1e999",
+    b"0" * 64,
+    b"9" * 20,
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"null",
+    b"media:" + b"a" * 64,
+    b"\\u0000",
+    b'{"t":"seal"',
+    b"-1",
+)
 
 
 class OneFile:
@@ -122,15 +147,17 @@ def seeds() -> list[bytes]:
     bodies: list[bytes] = [b'{"t":"open","segment":"000001-abcdef","pid":1,"at":0.0,"pins":{},"versions":{}}']
     bodies += list(lab.episode("a"))
     bodies += [lab.use(0, [("a", "a.1", 0, 4, 0.25)], stale=[["a", "a.1", 0, 1]]), lab.begin("b")]
-    bodies += [lab.records.Void(lineage="main", update=0, into="next", reason="test").body(),
-               lab.records.Publish(version="main:1", digest="d", at=0.0).body(),
-               lab.records.Label(tape="a", call="a.1", ranges=((0, 2),)).body(),
-               lab.records.Tokens(tape="a", call="a.1", prompt=lab.arrays.ints([1]), completion=lab.arrays.ints([2]),
-                                  tokenizer="t").body()]  # fmt: skip
+    bodies += [
+        lab.records.Void(lineage="main", update=0, into="next", reason="test").body(),
+        lab.records.Publish(version="main:1", digest="d", at=0.0).body(),
+        lab.records.Label(tape="a", call="a.1", ranges=((0, 2),)).body(),
+        lab.records.Tokens(
+            tape="a", call="a.1", prompt=lab.arrays.ints([1]), completion=lab.arrays.ints([2]), tokenizer="t"
+        ).body(),
+    ]
     whole = rehash(b"".join(b'{"b":%b,"h":"\n' % body for body in bodies))
     first = parse_line(whole.split(b"\n")[0]).h
-    sealed = rehash(b"".join(b'{"b":%b,"h":"\n' % body for body in
-                             [*bodies, b'{"t":"commit","opened":"%b"}' % first]))  # fmt: skip
+    sealed = rehash(b"".join(b'{"b":%b,"h":"\n' % body for body in [*bodies, b'{"t":"commit","opened":"%b"}' % first]))
     return [whole, sealed, *(path.read_bytes() for path in sorted(CORPUS.glob("*.bin")))]
 
 

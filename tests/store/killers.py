@@ -78,8 +78,11 @@ def stale_tail(lab: Lab) -> None:
 def removed_segment(lab: Lab) -> None:
     """A segment that a later one pins is gone, and so is the file with the pins."""
     closed = closed_run(lab, episodes=2)
-    without = {path: data for path, data in closed.items()
-               if path != segment_paths(closed)[0] and not path.endswith("pins.json")}  # fmt: skip
+    without = {
+        path: data
+        for path, data in closed.items()
+        if path != segment_paths(closed)[0] and not path.endswith("pins.json")
+    }
     if lab.verify.verify(RUN, disk=SimDisk(without)).exit_code != 1:
         raise Broken("a segment that another pins was removed, and nobody noticed")
 

@@ -28,27 +28,57 @@ class Lab:
     def name(self) -> str:
         return f"tape{next(self._names):04d}"
 
-    def begin(self, tape: str, *, effect: str = "pure", split: str = "train", public: Any = None, parent: Any = None,
-              group: str | None = None, at: float = 1000.0) -> bytes:  # fmt: skip
+    def begin(
+        self,
+        tape: str,
+        *,
+        effect: str = "pure",
+        split: str = "train",
+        public: Any = None,
+        parent: Any = None,
+        group: str | None = None,
+        at: float = 1000.0,
+    ) -> bytes:
         r = self.records
         task = r.Task(public=public, private=tape)
         return r.Begin(
-            tape=tape, task=task, task_hash=task.hash, agent=r.Identity(name="agent"), parent=parent, group=group,
-            env=r.Identity(name="env", effect=effect), env_seed=1, seed=2, split=split, at=at,
-        ).body()  # fmt: skip
+            tape=tape,
+            task=task,
+            task_hash=task.hash,
+            agent=r.Identity(name="agent"),
+            parent=parent,
+            group=group,
+            env=r.Identity(name="env", effect=effect),
+            env_seed=1,
+            seed=2,
+            split=split,
+            at=at,
+        ).body()
 
     def step(self, tape: str, text: str, *, action: bool = True) -> bytes:
         r, s = self.records, self.steps
         step = s.Answer(text=text) if action else s.Text(text=text)
-        return r.StepRecord(tape=tape, by="agent" if action else "env", role="action" if action else "observation",
-                            kind=step.kind, content=step, at=1001.0).body()  # fmt: skip
+        return r.StepRecord(
+            tape=tape,
+            by="agent" if action else "env",
+            role="action" if action else "observation",
+            kind=step.kind,
+            content=step,
+            at=1001.0,
+        ).body()
 
     def call(self, tape: str, call: str, n: int, *, version: str | None = "main:0", logprobs: bool = True) -> bytes:
         r, a = self.records, self.arrays
         return r.Call(
-            tape=tape, call=call, by="agent", prompt=a.ints(range(3)), completion=a.ints(range(n)),
-            logprobs=a.floats([-0.5] * n) if logprobs else None, spans=((version, 0, n),) if version else (), at=1001.5,
-        ).body()  # fmt: skip
+            tape=tape,
+            call=call,
+            by="agent",
+            prompt=a.ints(range(3)),
+            completion=a.ints(range(n)),
+            logprobs=a.floats([-0.5] * n) if logprobs else None,
+            spans=((version, 0, n),) if version else (),
+            at=1001.5,
+        ).body()
 
     def reward(self, tape: str, value: float = 1.0, **more: Any) -> bytes:
         return self.records.Reward(tape=tape, value=value, **more).body()
@@ -58,8 +88,15 @@ class Lab:
         why = r.Cause(type=cause) if cause else None
         return r.End(tape=tape, status=status, cause=why, seconds=1.0, at=1002.0).body()
 
-    def use(self, update: int, items: list[tuple[str, str, int, int, float]], *, lineage: str = "main", epoch: int = 0,
-            **info: Any) -> bytes:  # fmt: skip
+    def use(
+        self,
+        update: int,
+        items: list[tuple[str, str, int, int, float]],
+        *,
+        lineage: str = "main",
+        epoch: int = 0,
+        **info: Any,
+    ) -> bytes:
         return self.records.Use(lineage=lineage, update=update, epoch=epoch, items=tuple(items), info=info).body()
 
     def episode(self, tape: str, *, tokens: int = 4, **more: Any) -> Iterator[bytes]:

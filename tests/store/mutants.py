@@ -26,68 +26,171 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("no sync", (("writer.py", """            if sync:
+    Mutant(
+        "no sync",
+        (
+            (
+                "writer.py",
+                """            if sync:
                 self.disk.sync(self._handle)
-""", ""),)),
-    Mutant("acknowledge before sync", (("writer.py", """            self._put(batch)
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "acknowledge before sync",
+        (
+            (
+                "writer.py",
+                """            self._put(batch)
             if sync:
                 self.disk.sync(self._handle)
-""", """            self._put(batch)
+""",
+                """            self._put(batch)
             for _, done in self._waiting:
                 done(None)
             self._waiting = []
             if sync:
                 self.disk.sync(self._handle)
-"""),)),
+""",
+            ),
+        ),
+    ),
     Mutant("no directory sync", (("writer.py", "    disk.sync_dir(folder)\n", ""),)),
-    Mutant("reader that skips bad lines", (
-        ("reader.py", "raw[-1:] != b\"\\n\" and len(raw) < MAX_LINE\n                    return",
-         "False\n                    self.offset += len(raw)\n                    self.why = None\n                    continue"),
-        ("segment.py", "        elif line.p != self.head:", "        elif False:"),
-        ("segment.py", "        if line.n != self.n:\n", "        if line.n < self.n:\n"),
-    )),
-    Mutant("retry after a failed sync", (("writer.py", """            if sync:
+    Mutant(
+        "reader that skips bad lines",
+        (
+            (
+                "reader.py",
+                'raw[-1:] != b"\\n" and len(raw) < MAX_LINE\n                    return',
+                "False\n                    self.offset += len(raw)\n                    self.why = None\n                    continue",
+            ),
+            ("segment.py", "        elif line.p != self.head:", "        elif False:"),
+            ("segment.py", "        if line.n != self.n:\n", "        if line.n < self.n:\n"),
+        ),
+    ),
+    Mutant(
+        "retry after a failed sync",
+        (
+            (
+                "writer.py",
+                """            if sync:
                 self.disk.sync(self._handle)
-        except""", """            if sync:
+        except""",
+                """            if sync:
                 try:
                     self.disk.sync(self._handle)
                 except OSError:
                     self.disk.sync(self._handle)
-        except"""),)),
-    Mutant("append to a torn tail", (
-        ("recovery.py", "            name, handle = new_segment(disk, folder)\n",
-         "            name, handle = held.popitem() if held else new_segment(disk, folder)\n"),
-        ("recovery.py", "        disk.truncate(handle, broken.offset)\n", ""),
-    )),
-    Mutant("media after its reference", (("media.py", "                put_file(self.disk, self.folder / name, data)\n",
-                                          "                self.__dict__.setdefault('later', []).append((name, data))\n"),)),
-    Mutant("media not synced", (("disk.py", """        write_all(disk, handle, data)
+        except""",
+            ),
+        ),
+    ),
+    Mutant(
+        "append to a torn tail",
+        (
+            (
+                "recovery.py",
+                "            name, handle = new_segment(disk, folder)\n",
+                "            name, handle = held.popitem() if held else new_segment(disk, folder)\n",
+            ),
+            ("recovery.py", "        disk.truncate(handle, broken.offset)\n", ""),
+        ),
+    ),
+    Mutant(
+        "media after its reference",
+        (
+            (
+                "media.py",
+                "                put_file(self.disk, self.folder / name, data)\n",
+                "                self.__dict__.setdefault('later', []).append((name, data))\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "media not synced",
+        (
+            (
+                "disk.py",
+                """        write_all(disk, handle, data)
         disk.sync(handle)
-    finally:""", """        write_all(disk, handle, data)
-    finally:"""),)),
-    Mutant("truncate without keeping the bytes", (("recovery.py", "        put_file(disk, folder / kept, tail)\n", ""),)),
-    Mutant("frontier dropped", (("writer.py", "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
-                                 "encode_line(n, 0, self._head, body)"),)),
-    Mutant("frontier ahead of the disk", (("writer.py", "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
-                                           "encode_line(n, max(self._written - self._base, 0), self._head, body)"),)),
-    Mutant("recovery without the lock", (("recovery.py", "        if disk.lock(handle):\n",
-                                          "        if disk.lock(handle) or True:\n"),)),
-    Mutant("seal before what it seals", (("writer.py", """        self._put(batch)
+    finally:""",
+                """        write_all(disk, handle, data)
+    finally:""",
+            ),
+        ),
+    ),
+    Mutant(
+        "truncate without keeping the bytes", (("recovery.py", "        put_file(disk, folder / kept, tail)\n", ""),)
+    ),
+    Mutant(
+        "frontier dropped",
+        (
+            (
+                "writer.py",
+                "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
+                "encode_line(n, 0, self._head, body)",
+            ),
+        ),
+    ),
+    Mutant(
+        "frontier ahead of the disk",
+        (
+            (
+                "writer.py",
+                "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
+                "encode_line(n, max(self._written - self._base, 0), self._head, body)",
+            ),
+        ),
+    ),
+    Mutant(
+        "recovery without the lock",
+        (("recovery.py", "        if disk.lock(handle):\n", "        if disk.lock(handle) or True:\n"),),
+    ),
+    Mutant(
+        "seal before what it seals",
+        (
+            (
+                "writer.py",
+                """        self._put(batch)
         self.disk.sync(old)
-        write_all(""", """        self._put(batch)
-        write_all("""),)),
-    Mutant("pin before sync", (("recovery.py", "        found.torn.append(Torn(name, broken.offset, len(tail), kept))\n"
-                                "    disk.sync(handle)\n",
-                                "        found.torn.append(Torn(name, broken.offset, len(tail), kept))\n"),)),
+        write_all(""",
+                """        self._put(batch)
+        write_all(""",
+            ),
+        ),
+    ),
+    Mutant(
+        "pin before sync",
+        (
+            (
+                "recovery.py",
+                "        found.torn.append(Torn(name, broken.offset, len(tail), kept))\n    disk.sync(handle)\n",
+                "        found.torn.append(Torn(name, broken.offset, len(tail), kept))\n",
+            ),
+        ),
+    ),
     Mutant("heads not pinned", (("recovery.py", "pins = tips(segments, set(found.live), folder, disk)", "pins = {}"),)),
-    Mutant("a live writer's head pinned whole", (("recovery.py",
-                                                  "        if segment.name in live and segment.sealed is None:\n",
-                                                  "        if False:\n"),)),
-    Mutant("open episodes left open", (("recovery.py", "                    if owner(segments, tape, index) not in found.live:\n",
-                                        "                    if False:\n"),)),
-    Mutant("evidence from any line", (("reader.py", "linked = [run for run in runs if run.own or run.first.p in heads]",
-                                       "linked = runs"),)),
-)  # fmt: skip
+    Mutant(
+        "a live writer's head pinned whole",
+        (("recovery.py", "        if segment.name in live and segment.sealed is None:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "open episodes left open",
+        (
+            (
+                "recovery.py",
+                "                    if owner(segments, tape, index) not in found.live:\n",
+                "                    if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "evidence from any line",
+        (("reader.py", "linked = [run for run in runs if run.own or run.first.p in heads]", "linked = runs"),),
+    ),
+)
 
 
 @contextmanager
@@ -102,8 +205,10 @@ def broken_store(mutant: Mutant, folder: Path) -> Iterator[Lab]:
         path = home / "tapes" / name
         text = path.read_text()
         if text.count(old) != 1:
-            raise LookupError(f"mutant {mutant.name!r}: its text stands {text.count(old)} times in {name}; bring it in line "
-                              "with the source")
+            raise LookupError(
+                f"mutant {mutant.name!r}: its text stands {text.count(old)} times in {name}; bring it in line "
+                "with the source"
+            )
         path.write_text(text.replace(old, new))
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()

@@ -191,11 +191,15 @@ class SimDisk:
                 others = [k for k in dirty if k != inode]
                 for mine in self._contents(inode, stale, thorough) if inode >= 0 else [b""]:
                     for extremes in product((False, True), repeat=len(others)):
-                        content = {k: bytes(self.inodes[k].data) if kept else self.inodes[k].safe
-                                   for k, kept in zip(others, extremes, strict=True)}
+                        content = {
+                            k: bytes(self.inodes[k].data) if kept else self.inodes[k].safe
+                            for k, kept in zip(others, extremes, strict=True)
+                        }
                         content[inode] = mine
-                        yield {path: content.get(k, bytes(self.inodes[k].data) if k not in dirty else b"")
-                               for path, k in names.items()}
+                        yield {
+                            path: content.get(k, bytes(self.inodes[k].data) if k not in dirty else b"")
+                            for path, k in names.items()
+                        }
 
     def _name_states(self) -> Iterator[dict[str, int]]:
         pending = self.names_pending

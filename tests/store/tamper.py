@@ -82,9 +82,15 @@ def damages(data: bytes, below: int, *, flips: int, seed: int = 0) -> Iterator[t
 def forge(line: bytes) -> bytes:
     """The line with other content and a hash that fits it."""
     head = line[: line.rfind(b',"h":')]
-    for old, new in ((b'"value":1.0', b'"value":9.0'), (b'"text":"', b'"text":"!'), (b'"seconds":', b'"seconds":4'),
-                     (b'"env_seed":1', b'"env_seed":7'), (b'"pid":', b'"pid":1'), (b'"by":"agent"', b'"by":"other"'),
-                     (b'"reason":"', b'"reason":"not ')):  # fmt: skip
+    for old, new in (
+        (b'"value":1.0', b'"value":9.0'),
+        (b'"text":"', b'"text":"!'),
+        (b'"seconds":', b'"seconds":4'),
+        (b'"env_seed":1', b'"env_seed":7'),
+        (b'"pid":', b'"pid":1'),
+        (b'"by":"agent"', b'"by":"other"'),
+        (b'"reason":"', b'"reason":"not '),
+    ):
         if old in head:
             head = head.replace(old, new, 1)
             break

@@ -48,22 +48,43 @@ class Look(Action, kind="audit_look"):
 
 
 ENDS: list[tuple[Status, CauseType | None]] = [
-    (Status.FINISHED, None), (Status.TRUNCATED, None), (Status.LIMIT, CauseType.TURNS),
-    (Status.LIMIT, CauseType.SECONDS), (Status.ERROR, CauseType.AGENT), (Status.ERROR, CauseType.MODEL),
+    (Status.FINISHED, None),
+    (Status.TRUNCATED, None),
+    (Status.LIMIT, CauseType.TURNS),
+    (Status.LIMIT, CauseType.SECONDS),
+    (Status.ERROR, CauseType.AGENT),
+    (Status.ERROR, CauseType.MODEL),
     (Status.CANCELLED, None),
-]  # fmt: skip
+]
 
 
 def begin(name: str, **more: Any) -> Begin:
     task = Task(public="q")
-    return Begin(tape=name, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"),
-                 env_seed=0, seed=0, at=0.0, **more)  # fmt: skip
+    return Begin(
+        tape=name,
+        task=task,
+        task_hash=task.hash,
+        agent=Identity(name="a"),
+        env=Identity(name="e"),
+        env_seed=0,
+        seed=0,
+        at=0.0,
+        **more,
+    )
 
 
 def call(name: str, k: int, n: int, **more: Any) -> Call:
     """A call of `n` sampled tokens after a prompt of three."""
-    given = {"by": "a", "engine": "e", "prompt": ints([1, 2, 3]), "completion": ints(range(n)), "at": 1.0,
-             "logprobs": floats([-0.5] * n), "spans": (("v:0", 0, n),), "attempts": (Attempt(seconds=0.5),)}
+    given = {
+        "by": "a",
+        "engine": "e",
+        "prompt": ints([1, 2, 3]),
+        "completion": ints(range(n)),
+        "at": 1.0,
+        "logprobs": floats([-0.5] * n),
+        "spans": (("v:0", 0, n),),
+        "attempts": (Attempt(seconds=0.5),),
+    }
     return Call(tape=name, call=f"{name}.{k}", **(given | more))
 
 
@@ -107,7 +128,14 @@ def test_ends_are_told_by_cause_and_by_length():
     assert (audit.tapes, audit.open, audit.unscored) == (3, 1, 1)
     lost, fine = audit.ends
     assert (lost.status, lost.cause, lost.trainable, lost.episodes, lost.unscored, lost.sampled, lost.seconds) == (
-        "error", "model", False, 1, 1, 9, 2.0)  # fmt: skip
+        "error",
+        "model",
+        False,
+        1,
+        1,
+        9,
+        2.0,
+    )
     assert (lost.turns, lost.tokens, lost.tapes) == ({"4-7": 1}, {"8-15": 1}, ("b",))
     assert (fine.status, fine.cause, fine.trainable, fine.unscored, fine.turns) == ("finished", None, True, 0, {"1": 1})
     assert audit.lost_by("turns") == {"1": (1, 0), "4-7": (1, 1)}
@@ -115,8 +143,9 @@ def test_ends_are_told_by_cause_and_by_length():
 
 
 def test_cost_is_by_path_engine_and_version_and_the_unknown_is_not_zero():
-    changed = call("a", 2, 8, spans=(("v:0", 0, 6), ("v:1", 6, 8)), attempts=(Attempt(seconds=4.0),),
-                   usage=Usage(cost=0.08))  # fmt: skip
+    changed = call(
+        "a", 2, 8, spans=(("v:0", 0, 6), ("v:1", 6, 8)), attempts=(Attempt(seconds=4.0),), usage=Usage(cost=0.08)
+    )
     text = Call(tape="a", call="a.3", by="a/helper", engine="api", text="hi", at=1.0, usage=Usage(completion_tokens=7))
     v0, v1, api = audited(episode("a", call("a", 1, 4), changed, text)).spent
     assert (v0.by, v0.engine, v0.version, v0.calls, v0.prompt, v0.completion) == ("a", "e", "v:0", 2, 6, 10)
@@ -124,7 +153,13 @@ def test_cost_is_by_path_engine_and_version_and_the_unknown_is_not_zero():
     assert (v1.version, v1.calls, v1.prompt, v1.completion, v1.seconds) == ("v:1", 0, 0, 2, 1.0)
     assert v1.cost == pytest.approx(0.02)
     assert (api.by, api.engine, api.version, api.calls, api.prompt, api.completion) == (
-        "a/helper", "api", None, 1, None, 7)  # fmt: skip
+        "a/helper",
+        "api",
+        None,
+        1,
+        None,
+        7,
+    )
     assert (api.seconds, api.cost, api.untimed, api.unpriced, api.uncounted) == (None, None, 1, 1, 1)
 
 
@@ -147,12 +182,22 @@ def test_a_layer_is_no_part_of_the_reward_though_the_tape_is_open():
 
 def test_rewards_are_told_by_component_and_by_the_action_that_earned_them():
     audit = audited(
-        episode("a", act("a", look=True), Reward(tape="a", step=0, name="late", value=-1.0, weight=0.5), act("a"),
-                Reward(tape="a", step=1, name="right", value=2.0), Reward(tape="a", name="luck", value=7.0, weight=0)),
-        episode("b", act("b"), Reward(tape="b", step=0, name="right", value=1.0, evidence="42"),
-                Reward(tape="b", name="right", value=-0.5)),
+        episode(
+            "a",
+            act("a", look=True),
+            Reward(tape="a", step=0, name="late", value=-1.0, weight=0.5),
+            act("a"),
+            Reward(tape="a", step=1, name="right", value=2.0),
+            Reward(tape="a", name="luck", value=7.0, weight=0),
+        ),
+        episode(
+            "b",
+            act("b"),
+            Reward(tape="b", step=0, name="right", value=1.0, evidence="42"),
+            Reward(tape="b", name="right", value=-0.5),
+        ),
         [Reward(tape="b", step=0, name="right", value=0.25, layer="close")],
-    )  # fmt: skip
+    )
     late, luck, right, again = sorted(audit.components, key=lambda one: (one.layer or "", one.name))
     assert (late.scores, late.mean, late.total, late.share) == (1, -1.0, -0.5, 0.5 / 3)
     assert (luck.metric, luck.mean, luck.total, luck.share) == (True, 7.0, 0.0, None)
@@ -176,8 +221,13 @@ def test_a_reward_that_is_no_number_is_counted_apart():
 
 def test_a_fork_earns_by_the_actions_of_its_own():
     parent = Parent(tape="p", digest="0" * 64, records=3, turn=1)
-    fork = episode("f", act("f", look=True), Reward(tape="f", step=2, value=1.0), Reward(tape="f", step=1, value=1.0),
-                   parent=parent)  # fmt: skip
+    fork = episode(
+        "f",
+        act("f", look=True),
+        Reward(tape="f", step=2, value=1.0),
+        Reward(tape="f", step=1, value=1.0),
+        parent=parent,
+    )
     earned = audited(fork, inherited={"f": 2}.__getitem__).earned
     assert {one.kind for one in earned} == {"audit_look", INHERITED}
     with pytest.raises(NotATape, match="it is a fork"):
@@ -211,32 +261,38 @@ def test_a_tape_is_named_once_and_a_call_that_was_answered_did_not_fail():
     assert found["failed tries"].what == "IOError"
 
 
-@pytest.mark.parametrize(("kind", "count", "of", "middle"), [
-    ("repeated actions", 1, 2, [act("a"), act("a"), act("a")]),
-    ("repeated actions", 1, 2, [act("a"), act("a", by="b"), act("a"), act("a")]),
-    ("impossible log-probs", 1, 2, [act("a"), call("a", 1, 2, logprobs=floats([0.25, 0.0]))]),
-    ("unknown log-probs", 1, 2, [act("a"), call("a", 1, 2, logprobs=floats([math.nan, -1.0]))]),
-    ("unknown log-probs", 2, 2, [act("a"), call("a", 1, 2, logprobs=None)]),
-    ("cut completions", 1, 1, [act("a"), call("a", 1, 2, finish="length")]),
-    ("reward without action", 1, None, [Reward(tape="a", value=3.0)]),
-    ("retries", 1, 1, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1), Attempt(seconds=1)))]),
-    ("failed calls", 1, 1, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1, error="IOError: x"),))]),
-    ("failed tries", 1, None, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1, error="IOError: x"),))]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "count", "of", "middle"),
+    [
+        ("repeated actions", 1, 2, [act("a"), act("a"), act("a")]),
+        ("repeated actions", 1, 2, [act("a"), act("a", by="b"), act("a"), act("a")]),
+        ("impossible log-probs", 1, 2, [act("a"), call("a", 1, 2, logprobs=floats([0.25, 0.0]))]),
+        ("unknown log-probs", 1, 2, [act("a"), call("a", 1, 2, logprobs=floats([math.nan, -1.0]))]),
+        ("unknown log-probs", 2, 2, [act("a"), call("a", 1, 2, logprobs=None)]),
+        ("cut completions", 1, 1, [act("a"), call("a", 1, 2, finish="length")]),
+        ("reward without action", 1, None, [Reward(tape="a", value=3.0)]),
+        ("retries", 1, 1, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1), Attempt(seconds=1)))]),
+        ("failed calls", 1, 1, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1, error="IOError: x"),))]),
+        ("failed tries", 1, None, [act("a"), call("a", 1, 2, attempts=(Attempt(seconds=1, error="IOError: x"),))]),
+    ],
+)
 def test_what_is_odd_names_its_tape(kind: str, count: int, of: int | None, middle: list[Record]):
     found = odd(audited(episode("a", *middle), scored("b", 0.0)))[kind]
     assert (found.count, found.of, found.tapes) == (count, of, ("a",))
 
 
-@pytest.mark.parametrize("middle", [
-    [act("a"), act("a")],
-    [act("a"), act("a"), act("a", "y"), act("a")],
-    [act("a"), act("a"), act("a", look=True), act("a")],
-    [act("a"), act("a", by="b"), act("a")],
-    [act("a"), call("a", 1, 2, logprobs=floats([0.0, 1e-7]))],
-    [act("a"), call("a", 1, 2, completion=None, logprobs=None, spans=(), prompt=None, text="hi")],
-    [Reward(tape="a", value=0.0)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "middle",
+    [
+        [act("a"), act("a")],
+        [act("a"), act("a"), act("a", "y"), act("a")],
+        [act("a"), act("a"), act("a", look=True), act("a")],
+        [act("a"), act("a", by="b"), act("a")],
+        [act("a"), call("a", 1, 2, logprobs=floats([0.0, 1e-7]))],
+        [act("a"), call("a", 1, 2, completion=None, logprobs=None, spans=(), prompt=None, text="hi")],
+        [Reward(tape="a", value=0.0)],
+    ],
+)
 def test_what_is_not_odd_is_not_told(middle: list[Record]):
     assert audited(episode("a", *middle)).anomalies == ()
 
@@ -264,21 +320,26 @@ def test_groups_that_stay_open_or_close_short():
 
 
 def test_the_trainers_numbers_tell_where_it_differs_from_the_sampler():
-    uses = [Use(lineage="m", update=k, items=(("a", "a.1", 0, 1, 1.0),), info=info)
-            for k, info in enumerate([{"mismatch": 0.01}, {"mismatch": 0.75}, {"mismatch": None}, {}])]  # fmt: skip
+    uses = [
+        Use(lineage="m", update=k, items=(("a", "a.1", 0, 1, 1.0),), info=info)
+        for k, info in enumerate([{"mismatch": 0.01}, {"mismatch": 0.75}, {"mismatch": None}, {}])
+    ]
     found = odd(audited(scored("a", 0.0), uses))["log-prob mismatch"]
     assert (found.what, found.count, found.of, found.tapes) == ("m", 1, 2, ("a",))
     assert "0.75 nats" in found.detail
     assert audited(scored("b", 0.0), uses, only={"b"}).anomalies == (), "the update took none of the tapes asked for"
 
 
-@pytest.mark.parametrize(("versions", "told"), [
-    (("m:5",), True),  # sampled by the weights that are trained: nothing explains a difference
-    (("m:4",), False),
-    (("m:5", "m:4"), False),
-    (("other:4",), True),
-    (("m:1",), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        (("m:5",), True),  # sampled by the weights that are trained: nothing explains a difference
+        (("m:4",), False),
+        (("m:5", "m:4"), False),
+        (("other:4",), True),
+        (("m:1",), False),
+    ],
+)
 def test_what_the_age_of_the_tokens_explains_is_no_mismatch(versions: tuple[str, ...], told: bool):
     spans = tuple((version, k, k + 1) for k, version in enumerate(versions))
     tape = episode("a", call("a", 1, len(spans), spans=spans))
@@ -301,21 +362,44 @@ def runs(draw: st.DrawFn) -> list[list[Record]]:
     made = []
     for t in range(draw(st.integers(1, 6))):
         name = f"t{t}"
-        records: list[Record] = [begin(name, split=draw(st.sampled_from(["train", "eval"])),
-                                       group=draw(st.sampled_from([None, "g", "h"])), attempt=t)]  # fmt: skip
+        records: list[Record] = [
+            begin(
+                name,
+                split=draw(st.sampled_from(["train", "eval"])),
+                group=draw(st.sampled_from([None, "g", "h"])),
+                attempt=t,
+            )
+        ]
         for k in range(draw(st.integers(0, 4))):
             n = draw(st.integers(0, 5))
             cut = draw(st.integers(0, n))
-            records.append(call(
-                name, k, n, by=draw(st.sampled_from(["a", "a/b"])), spans=(("v:0", 0, cut), ("v:1", cut, n)),
-                attempts=(Attempt(seconds=0.25),) * draw(st.integers(0, 2)), finish=draw(st.sampled_from(
-                    ["stop", "length"])), usage=Usage(cost=draw(st.sampled_from([None, 0.5])))))  # fmt: skip
+            records.append(
+                call(
+                    name,
+                    k,
+                    n,
+                    by=draw(st.sampled_from(["a", "a/b"])),
+                    spans=(("v:0", 0, cut), ("v:1", cut, n)),
+                    attempts=(Attempt(seconds=0.25),) * draw(st.integers(0, 2)),
+                    finish=draw(st.sampled_from(["stop", "length"])),
+                    usage=Usage(cost=draw(st.sampled_from([None, 0.5]))),
+                )
+            )
             records.append(step_record(name, Text(text="see"), by="env"))
             records.append(act(name, draw(st.sampled_from("xy")), look=draw(st.booleans())))
-            records += draw(st.lists(st.builds(
-                Reward, tape=st.just(name), step=st.sampled_from([None, 2 * k + 1]),
-                name=st.sampled_from(["right", "late"]), value=st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
-                weight=st.sampled_from([0.0, 1.0, 0.5])), max_size=2))  # fmt: skip
+            records += draw(
+                st.lists(
+                    st.builds(
+                        Reward,
+                        tape=st.just(name),
+                        step=st.sampled_from([None, 2 * k + 1]),
+                        name=st.sampled_from(["right", "late"]),
+                        value=st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+                        weight=st.sampled_from([0.0, 1.0, 0.5]),
+                    ),
+                    max_size=2,
+                )
+            )
         if draw(st.booleans()) or t == 0:
             records.append(end(name, *draw(st.sampled_from(ENDS))))
         made.append(records)
@@ -358,7 +442,8 @@ def _same_costs(audit: Audit, tapes: Sequence[Tape]) -> None:
     assert sum(one.calls for one in audit.spent) == len(calls)
     assert sum(one.prompt or 0 for one in audit.spent) == 3 * len(calls)
     assert sum(one.seconds or 0.0 for one in audit.spent) == pytest.approx(
-        sum(tried.seconds for one in calls for tried in one.attempts))  # fmt: skip
+        sum(tried.seconds for one in calls for tried in one.attempts)
+    )
     assert sum(one.cost or 0.0 for one in audit.spent) == pytest.approx(sum(one.usage.cost or 0.0 for one in calls))
     assert sum(one.unpriced for one in audit.spent) == sum(one.usage.cost is None for one in calls)
 
@@ -401,8 +486,11 @@ def _same_groups(audit: Audit, tapes: Sequence[Tape]) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    groups = [scored(f"{g}{k}", 1.0, group=g, attempt=k, split=split)
-              for g, split in (("g", "train"), ("h", "train"), ("e", "eval")) for k in range(2)]  # fmt: skip
+    groups = [
+        scored(f"{g}{k}", 1.0, group=g, attempt=k, split=split)
+        for g, split in (("g", "train"), ("h", "train"), ("e", "eval"))
+        for k in range(2)
+    ]
     with Store.create(path) as store:
         for record in (record for records in groups for record in records):
             store.writer.append(record.body())
@@ -427,8 +515,12 @@ def test_filters_take_tapes_with_the_others_of_their_groups(run: Path):
 def test_a_fork_in_a_run_is_counted_from_where_it_begins(run: Path):
     with Store.open(run, write=True) as store:
         digest = Tape.of(store.tape("g0").bodies[:2]).digest
-        for record in episode("f", act("f", look=True), Reward(tape="f", step=1, value=1.0),
-                              parent=Parent(tape="g0", digest=digest, records=2, turn=1)):  # fmt: skip
+        for record in episode(
+            "f",
+            act("f", look=True),
+            Reward(tape="f", step=1, value=1.0),
+            parent=Parent(tape="g0", digest=digest, records=2, turn=1),
+        ):
             store.writer.append(record.body())
     with Store.open(run) as store:
         earned = audit_run(store)[1].earned
@@ -466,8 +558,12 @@ def test_it_is_a_document_too(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_what_a_tape_says_is_neither_obeyed_nor_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, evil = tmp_path / "run", "<script>|x|\n# [a](b)\x1b[2J"
     with Store.create(path) as store:
-        for record in episode("a", call("a", 1, 1, by=evil, engine=evil, spans=((evil, 0, 1),)), act("a"),
-                              Reward(tape="a", name=evil, step=0, value=1.0)):  # fmt: skip
+        for record in episode(
+            "a",
+            call("a", 1, 1, by=evil, engine=evil, spans=((evil, 0, 1),)),
+            act("a"),
+            Reward(tape="a", name=evil, step=0, value=1.0),
+        ):
             store.writer.append(record.body())
     assert main(["audit", str(path), "--markdown"]) == Exit.HOLDS
     document = capsys.readouterr().out

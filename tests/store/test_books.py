@@ -27,8 +27,16 @@ def account(*bodies: bytes) -> Books:
     return books.books()
 
 
-def tape(name: str, tokens: int, *, status: str | None = "finished", cause: str | None = None, scored: bool = True,
-         split: str = "train", sampled: bool = True) -> list[bytes]:  # fmt: skip
+def tape(
+    name: str,
+    tokens: int,
+    *,
+    status: str | None = "finished",
+    cause: str | None = None,
+    scored: bool = True,
+    split: str = "train",
+    sampled: bool = True,
+) -> list[bytes]:
     """One episode of one call; open when `status` is None."""
     bodies = [lab.begin(name, split=split), lab.step(name, "see", action=False)]
     bodies.append(lab.call(name, f"{name}.1", tokens, version="main:0" if sampled else None, logprobs=sampled))
@@ -46,30 +54,38 @@ def places(books: Books) -> dict[str, int]:
     return {place: n for place, n in books.tokens.items() if n}
 
 
-@pytest.mark.parametrize(("place", "bodies"), [
-    ("unused", tape("a", 5)),
-    ("unused", tape("a", 5, status="truncated")),
-    ("unused", tape("a", 5, status="limit", cause="turns")),
-    ("unused", tape("a", 5, status="error", cause="agent")),
-    ("errored", tape("a", 5, status="limit", cause="seconds")),
-    ("errored", tape("a", 5, status="error", cause="environment")),
-    ("errored", tape("a", 5, status="error", cause="model")),
-    ("errored", tape("a", 5, status="error", cause="ours")),
-    ("errored", tape("a", 5, status="crashed")),
-    ("cancelled", tape("a", 5, status="cancelled")),
-    ("held_out", tape("a", 5, split="eval")),
-    ("held_out", tape("a", 5, split="eval", status="cancelled")),
-    ("unscored", tape("a", 5, scored=False)),
-    ("in_flight", tape("a", 5, status=None)),
-    ("in_flight", tape("a", 5, status=None, split="eval")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "bodies"),
+    [
+        ("unused", tape("a", 5)),
+        ("unused", tape("a", 5, status="truncated")),
+        ("unused", tape("a", 5, status="limit", cause="turns")),
+        ("unused", tape("a", 5, status="error", cause="agent")),
+        ("errored", tape("a", 5, status="limit", cause="seconds")),
+        ("errored", tape("a", 5, status="error", cause="environment")),
+        ("errored", tape("a", 5, status="error", cause="model")),
+        ("errored", tape("a", 5, status="error", cause="ours")),
+        ("errored", tape("a", 5, status="crashed")),
+        ("cancelled", tape("a", 5, status="cancelled")),
+        ("held_out", tape("a", 5, split="eval")),
+        ("held_out", tape("a", 5, split="eval", status="cancelled")),
+        ("unscored", tape("a", 5, scored=False)),
+        ("in_flight", tape("a", 5, status=None)),
+        ("in_flight", tape("a", 5, status=None, split="eval")),
+    ],
+)
 def test_each_place_has_its_tokens(place: str, bodies: list[bytes]) -> None:
     assert places(account(*bodies)) == {place: 5}
 
 
 def test_an_update_divides_a_call() -> None:
-    use = lab.use(0, [("a", "a.1", 0, 3, 0.1)], stale=[["a", "a.1", 3, 5]], filtered=[["a", "a.1", 5, 6]],
-                  context=[["a", "a.1", 6, 9]])  # fmt: skip
+    use = lab.use(
+        0,
+        [("a", "a.1", 0, 3, 0.1)],
+        stale=[["a", "a.1", 3, 5]],
+        filtered=[["a", "a.1", 5, 6]],
+        context=[["a", "a.1", 6, 9]],
+    )
     books = account(*tape("a", 10), use)
     assert places(books) == {"trained": 3, "stale": 2, "filtered": 1, "context": 3, "unused": 1}
     assert books.applied == 3
@@ -113,20 +129,26 @@ def test_voided_updates_did_not_happen() -> None:
     assert places(account(*tapes, *uses, void, again)) == {"trained": 15, "unused": 5}
 
 
-@pytest.mark.parametrize(("what", "bodies"), [
-    ("held out", [*tape("a", 5, split="eval"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
-    ("cancelled", [*tape("a", 5, status="cancelled"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
-    ("open", [*tape("a", 5, status=None), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
-    ("no such call", [*tape("a", 5), lab.use(0, [("a", "a.2", 0, 5, 0.1)])]),
-    ("5 tokens", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 6, 0.1)])]),
-    ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 3, 0.1), ("a", "a.1", 2, 5, 0.1)])]),
-    ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)], stale=[["a", "a.1", 0, 1]])]),
-    ("recorded twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)]), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
-    ("begins twice", [lab.begin("a"), lab.begin("a")]),
-    ("never began", [lab.end("a")]),
-    ("after its end", [*tape("a", 5), lab.end("a")]),
-    ("stands twice", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "bodies"),
+    [
+        ("held out", [*tape("a", 5, split="eval"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
+        ("cancelled", [*tape("a", 5, status="cancelled"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
+        ("open", [*tape("a", 5, status=None), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
+        ("no such call", [*tape("a", 5), lab.use(0, [("a", "a.2", 0, 5, 0.1)])]),
+        ("5 tokens", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 6, 0.1)])]),
+        ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 3, 0.1), ("a", "a.1", 2, 5, 0.1)])]),
+        ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)], stale=[["a", "a.1", 0, 1]])]),
+        (
+            "recorded twice",
+            [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)]), lab.use(0, [("a", "a.1", 0, 5, 0.1)])],
+        ),
+        ("begins twice", [lab.begin("a"), lab.begin("a")]),
+        ("never began", [lab.end("a")]),
+        ("after its end", [*tape("a", 5), lab.end("a")]),
+        ("stands twice", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
+    ],
+)
 def test_what_does_not_close_is_named(what: str, bodies: list[bytes]) -> None:
     books = account(*bodies)
     assert not books.closes
@@ -142,10 +164,19 @@ def test_attrition_is_told_by_cause_and_length() -> None:
     assert lost.turns == {"1": 1, "4-7": 1}
 
 
-status_and_cause = st.sampled_from([
-    ("finished", None), ("truncated", None), ("limit", "turns"), ("limit", "seconds"), ("error", "agent"),
-    ("error", "ours"), ("cancelled", None), ("crashed", None), (None, None),
-])  # fmt: skip
+status_and_cause = st.sampled_from(
+    [
+        ("finished", None),
+        ("truncated", None),
+        ("limit", "turns"),
+        ("limit", "seconds"),
+        ("error", "agent"),
+        ("error", "ours"),
+        ("cancelled", None),
+        ("crashed", None),
+        (None, None),
+    ]
+)
 
 
 @settings(max_examples=150)
@@ -226,12 +257,15 @@ def test_a_lineage_goes_on_from_where_another_was_cut() -> None:
     assert ended.into == "b"
 
 
-@pytest.mark.parametrize(("what", "records"), [
-    ("recorded twice", [use(0), use(0)]),
-    ("goes on from itself", [void("main", 0, "main")]),
-    ("one past", [void("a", 0, "main"), void("b", 0, "main")]),
-    ("lies in its past", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "records"),
+    [
+        ("recorded twice", [use(0), use(0)]),
+        ("goes on from itself", [void("main", 0, "main")]),
+        ("one past", [void("a", 0, "main"), void("b", 0, "main")]),
+        ("lies in its past", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
+    ],
+)
 def test_a_ledger_that_contradicts_itself_is_refused(what: str, records: list[Use | Void]) -> None:
     with pytest.raises(NotATape, match=what):
         Lineages(records).ledger("main")

@@ -279,8 +279,11 @@ def test_with_durability_os_nothing_waits_for_a_sync(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").exit_code == 0
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}\n", b'{"a":1}\n{"b":2}', b"{" + b" " * (64 << 20) + b"}"],
-                         ids=["empty", "list", "line break", "two", "too long"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{}\n", b'{"a":1}\n{"b":2}', b"{" + b" " * (64 << 20) + b"}"],
+    ids=["empty", "list", "line break", "two", "too long"],
+)
 def test_what_is_no_body_never_reaches_the_disk(tmp_path: Path, body: bytes) -> None:
     with Store.create(tmp_path / "run") as store, pytest.raises(ValueError, match="not a record body"):
         store.writer.append(body)
@@ -333,8 +336,13 @@ with Store.open(sys.argv[1], write=True, rotate_bytes=8_000) as store:
 
 
 def child(run: Path, name: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(run), name], text=True, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(run), name],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 def test_two_processes_write_while_a_third_reads(tmp_path: Path) -> None:
@@ -390,8 +398,10 @@ def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> N
 
 
 def test_a_process_that_forgets_to_close_is_sealed_when_it_ends(tmp_path: Path) -> None:
-    code = ("import sys\nfrom tapereel.tapes.store import Store\nfrom tests.store.lab import Lab\n"
-            "store = Store.create(sys.argv[1])\nfor body in Lab().episode('a'): store.writer.append(body)\n")
+    code = (
+        "import sys\nfrom tapereel.tapes.store import Store\nfrom tests.store.lab import Lab\n"
+        "store = Store.create(sys.argv[1])\nfor body in Lab().episode('a'): store.writer.append(body)\n"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, cwd=Path(__file__).parents[2])
     report = verify(tmp_path / "run")
     assert (report.exit_code, report.episodes, report.open) == (0, 1, 0)

@@ -38,18 +38,36 @@ def test_memory_is_bounded_by_the_longest_line_not_by_the_file(monkeypatch: pyte
     assert held < 3 << 20, f"{held} bytes were held for lines of at most {1 << 16}"
 
 
-@pytest.mark.parametrize("line", [
-    b"", b"{", b'{"n":0', b"\x00" * 300, b'{"n":00,"c":0,"p":"' + b"0" * 64 + b'","b":{},"h":"' + b"0" * 64 + b'"}',
-    b'{"n":0,"c":0,"p":"' + b"0" * 64 + b'","b":{},"h":"' + b"0" * 64 + b'"}',
-    b'{"n":0,"c":0,"p":"' + b"0" * 64 + b'","b":{"h":"' + b"0" * 64 + b'"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b'{"n":0',
+        b"\x00" * 300,
+        b'{"n":00,"c":0,"p":"' + b"0" * 64 + b'","b":{},"h":"' + b"0" * 64 + b'"}',
+        b'{"n":0,"c":0,"p":"' + b"0" * 64 + b'","b":{},"h":"' + b"0" * 64 + b'"}',
+        b'{"n":0,"c":0,"p":"' + b"0" * 64 + b'","b":{"h":"' + b"0" * 64 + b'"}',
+    ],
+)
 def test_what_is_no_line_is_refused(line: bytes) -> None:
     with pytest.raises(BadLine):
         parse_line(line)
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{", b'{"t":1}', b'{"a":1}', b'{"t":"step","tape":{}}', b"[" * 100_000,
-                                  b'{"a":' * 100_000, b'{"t":"begin","tape":"\xff"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]",
+        b"{",
+        b'{"t":1}',
+        b'{"a":1}',
+        b'{"t":"step","tape":{}}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"t":"begin","tape":"\xff"}',
+    ],
+)
 def test_what_is_no_record_is_refused(body: bytes) -> None:
     with pytest.raises(NotATape):
         peek(body)

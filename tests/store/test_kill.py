@@ -42,8 +42,9 @@ asyncio.run(main())
 def killed_after(run: Path, name: str, lines: int) -> list[str]:
     """Start a writer, kill it once it has acknowledged so many episodes; gives all that it acknowledged."""
     told = []
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(run), name], text=True, stdout=subprocess.PIPE,
-                          cwd=Path(__file__).parents[2]) as process:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(run), name], text=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             told.append(line.strip())

@@ -74,8 +74,13 @@ def test_a_run_is_made_once_and_opened_where_it_is(tmp_path: Path) -> None:
 def test_tapes_are_found_by_what_they_are(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run") as store:
         write(store, *lab.episode("good1", group="g"), *lab.episode("good2", split="eval", at=2000.0))
-        write(store, lab.begin("bad"), lab.call("bad", "bad.1", 3, version="main:7"), lab.reward("bad", -1.0),
-              lab.end("bad", "error", "agent"))  # fmt: skip
+        write(
+            store,
+            lab.begin("bad"),
+            lab.call("bad", "bad.1", 3, version="main:7"),
+            lab.reward("bad", -1.0),
+            lab.end("bad", "error", "agent"),
+        )
         write(store, lab.begin("open"))
         store.writer.sync()
 

@@ -131,8 +131,9 @@ def test_the_independent_verifier_agrees(tmp_path: Path) -> None:
 
     image = closed_run(Lab(), episodes=2)
     assert independent(SimDisk(image)) == 0
-    tried, missed = undetected(image, {path: image[path].count(b"\n") for path in segment_paths(image)}, independent,
-                               flips=60)  # fmt: skip
+    tried, missed = undetected(
+        image, {path: image[path].count(b"\n") for path in segment_paths(image)}, independent, flips=60
+    )
     assert not missed
     assert tried > 150
     crashed, durable = crashed_run(Lab(), episodes=3)

@@ -14,8 +14,9 @@ from tapereel.tapes.plain_json import DEPTH, read_plain
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20,
-)  # fmt: skip
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
 
 
 @given(VALUES, st.booleans())
@@ -24,20 +25,23 @@ def test_what_json_can_hold_comes_through(value: Any, ascii_: bool):
     assert read_plain(text) == read_plain(text.encode()) == value
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("[" * 100_000, "inside each other"),
-    ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "inside each other"),
-    ('{"a":' * 400 + "1" + "}" * 400, "inside each other"),
-    ("[NaN]", "NaN is no JSON number"),
-    ('{"a": -Infinity}', "-Infinity is no JSON number"),
-    ("1e999", "beyond all numbers"),
-    ("9" * 5000, "5000 digits"),
-    (r'"\ud800"', "half of a character"),
-    ('"\ud800"', "half of a character"),
-    ('{"a": ', "Expecting value"),
-    (b'"\xff"', "invalid start byte"),
-    ("", "Expecting value"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "inside each other"),
+        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "inside each other"),
+        ('{"a":' * 400 + "1" + "}" * 400, "inside each other"),
+        ("[NaN]", "NaN is no JSON number"),
+        ('{"a": -Infinity}', "-Infinity is no JSON number"),
+        ("1e999", "beyond all numbers"),
+        ("9" * 5000, "5000 digits"),
+        (r'"\ud800"', "half of a character"),
+        ('"\ud800"', "half of a character"),
+        ('{"a": ', "Expecting value"),
+        (b'"\xff"', "invalid start byte"),
+        ("", "Expecting value"),
+    ],
+)
 def test_what_no_reader_of_ours_could_write_again_is_refused(text: str | bytes, says: str):
     with pytest.raises(ValueError, match=says):
         read_plain(text)

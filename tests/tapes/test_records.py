@@ -17,15 +17,29 @@ def call(**fields: Any) -> Call:
     return Call(tape="t", call="t.1", by="agent", at=1.0, **fields)
 
 
-@pytest.mark.parametrize("record", [
-    call(messages=({"role": "user", "content": "x", "more": ALIKE},)),
-    call(sampling=Sampling(extra=ALIKE)),
-    call(sampling=Sampling(extra=ALIKE, first_temperature=10.0), conversation="main"),
-    call(tool_calls=({"function": ALIKE},), sampling=Sampling(extra=ALIKE)),
-    call(),
-    Begin(tape="t", task=Task(public=ALIKE), task_hash=Task(public=ALIKE).hash, agent=Identity(name="a"),
-          env=Identity(name="e"), env_seed=1, seed=2, split="train", at=1.0, sampling=Sampling(extra=ALIKE)),
-], ids=["message", "extra", "told", "tool call", "plain", "task"])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        call(messages=({"role": "user", "content": "x", "more": ALIKE},)),
+        call(sampling=Sampling(extra=ALIKE)),
+        call(sampling=Sampling(extra=ALIKE, first_temperature=10.0), conversation="main"),
+        call(tool_calls=({"function": ALIKE},), sampling=Sampling(extra=ALIKE)),
+        call(),
+        Begin(
+            tape="t",
+            task=Task(public=ALIKE),
+            task_hash=Task(public=ALIKE).hash,
+            agent=Identity(name="a"),
+            env=Identity(name="e"),
+            env_seed=1,
+            seed=2,
+            split="train",
+            at=1.0,
+            sampling=Sampling(extra=ALIKE),
+        ),
+    ],
+    ids=["message", "extra", "told", "tool call", "plain", "task"],
+)
 def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: Call | Begin) -> None:
     body = record.body()
     assert parse_record(body) == record
@@ -35,10 +49,20 @@ def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: C
     assert ("first_temperature" in plain["sampling"]) == (record.sampling.first_temperature is not None)
 
 
-@pytest.mark.parametrize("wrong", [
-    {"temperature": -0.5}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"max_tokens": 0},
-    {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"first_temperature": 0.0}, {"first_temperature": float("inf")},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.5},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"max_tokens": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"first_temperature": 0.0},
+        {"first_temperature": float("inf")},
+    ],
+)
 def test_sampling_that_no_engine_could_do_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling.model_validate(wrong)

@@ -92,14 +92,18 @@ class _Board(Observation, kind="steps_board"):
     cells: Any
 
 
-@pytest.mark.parametrize(("cells", "says"), [
-    (object(), "its field 'cells' holds a value of type object, for which JSON has no form"),
-    ({"a": [1, {object}]}, "its field 'cells' holds a value of type type"),
-    ("\ud800", "the text of its field 'cells' holds half a character"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [
+        (object(), "its field 'cells' holds a value of type object, for which JSON has no form"),
+        ({"a": [1, {object}]}, "its field 'cells' holds a value of type type"),
+        ("\ud800", "the text of its field 'cells' holds half a character"),
+    ],
+)
 def test_a_step_that_can_t_be_written_names_its_field_and_what_is_in_it(cells: Any, says: str):
-    record = StepRecord(tape="t", by="env", role="observation", kind="steps_board",
-                        content=_Board(name="n", cells=cells), at=0.0)  # fmt: skip
+    record = StepRecord(
+        tape="t", by="env", role="observation", kind="steps_board", content=_Board(name="n", cells=cells), at=0.0
+    )
     with pytest.raises(Unwritable, match="a step of kind 'steps_board' can't be written") as caught:
         record.body()
     assert says in str(caught.value)

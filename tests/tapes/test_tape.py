@@ -34,8 +34,17 @@ class Do(Action, kind="tape_do"):
 
 def begin(tape: str = "t", parent: Parent | None = None) -> Begin:
     task = Task(public="q", private="secret")
-    return Begin(tape=tape, task=task, task_hash=task.hash, agent=Identity(name="a"), env=Identity(name="e"),
-                 env_seed=1, seed=2, parent=parent, at=0.0)  # fmt: skip
+    return Begin(
+        tape=tape,
+        task=task,
+        task_hash=task.hash,
+        agent=Identity(name="a"),
+        env=Identity(name="e"),
+        env_seed=1,
+        seed=2,
+        parent=parent,
+        at=0.0,
+    )
 
 
 def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
@@ -44,9 +53,23 @@ def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
     for k in range(turns):
         base = f"{tape}.{k - 1}" if k else None
         new = ({"role": "user", "content": "start" if k == 0 else f"saw {k - 1}"},)
-        log.append(Call(tape=tape, call=f"{tape}.{k}", by="a", base=base, keep=5 * k, keep_messages=2 * k, messages=new,
-                        prompt=[10, 11, 12], completion=[20 + k, 2], logprobs=[-0.5, -0.25], text=f"do {k}",
-                        spans=(("v:0", 0, 2),), at=1.0))  # fmt: skip
+        log.append(
+            Call(
+                tape=tape,
+                call=f"{tape}.{k}",
+                by="a",
+                base=base,
+                keep=5 * k,
+                keep_messages=2 * k,
+                messages=new,
+                prompt=[10, 11, 12],
+                completion=[20 + k, 2],
+                logprobs=[-0.5, -0.25],
+                text=f"do {k}",
+                spans=(("v:0", 0, 2),),
+                at=1.0,
+            )
+        )
         log.append(step_record(tape, Do(text=f"do {k}"), by="a", calls=((f"{tape}.{k}", 0, 2),)))
         log.append(Reward(tape=tape, step=len(log.entries) - 1, value=0.5))
         log.append(step_record(tape, See(text=f"saw {k}"), by="env"))
@@ -85,14 +108,29 @@ def test_deltas_concatenate_to_the_prompts():
     tape = Tape(build(3))
     assert tape.call_prompt("t.2").tolist() == [10, 11, 12, 20, 2, 10, 11, 12, 21, 2, 10, 11, 12]
     assert [m["content"] for m in tape.call_messages("t.2")] == ["start", "do 0", "saw 0", "do 1", "saw 1"]
-    assert list(tape.messages(path="a")) == [*tape.call_messages("t.2"), {"role": "assistant", "content": "do 2"},
-                                             {"role": "user", "content": "saw 2"}]  # fmt: skip
+    assert list(tape.messages(path="a")) == [
+        *tape.call_messages("t.2"),
+        {"role": "assistant", "content": "do 2"},
+        {"role": "user", "content": "saw 2"},
+    ]
 
 
 def test_a_call_that_keeps_less_drops_the_rest():
     log = build(2, end=False)
-    log.append(Call(tape="t", call="c", by="a", base="t.1", keep=4, keep_messages=1, prompt=[9], completion=[1],
-                    messages=({"role": "user", "content": "x"},), at=1.0))  # fmt: skip
+    log.append(
+        Call(
+            tape="t",
+            call="c",
+            by="a",
+            base="t.1",
+            keep=4,
+            keep_messages=1,
+            prompt=[9],
+            completion=[1],
+            messages=({"role": "user", "content": "x"},),
+            at=1.0,
+        )
+    )
     tape = Tape(log)
     assert tape.call_prompt("c").tolist() == [10, 11, 12, 20, 9]
     assert [m["content"] for m in tape.call_messages("c")] == ["start", "x"]

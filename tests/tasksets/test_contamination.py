@@ -79,10 +79,15 @@ def test_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["question"]["tasks"] == 1
 
 
-@pytest.mark.parametrize(("held_out", "words", "sentence"), [
-    ("none.jsonl", [], "there is no file"), ("t.jsonl", ["--public", "z"], "t.jsonl: item 0: a row has no column 'z'"),
-    ("bad.jsonl", [], "bad.jsonl can't be read: line 2 is no JSON"), ("t.txt", [], "ends in '.txt'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("held_out", "words", "sentence"),
+    [
+        ("none.jsonl", [], "there is no file"),
+        ("t.jsonl", ["--public", "z"], "t.jsonl: item 0: a row has no column 'z'"),
+        ("bad.jsonl", [], "bad.jsonl can't be read: line 2 is no JSON"),
+        ("t.txt", [], "ends in '.txt'"),
+    ],
+)
 def test_what_the_verb_cannot_read_is_a_mistake_of_the_command_line(
     held_out: str, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

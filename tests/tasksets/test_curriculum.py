@@ -61,11 +61,16 @@ def test_an_empty_pool_gives_its_share_to_the_others() -> None:
         Curriculum(parts, {"hard": 1})
 
 
-@pytest.mark.parametrize(("weights", "sentence"), [
-    ({"harder": 1}, "a weight is for 'harder'; the pools are 'easy'"), ({"easy": -1}, "numbers from 0 on"),
-    ([(1, {"easy": 1})], r"begin at 0 and come in order, not at \[1\]"), ([], "begin at 0"),
-    ({"easy": float("nan")}, "numbers from 0 on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ({"harder": 1}, "a weight is for 'harder'; the pools are 'easy'"),
+        ({"easy": -1}, "numbers from 0 on"),
+        ([(1, {"easy": 1})], r"begin at 0 and come in order, not at \[1\]"),
+        ([], "begin at 0"),
+        ({"easy": float("nan")}, "numbers from 0 on"),
+    ],
+)
 def test_wrong_weights(weights: Any, sentence: str) -> None:
     with pytest.raises(BadTasks, match=sentence):
         Curriculum(pools(ALL, RATES), weights)

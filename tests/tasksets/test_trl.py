@@ -103,8 +103,10 @@ def says(*answers: str | tuple[str, ...]) -> ScriptedEngine:
         said = answers[sum(m["role"] == "assistant" for m in request.messages)]
         if isinstance(said, str):
             return said
-        return "".join(f"<tool_call>{json.dumps({'name': 'guess', 'arguments': {'letter': letter}})}</tool_call>"
-                       for letter in said)  # fmt: skip
+        return "".join(
+            f"<tool_call>{json.dumps({'name': 'guess', 'arguments': {'letter': letter}})}</tool_call>"
+            for letter in said
+        )
 
     return ScriptedEngine(answer)
 
@@ -117,13 +119,23 @@ def play(engine: ScriptedEngine, env: Callable[[], TRLEnvironment], row: dict[st
 def test_an_environment_class_and_its_reward_functions() -> None:
     tape = play(says(("a", "zz"), "ada"), lambda: TRLEnvironment(WordGame, rewards=[exact, polite, calls]))
     assert tape.status is Status.FINISHED, tape.cause
-    assert [m["role"] for m in tape.messages(path="agent")] == ["system", "user", "assistant", "tool", "tool",
-                                                                  "assistant"]  # fmt: skip
+    assert [m["role"] for m in tape.messages(path="agent")] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert tape.messages(path="agent")[1]["content"] == "Guess. It has 3 letters."
     (results,) = [step.results for step in tape if step.kind == "tool_results"]  # type: ignore[attr-defined]
     assert [(r.content, r.error) for r in results] == [("a_a", False), ("ValueError: one letter at a time", True)]
     assert {reward.name: reward.value for reward in tape.rewards} == {
-        "WordGame": 0.5, "exact": 1.0, "polite": 0.5, "calls": 1.0}  # fmt: skip
+        "WordGame": 0.5,
+        "exact": 1.0,
+        "polite": 0.5,
+        "calls": 1.0,
+    }
     assert tape.rewards[-1].evidence == {"metrics": {"calls": 1.0}, "extra": {"said": ["ada"]}}
     assert tape.begin.env.config["rewards"] == ["exact", "polite", "calls"]
 
@@ -218,15 +230,26 @@ def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() 
     assert completion_ids(tape) == whole[len(tape.call_prompt(first)) :]
     assert len(completion_ids(tape)) > len(first.completion or ()) + len(last.completion or ())
     assert tape.reward == len(completion_ids(tape))
-    fork = asyncio.run(rollout(ChatAgent(parse=lambda text: Answer(text=text)), lambda: Twice(), trl_row(ROW),
-                               engine=ScriptedEngine(["x"]), fork=tape.at_turn(1)))  # fmt: skip
+    fork = asyncio.run(
+        rollout(
+            ChatAgent(parse=lambda text: Answer(text=text)),
+            lambda: Twice(),
+            trl_row(ROW),
+            engine=ScriptedEngine(["x"]),
+            fork=tape.at_turn(1),
+        )
+    )
     with pytest.raises(NotATape, match="no token ids"):
         completion_ids(fork)
 
 
-@pytest.mark.parametrize(("function", "sentence"), [
-    (long, "long asks for `completion_ids`: call"), (late, "late asks for `trainer_state`: no trainer of TRL's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (long, "long asks for `completion_ids`: call"),
+        (late, "late asks for `trainer_state`: no trainer of TRL's"),
+    ],
+)
 def test_what_a_function_asks_for_and_is_not_there_is_named_and_never_none(function: Any, sentence: str) -> None:
     tape = play(says("ada"), lambda: TRLEnvironment(rewards=[function]))
     assert tape.reward is None
@@ -256,20 +279,30 @@ def test_rewards_that_a_run_names_come_beside_those_of_the_instance() -> None:
     assert {reward.name: reward.value for reward in tape.rewards} == {"polite": 0.5, "brief": 0.25}
 
 
-@pytest.mark.parametrize(("row", "sentence"), [
-    ({"goal": 1}, "a row has a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
-    ({}, "this is {}"), ([1], "this is [1]"), ({"prompt": 5}, "the prompt 5 is neither a text nor a list"),
-    ({"prompt": []}, "the prompt [] is neither"), ({"prompt": [{"role": "user"}]}, "is neither"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"goal": 1}, "a row has a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
+        ({}, "this is {}"),
+        ([1], "this is [1]"),
+        ({"prompt": 5}, "the prompt 5 is neither a text nor a list"),
+        ({"prompt": []}, "the prompt [] is neither"),
+        ({"prompt": [{"role": "user"}]}, "is neither"),
+    ],
+)
 def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentence: str) -> None:
     with pytest.raises(NotTRL, match=re.escape(sentence)):
         trl_row(row)
     assert trl_row({"prompt": None, "goal": 1}).public == {"prompt": None}
 
 
-@pytest.mark.parametrize(("given", "sentence"), [
-    ([0.1, 0.2], "gave [0.1, 0.2] for one completion"), (0.5, "gave 0.5 for one completion"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([0.1, 0.2], "gave [0.1, 0.2] for one completion"),
+        (0.5, "gave 0.5 for one completion"),
+    ],
+)
 def test_a_function_that_breaks_the_contract_ends_the_episode_unscored(given: Any, sentence: str) -> None:
     def wrong(completions: Any, **_: Any) -> Any:
         return given

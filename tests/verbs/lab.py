@@ -22,8 +22,16 @@ WORLD = str(Path(__file__).with_name("world.py"))
 NEXT = f"{EXAMPLE}:counting"
 SCENE = ("--agent", f"{EXAMPLE}:player", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks")
 DEADLY = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Deadly", "--tasks", f"{EXAMPLE}:tasks")
-MICRO = ("loop.updates=3", "loop.groups=2", "loop.group_size=4", "loop.checkpoint_every=2", "loop.optimiser.lr=1e-2",
-         "loop.sampling.max_tokens=1", "evaluation.fraction=0.2", "evaluation.limit=4")  # fmt: skip
+MICRO = (
+    "loop.updates=3",
+    "loop.groups=2",
+    "loop.group_size=4",
+    "loop.checkpoint_every=2",
+    "loop.optimiser.lr=1e-2",
+    "loop.sampling.max_tokens=1",
+    "evaluation.fraction=0.2",
+    "evaluation.limit=4",
+)
 
 
 def settings(*texts: str) -> list[str]:

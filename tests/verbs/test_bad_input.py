@@ -17,23 +17,46 @@ TASKS = f"{EXAMPLE}:tasks"
 EVERY_RUN = ("NOWHERE", "FILE", "EMPTY")
 """What is no run, for every verb that reads one."""
 READS = {
-    "show": (), "view": ("--no-browser",), "explain": (), "replay": (), "reexec": (), "rescore": ("--reward", CLOSE),
-    "requery": (), "branch": ("0", "--at", "0"), "diff": ("RUN",), "verify": (), "reproduce": (), "eval": (),
-    "lab": ("--recipe", "own"), "audit": (), "export": ("NEW.jsonl",),
-}  # fmt: skip
+    "show": (),
+    "view": ("--no-browser",),
+    "explain": (),
+    "replay": (),
+    "reexec": (),
+    "rescore": ("--reward", CLOSE),
+    "requery": (),
+    "branch": ("0", "--at", "0"),
+    "diff": ("RUN",),
+    "verify": (),
+    "reproduce": (),
+    "eval": (),
+    "lab": ("--recipe", "own"),
+    "audit": (),
+    "export": ("NEW.jsonl",),
+}
 OTHERS: dict[str, list[tuple[str, ...]]] = {
     "demo": [("--config", "EMPTY"), ("--set", "loop.recipe=rloo"), ("--set", "tasks=64"), ("--set", "nope=1")],
-    "run": [(*SCENE, "--config", "EMPTY", *POLICY), (*SCENE, "--model", "EMPTY"), (*SCENE, "--model", "NOWHERE"),
-            ("--agent", "BROKEN.py:x", *SCENE[2:], *POLICY), (*SCENE[:4], "--tasks", "BROKEN.jsonl", *POLICY)],
-    "train": [(*SCENE, "--model", "MODEL", *settings(*MICRO, "loop.changes={weigh: {kind: nope}}")),
-              (*SCENE, "--model", "EMPTY", *settings(*MICRO)), (*SCENE, "--model", "FILE", *settings(*MICRO)),
-              (*SCENE, "--config", "BROKEN.yaml", "--model", "MODEL")],
+    "run": [
+        (*SCENE, "--config", "EMPTY", *POLICY),
+        (*SCENE, "--model", "EMPTY"),
+        (*SCENE, "--model", "NOWHERE"),
+        ("--agent", "BROKEN.py:x", *SCENE[2:], *POLICY),
+        (*SCENE[:4], "--tasks", "BROKEN.jsonl", *POLICY),
+    ],
+    "train": [
+        (*SCENE, "--model", "MODEL", *settings(*MICRO, "loop.changes={weigh: {kind: nope}}")),
+        (*SCENE, "--model", "EMPTY", *settings(*MICRO)),
+        (*SCENE, "--model", "FILE", *settings(*MICRO)),
+        (*SCENE, "--config", "BROKEN.yaml", "--model", "MODEL"),
+    ],
     "gateway": [("--model", "NOWHERE"), ("--model", "EMPTY"), ("--config", "EMPTY", "--model", "MODEL")],
     "serve": [("EMPTY", "--engine", "embedded"), ("NOWHERE", "--engine", "embedded"), ("MODEL", "--port", "99999")],
     "serve-env": [("BROKEN.py:x",), (DIGITS, "--port", "99999")],
     "show": [("BROKEN.jsonl",), ("RUN", "zzz"), ("RUN", "--taught", "EMPTY")],
-    "view": [("RUN", "--out", "VIEW", "--weights", "NOWHERE"), ("RUN", "--out", "VIEW", "--tokenizer", "NOWHERE"),
-             ("RUN", "--out", "FILE")],
+    "view": [
+        ("RUN", "--out", "VIEW", "--weights", "NOWHERE"),
+        ("RUN", "--out", "VIEW", "--tokenizer", "NOWHERE"),
+        ("RUN", "--out", "FILE"),
+    ],
     "explain": [("RUN", "zzz")],
     "replay": [("RUN", "--agent", "BROKEN.py:x"), ("RUN", "zzz"), ("RUN", "--jobs", "0")],
     "reexec": [("RUN", "--env", "BROKEN.py:x")],
@@ -44,18 +67,29 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
     "verify": [("RUN", "--pin", "nonsense")],
     "reproduce": [("TRAINED", "nope")],
     "eval": [("RUN", "--split", "nope"), ("RUN", "--plot", "NOWHERE/x.png"), ("RUN", "--k", "0")],
-    "lab": [("TRAINED", "--recipe", "WORDS.yaml"), ("TRAINED", "--recipe", "BROKEN.yaml"),
-            ("TRAINED", "--recipe", "own", "--png", "NOWHERE/x.png"), ("TRAINED", "--recipe", "own", "--html", "EMPTY"),
-            ("TRAINED", "--recipe", "own", "--tokens", "-1"), ("TRAINED", "--recipe", "own", "--update", "99"),
-            ("TRAINED", "--recipe", "own", "--policy", "nobody")],
+    "lab": [
+        ("TRAINED", "--recipe", "WORDS.yaml"),
+        ("TRAINED", "--recipe", "BROKEN.yaml"),
+        ("TRAINED", "--recipe", "own", "--png", "NOWHERE/x.png"),
+        ("TRAINED", "--recipe", "own", "--html", "EMPTY"),
+        ("TRAINED", "--recipe", "own", "--tokens", "-1"),
+        ("TRAINED", "--recipe", "own", "--update", "99"),
+        ("TRAINED", "--recipe", "own", "--policy", "nobody"),
+    ],
     "audit": [("RUN", "--markdown", "NOWHERE/x.md"), ("RUN", "--limit", "0")],
     "check-tasks": [("BROKEN.jsonl", TASKS), ("NOWHERE", TASKS)],
-    "check-env": [("BROKEN.py:x", "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"),
-                  (DIGITS, "--tasks", "BROKEN.jsonl", "--actions", f"{EXAMPLE}:blindly")],
-    "export": [("RUN", "NEW.jsonl", "--split", "nope"), ("RUN", "FILE"), ("RUN", "NEW.jsonl", "--tokenizer", "EMPTY"),
-               ("RUN", "NEW.jsonl", "--split", "nope", "--format", "sft")],
+    "check-env": [
+        ("BROKEN.py:x", "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"),
+        (DIGITS, "--tasks", "BROKEN.jsonl", "--actions", f"{EXAMPLE}:blindly"),
+    ],
+    "export": [
+        ("RUN", "NEW.jsonl", "--split", "nope"),
+        ("RUN", "FILE"),
+        ("RUN", "NEW.jsonl", "--tokenizer", "EMPTY"),
+        ("RUN", "NEW.jsonl", "--split", "nope", "--format", "sft"),
+    ],
     "import": [("BROKEN.jsonl", "OUT", "--format", "sft"), ("NOWHERE", "OUT", "--format", "sft")],
-}  # fmt: skip
+}
 CASES = [(verb, (run, *more)) for verb, more in READS.items() for run in EVERY_RUN]
 CASES += [(verb, words) for verb, every in OTHERS.items() for words in every]
 
@@ -65,13 +99,19 @@ def there(trained: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("given")
     (folder / "empty").mkdir()
     (folder / "file").write_text("mine")
-    for name, text in (("broken.yaml", "recipe: [grpo\n"), ("words.yaml", "recipe: grpo\nchanges: {weigh: {kind: no}}"),
-                       ("broken.py", "def x(:\n"), ("broken.jsonl", "{not json\n")):  # fmt: skip
+    for name, text in (
+        ("broken.yaml", "recipe: [grpo\n"),
+        ("words.yaml", "recipe: grpo\nchanges: {weigh: {kind: no}}"),
+        ("broken.py", "def x(:\n"),
+        ("broken.jsonl", "{not json\n"),
+    ):
         (folder / name).write_text(text)
     run = str(folder / "run")
     assert main(["run", *SCENE, "--out", run, *POLICY, "--set", "count=2"]) == 0
-    names = {word: str(folder / word.lower()) for word in ("NOWHERE", "FILE", "EMPTY", "BROKEN", "WORDS", "NEW", "VIEW",
-                                                           "OUT")}  # fmt: skip
+    names = {
+        word: str(folder / word.lower())
+        for word in ("NOWHERE", "FILE", "EMPTY", "BROKEN", "WORDS", "NEW", "VIEW", "OUT")
+    }
     return {"RUN": run, "TRAINED": str(trained), "MODEL": model, **names}
 
 
@@ -80,8 +120,9 @@ def test_every_verb_is_asked():
 
 
 @pytest.mark.parametrize(("verb", "words"), CASES, ids=[" ".join(map(str, (v, *w)))[:80] for v, w in CASES])
-def test_what_makes_no_sense_ends_with_64(verb: str, words: tuple[str, ...], there: dict[str, str],
-                                          capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_what_makes_no_sense_ends_with_64(
+    verb: str, words: tuple[str, ...], there: dict[str, str], capsys: pytest.CaptureFixture[str]
+):
     given = []
     for word in words:
         name = next((name for name in there if word.startswith(name)), None)

@@ -25,8 +25,15 @@ def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 
 def words(model: str, out: Path, tried: Path, *more: str, scene: tuple[str, ...] = SCENE) -> tuple[str, ...]:
-    return ("train", *scene, "--model", model, "--out", str(out),
-            *settings(*MICRO, f"curriculum.tapes={tried}", "evaluation.fraction=0", *more))  # fmt: skip
+    return (
+        "train",
+        *scene,
+        "--model",
+        model,
+        "--out",
+        str(out),
+        *settings(*MICRO, f"curriculum.tapes={tried}", "evaluation.fraction=0", *more),
+    )
 
 
 def groups(run: Path) -> list[str]:
@@ -58,15 +65,23 @@ def test_a_run_that_died_goes_on_with_the_tasks_that_it_would_have_had(model: st
     assert list(dict.fromkeys(groups(cut)))[:6] == list(dict.fromkeys(groups(whole)))[:6]
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    (("curriculum.weights={esay: 1}",), "a weight is for 'esay'; the pools are 'easy'"),
-    (("curriculum.weights={normal: 1}",), "leave nothing to draw from; the pools have: easy 50, normal 0, hard 50"),
-    (("curriculum.easy=0.2",), "give 0 <= hard <= easy <= 1"),
-    (("tasks=[\"77\"]",), "has no scored attempt at any of the 1 tasks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("curriculum.weights={esay: 1}",), "a weight is for 'esay'; the pools are 'easy'"),
+        (("curriculum.weights={normal: 1}",), "leave nothing to draw from; the pools have: easy 50, normal 0, hard 50"),
+        (("curriculum.easy=0.2",), "give 0 <= hard <= easy <= 1"),
+        (('tasks=["77"]',), "has no scored attempt at any of the 1 tasks"),
+    ],
+)
 def test_a_curriculum_that_cant_be_is_refused_before_anything_is_made(
-    model: str, tried: Path, more: Any, says: str, tmp_path: Path, capsys,
-) -> None:  # fmt: skip
+    model: str,
+    tried: Path,
+    more: Any,
+    says: str,
+    tmp_path: Path,
+    capsys,
+) -> None:
     scene = SCENE[:4] if more[0].startswith("tasks") else SCENE
     assert says in refusal_of(capsys, *words(model, tmp_path / "r", tried, *more, scene=scene))
     assert not (tmp_path / "r").exists()

@@ -12,8 +12,16 @@ from tapereel.cli import VERBS, main
 
 from .lab import ROOT
 
-SMALL = ["--set", "loop.updates=2", "--set", "loop.groups=2", "--set", "loop.group_size=4", "--set",
-         'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]']  # fmt: skip
+SMALL = [
+    "--set",
+    "loop.updates=2",
+    "--set",
+    "loop.groups=2",
+    "--set",
+    "loop.group_size=4",
+    "--set",
+    'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
+]
 """Few attempts may all earn the same, and an entropy is trained on even so."""
 
 SERVES = ("view", "serve-env")

@@ -72,9 +72,13 @@ def test_tokens_are_those_of_the_tape(trained: Path, capsys):
     assert found["verdict"].startswith("trained on by update 2")
     assert re.search(r"; \d+ tokens? of it had a weight in the gradient of update 2", found["verdict"])
     assert found["uses"][-1] | {"trained": 1} == {
-        "lineage": call.spans[0][0].split(":")[0], "update": 2, "phase": "rl", "recipe": "grpo", "trained": 1,
+        "lineage": call.spans[0][0].split(":")[0],
+        "update": 2,
+        "phase": "rl",
+        "recipe": "grpo",
+        "trained": 1,
         "skipped": None,
-    }  # fmt: skip
+    }
 
 
 def test_without_a_name_the_telling_ones_are_chosen(trained: Path, capsys):
@@ -131,7 +135,9 @@ def test_text_of_a_script_has_rows_once_it_has_a_tokenizer(model: str, tmp_path:
     assert "by --tokenizer DIR" in out
     (found,) = explained(capsys, tmp_path / "r", "--tokenizer", model)
     assert [(token["text"], token["logprob"], token["version"]) for token in own(found)] == [
-        ("1", None, None), ("<|end|>", None, None)]  # fmt: skip
+        ("1", None, None),
+        ("<|end|>", None, None),
+    ]
 
 
 def test_a_tokenizer_of_another_model_is_not_used(trained: Path, tmp_path: Path, capsys):

@@ -78,8 +78,14 @@ def test_a_recipe_with_all_signs_turned_pulls_the_other_way(trained: Path, telli
 
 
 def test_what_other_recipes_change_is_named(trained: Path, telling: int) -> None:
-    experiment = one(lab(trained, ["grpo", "reinforce_plain", get_recipe("grpo", {"weigh": {"kind": "episode"}})],
-                         [telling], tokens=3))  # fmt: skip
+    experiment = one(
+        lab(
+            trained,
+            ["grpo", "reinforce_plain", get_recipe("grpo", {"weigh": {"kind": "episode"}})],
+            [telling],
+            tokens=3,
+        )
+    )
     first, plain, episode = experiment.lines
     assert first.dropped == plain.dropped == experiment.tokens - first.tokens
     assert plain.cosine is not None
@@ -111,8 +117,11 @@ def test_gradients_are_those_of_the_pulls(trained: Path, telling: int) -> None:
 
 def test_the_lab_leaves_the_run_as_it_is(trained: Path) -> None:
     def state() -> list[tuple[str, int, int]]:
-        return sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in trained.rglob("*")
-                      if f.is_file() and "index.sqlite" not in f.name)  # fmt: skip
+        return sorted(
+            (str(f), f.stat().st_size, f.stat().st_mtime_ns)
+            for f in trained.rglob("*")
+            if f.is_file() and "index.sqlite" not in f.name
+        )
 
     before = state()
     lab(trained, ["own", "rloo"], [0, LAST])
@@ -132,13 +141,24 @@ def test_what_isn_t_there_is_refused(trained: Path, tmp_path: Path) -> None:
         lab(tmp_path / "empty", ["own"])
 
 
-def test_the_verb_prints_draws_and_writes_a_page(trained: Path, telling: int, tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_the_verb_prints_draws_and_writes_a_page(
+    trained: Path, telling: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("recipe: grpo\nchanges:\n  weigh:\n    kind: episode\n")
     png, page = tmp_path / "lab.png", tmp_path / "lab.html"
-    words = ["lab", str(trained), "--recipe", str(recipe), "--update", str(telling), "--png", str(png),
-             "--html", str(page)]  # fmt: skip
+    words = [
+        "lab",
+        str(trained),
+        "--recipe",
+        str(recipe),
+        "--update",
+        str(telling),
+        "--png",
+        str(png),
+        "--html",
+        str(page),
+    ]
     assert main([*words, "--json"]) == 0
     found: Any = json.loads(capsys.readouterr().out)
     assert found["recipes"] == ["own", "mine"]
@@ -169,8 +189,7 @@ def test_the_page_escapes_what_a_model_wrote(trained: Path, tmp_path: Path) -> N
     assert [c.name for c in pull_curves(changed.experiments[0])] == ["own", evil]
 
 
-def test_an_update_s_weights_come_from_the_nearest_checkpoint(trained: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_update_s_weights_come_from_the_nearest_checkpoint(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     applied: list[int] = []
 
     def counted(history: History, epochs: Sequence[Use]) -> Any:

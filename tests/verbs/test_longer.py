@@ -19,10 +19,16 @@ from tapereel.tapes.store import Store
 
 from .lab import DEADLY, MICRO, SCENE, answer_of, killed, refusal_of, settings
 
-SYNC = ("loop.max_lag=0", "loop.groups=4", "loop.group_size=6", "loop.epochs=2", "loop.minibatches=2",
-        "evaluation.every=1",
-        # A bonus on entropy moves the weights also where all attempts earned the same.
-        'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]')  # fmt: skip
+SYNC = (
+    "loop.max_lag=0",
+    "loop.groups=4",
+    "loop.group_size=6",
+    "loop.epochs=2",
+    "loop.minibatches=2",
+    "evaluation.every=1",
+    # A bonus on entropy moves the weights also where all attempts earned the same.
+    'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
+)
 
 
 def words(model: str, out: Path, updates: int, *more: str, scene: tuple[str, ...] = SCENE) -> tuple[str, ...]:

@@ -48,11 +48,14 @@ def test_a_file_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
     assert load_named(f"{tmp_path / name}.py:made") == 7
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("x = 1\nimport no_such_thing_at_all", r"ModuleNotFoundError: No module named 'no_such_thing_at_all' \(.*:2\)"),
-    ("x = 1\n\nx.y", r"AttributeError: .* \(.*broken_\d.py:3\)"),
-    ("x = (", "SyntaxError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = 1\nimport no_such_thing_at_all", r"ModuleNotFoundError: No module named 'no_such_thing_at_all' \(.*:2\)"),
+        ("x = 1\n\nx.y", r"AttributeError: .* \(.*broken_\d.py:3\)"),
+        ("x = (", "SyntaxError"),
+    ],
+)
 def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tmp_path: Path, text: str, says: str):
     path = tmp_path / f"broken_{len(text)}.py"
     path.write_text(text)
@@ -61,24 +64,30 @@ def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tmp_path: Path, text
     assert path.stem not in sys.modules
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("number", "is an object of type int, not an agent"),
-    ("undecorated", "put @agent above it"),
-    ("make_nothing", "the function make_nothing, which gave an object of type NoneType, not an agent"),
-    ("Digits", "the class Digits, not an agent"),
-    ("Picky", "that needs size"),
-    ("nothing_of_the_kind", "has no 'nothing_of_the_kind'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "is an object of type int, not an agent"),
+        ("undecorated", "put @agent above it"),
+        ("make_nothing", "the function make_nothing, which gave an object of type NoneType, not an agent"),
+        ("Digits", "the class Digits, not an agent"),
+        ("Picky", "that needs size"),
+        ("nothing_of_the_kind", "has no 'nothing_of_the_kind'"),
+    ],
+)
 def test_what_is_no_agent_is_refused(name: str, says: str):
     with pytest.raises(UsageError, match=says):
         load_agent(named(name))
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("no_such_module:agent", "there is no module 'no_such_module'"),
-    ("player", "names nothing; write package.module:name"),
-    ("nowhere.py:player", "there is no file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module:agent", "there is no module 'no_such_module'"),
+        ("player", "names nothing; write package.module:name"),
+        ("nowhere.py:player", "there is no file"),
+    ],
+)
 def test_a_name_that_leads_nowhere_is_refused(name: str, says: str):
     for load in (load_agent, load_env, load_tasks):
         with pytest.raises(UsageError, match=says):
@@ -94,22 +103,33 @@ def test_an_environment_is_a_class_or_a_factory_and_the_probe_is_closed():
     assert made[0] is not made[1]
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("instance", "one instance of Digits, and an instance lives for one episode"),
-    ("make_nothing", "gave an object of type NoneType, not an environment"),
-    ("make_later", "is async; name a plain function"),
-    ("Picky", "the class Picky that needs size"),
-    ("number", "an object of type int, not an environment"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("instance", "one instance of Digits, and an instance lives for one episode"),
+        ("make_nothing", "gave an object of type NoneType, not an environment"),
+        ("make_later", "is async; name a plain function"),
+        ("Picky", "the class Picky that needs size"),
+        ("number", "an object of type int, not an environment"),
+    ],
+)
 def test_what_is_no_environment_is_refused(name: str, says: str):
     with pytest.raises(UsageError, match=says):
         load_env(named(name))
 
 
-@pytest.mark.parametrize(("source", "count", "size"), [
-    (named("few"), None, 2), (named("few"), 1, 1), (named("stream"), 5, 5), (named("by_index"), 4, 4),
-    (named("listed"), None, 3), (f"{EXAMPLE}:tasks", None, 100), ([3, 7, 3], None, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "count", "size"),
+    [
+        (named("few"), None, 2),
+        (named("few"), 1, 1),
+        (named("stream"), 5, 5),
+        (named("by_index"), 4, 4),
+        (named("listed"), None, 3),
+        (f"{EXAMPLE}:tasks", None, 100),
+        ([3, 7, 3], None, 2),
+    ],
+)
 def test_tasks_come_from_anything(source: Any, count: int | None, size: int):
     assert len(load_tasks(source, None, count)) == size
 
@@ -121,18 +141,21 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
     assert [task.private for task in load_tasks(str(path), count=1)] == [{"shown": 0}]
 
 
-@pytest.mark.parametrize(("source", "row", "count", "says"), [
-    (named("stream"), None, None, "a stream of tasks without end: set count"),
-    (named("few"), None, 3, "count is 3, but there are 2 tasks"),
-    (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
-    (named("few"), named("number"), None, "not a function from a row to a task"),
-    (named("by_index"), None, None, "give `size`"),
-    (named("listed_later"), None, None, "is async"),
-    (named("number"), None, None, "no source of tasks"),
-    ([], None, None, "holds no tasks"),
-    ([1], None, 2, "2 tasks were asked for"),
-    ("missing.jsonl", None, None, "there is no file missing.jsonl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "row", "count", "says"),
+    [
+        (named("stream"), None, None, "a stream of tasks without end: set count"),
+        (named("few"), None, 3, "count is 3, but there are 2 tasks"),
+        (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
+        (named("few"), named("number"), None, "not a function from a row to a task"),
+        (named("by_index"), None, None, "give `size`"),
+        (named("listed_later"), None, None, "is async"),
+        (named("number"), None, None, "no source of tasks"),
+        ([], None, None, "holds no tasks"),
+        ([1], None, 2, "2 tasks were asked for"),
+        ("missing.jsonl", None, None, "there is no file missing.jsonl"),
+    ],
+)
 def test_what_gives_no_tasks_is_refused(source: Any, row: str | None, count: int | None, says: str):
     with pytest.raises(UsageError, match=says):
         load_tasks(source, row, count)

@@ -31,8 +31,18 @@ def words_of(page: Path) -> str:
 def test_a_run_s_page_tells_what_became_of_it_and_how_to_check_it(trained: Path):
     page = trained / "report.html"
     told, markup = words_of(page), page.read_text(encoding="utf-8")
-    for said in ("Training player", "3 of 3", "after update 1", "after update 2", "held out, before", "in flight",
-                 "What ended episodes", "finished", "Over the updates", "group_size: 8"):  # fmt: skip
+    for said in (
+        "Training player",
+        "3 of 3",
+        "after update 1",
+        "after update 2",
+        "held out, before",
+        "in flight",
+        "What ended episodes",
+        "finished",
+        "Over the updates",
+        "group_size: 8",
+    ):
         assert said in told, said
     for verb in ("verify", "audit", "reproduce", "requery", "show", "view", "explain"):
         assert f"tapereel {verb} {trained}" in told

@@ -30,9 +30,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_demo_s_page_is_that_of_any_training_run_and_tells_of_its_controls(demo: Path):
     page = (demo / "report.html").read_text(encoding="utf-8")
-    for said in ("Tapereel demo", "control: SFT only", "control: rewards shuffled within groups", "What ended episodes",
-                 "Loss of the imitation", "control: shuffled rewards", "tapereel lab", "tapereel requery", "Versions",
-                 "demonstrations", "a demonstration that goes about it"):  # fmt: skip
+    for said in (
+        "Tapereel demo",
+        "control: SFT only",
+        "control: rewards shuffled within groups",
+        "What ended episodes",
+        "Loss of the imitation",
+        "control: shuffled rewards",
+        "tapereel lab",
+        "tapereel requery",
+        "Versions",
+        "demonstrations",
+        "a demonstration that goes about it",
+    ):
         assert said in page, said
 
 
@@ -45,8 +55,9 @@ def test_a_demo_is_verified_with_all_that_is_on_the_way(demo: Path, capsys: pyte
     assert found["base"] == "the micro model that is drawn from seed 0"
 
 
-def test_one_checkpoint_is_found_by_path_name_and_update(demo: Path, tmp_path: Path,
-                                                         capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_one_checkpoint_is_found_by_path_name_and_update(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = demo / "checkpoints" / f"update-{WARM:06d}"
     for name in (str(path), path.name, str(WARM)):
         found = answer_of(capsys, "reproduce", str(demo), name)
@@ -74,8 +85,9 @@ def test_the_answer_for_people_and_progress_apart(demo: Path, capsys: pytest.Cap
     assert "applying the recorded updates again: 8/8" in err
 
 
-def test_a_run_of_train_is_verified_while_its_model_is_there(trained: Path, model: str, tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_a_run_of_train_is_verified_while_its_model_is_there(
+    trained: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     found = answer_of(capsys, "reproduce", str(trained))
     assert (found["outcome"], found["updates"], found["base"]) == ("verified", 3, f"the model in {model}")
     run = shutil.copytree(trained, tmp_path / "run")
@@ -91,8 +103,9 @@ def test_a_run_of_train_is_verified_while_its_model_is_there(trained: Path, mode
     assert "no config.yaml" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
 
 
-def test_an_edited_checkpoint_of_a_run_breaks_the_verdict(trained: Path, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_an_edited_checkpoint_of_a_run_breaks_the_verdict(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = shutil.copytree(trained, tmp_path / "run")
     state = run / "checkpoints" / "update-000002" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "digest": "0" * 64}))
@@ -107,8 +120,9 @@ def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("words", [(), ("40",)])
-def test_a_folder_that_is_not_there_is_said_to_be_that(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                       words: tuple[str, ...]):  # fmt: skip
+def test_a_folder_that_is_not_there_is_said_to_be_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+):
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "nowhere/checkpoints/update-000040"):
         assert f"there is no folder {tmp_path / name}" in refusal_of(capsys, "reproduce", str(tmp_path / name), *words)
@@ -132,8 +146,9 @@ def test_the_lab_has_the_updates_of_every_phase_as_recorded(demo: Path):
     assert all(e.lines[0].recorded for e in report.experiments)
 
 
-def test_what_was_added_since_changes_neither_verdict_nor_explanation(trained: Path, tmp_path: Path,
-                                                                     capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_what_was_added_since_changes_neither_verdict_nor_explanation(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = shutil.copytree(trained, tmp_path / "run")
     with Store.open(run, write=True) as store:
         use = next(s.record for s in store.run_records("use") if s.record.items)

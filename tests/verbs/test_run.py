@@ -56,12 +56,21 @@ def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(("attempts", "reward", "scored"), [(1, 1.0, 1), (2, 1.0, 2)])
-def test_what_the_world_broke_is_in_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str], attempts: int,
-                                            reward: float, scored: int):  # fmt: skip
+def test_what_the_world_broke_is_in_no_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], attempts: int, reward: float, scored: int
+):
     """The index has a reward of 0 for each of those episodes and their refills."""
     out = tmp_path / "r"
-    words = ("--agent", f"{WORLD}:goes_on", "--env", f"{WORLD}:ScoresThreeAndBreaks", "--tasks", f"{WORLD}:few",
-             "--attempts", str(attempts))  # fmt: skip
+    words = (
+        "--agent",
+        f"{WORLD}:goes_on",
+        "--env",
+        f"{WORLD}:ScoresThreeAndBreaks",
+        "--tasks",
+        f"{WORLD}:few",
+        "--attempts",
+        str(attempts),
+    )
     found = answer_of(capsys, "run", *words, *settings('engine.answers=["6", "6"]'), "--out", str(out))
     with Store.open(out) as store:
         broken = [summary.reward for summary in store.summaries() if summary.status == "error"]
@@ -110,8 +119,10 @@ def test_what_broke_is_made_again_once_and_no_more(tmp_path: Path, capsys):
     scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:BrokenForThree", "--tasks", f"{EXAMPLE}:tasks")
     words = ("run", *scene, *SCRIPT, "--set", "count=40", "--out", str(tmp_path / "r"))
     found = answer_of(capsys, *words)
-    assert found["ends"] == [{"status": "finished", "cause": None, "episodes": 30},
-                             {"status": "error", "cause": "environment", "episodes": 20}]  # fmt: skip
+    assert found["ends"] == [
+        {"status": "finished", "cause": None, "episodes": 30},
+        {"status": "error", "cause": "environment", "episodes": 20},
+    ]
     assert (found["scored"], found["usable"], found["reward"]) == (30, 30, 1.0)
     assert sorted(places(tmp_path / "r").values()) == [1] * 30 + [2] * 10
     resumed = answer_of(capsys, *words, "--resume")
@@ -189,15 +200,18 @@ def test_a_used_directory_is_refused_and_so_is_another_configuration(tmp_path: P
     assert "holds tapes that another program recorded" in refusal_of(capsys, *words)
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("--set", "enginee.policy=x"), "unknown key enginee"),
-    (("--set", "engine.kind=magic"), "engine"),
-    (("--set", "engine.kind=scripted"), "a scripted engine has `answers` or a `policy`, one of them"),
-    ((*SCRIPT, "--set", "attempts=0"), "attempts = 0"),
-    (("--model", "nowhere"), "there is no model folder 'nowhere'"),
-    (("--set", f"engine.policy={WORLD}:number"), "not a function from a Request to an answer"),
-    ((*SCRIPT, "--env", f"{WORLD}:instance"), "an instance lives for one episode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--set", "enginee.policy=x"), "unknown key enginee"),
+        (("--set", "engine.kind=magic"), "engine"),
+        (("--set", "engine.kind=scripted"), "a scripted engine has `answers` or a `policy`, one of them"),
+        ((*SCRIPT, "--set", "attempts=0"), "attempts = 0"),
+        (("--model", "nowhere"), "there is no model folder 'nowhere'"),
+        (("--set", f"engine.policy={WORLD}:number"), "not a function from a Request to an answer"),
+        ((*SCRIPT, "--env", f"{WORLD}:instance"), "an instance lives for one episode"),
+    ],
+)
 def test_a_wrong_configuration_is_refused_before_anything_is_written(words: Any, says: str, tmp_path: Path, capsys):
     said = refusal_of(capsys, "run", *SCENE, *TEN, *words, "--out", str(tmp_path / "r"))
     assert says in said

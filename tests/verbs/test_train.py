@@ -41,8 +41,16 @@ def published(run: Path) -> dict[str, str]:
 
 def test_a_run_leaves_what_its_reader_needs(trained: Path):
     found = {path.name for path in trained.iterdir()}
-    assert {"config.yaml", "results.json", "recipes.json", "metrics.jsonl", "reward.png", "checkpoints", "tapes",
-            "pins.json"} <= found  # fmt: skip
+    assert {
+        "config.yaml",
+        "results.json",
+        "recipes.json",
+        "metrics.jsonl",
+        "reward.png",
+        "checkpoints",
+        "tapes",
+        "pins.json",
+    } <= found
     assert (trained / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert load_config(TrainConfig, trained / "config.yaml").loop.groups == 8
     assert read_recipes(trained)["rl"] == get_recipe("grpo")
@@ -54,8 +62,11 @@ def test_a_run_leaves_what_its_reader_needs(trained: Path):
         splits = {summary.split for summary in store.summaries()}
     assert books.closes
     assert books.tokens["trained"] > 0
-    assert splits == {"train"} | {f"eval-{when}-{how}" for when in ("before", "update-000001", "update-000002", "after")
-                                  for how in ("sampled", "greedy")}  # fmt: skip
+    assert splits == {"train"} | {
+        f"eval-{when}-{how}"
+        for when in ("before", "update-000001", "update-000002", "after")
+        for how in ("sampled", "greedy")
+    }
 
 
 def test_held_out_tasks_are_not_trained_on_and_their_tapes_have_the_version_they_measure(trained: Path):
@@ -128,19 +139,22 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     assert "began with weights of digest" in refusal_of(capsys, *words, "--resume", code=1)
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
-    ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are among those trained on"),
-    (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
-    (("engine.kind=scripted",), "expected tags: 'embedded', 'vllm'"),
-    (("loop.group_sise=3",), "did you mean loop.group_size"),
-    (("warm.updates=3",), "warm.tapes is not set"),
-    (("loop.forks={}",), "compares by group"),
-    (("loop.demonstrations=3",), "no nll regulariser"),
-    (("loop.rollouts=2", "loop.minibatches=2"), "exclude each other"),
-    (("loop.sampling.top_p=0.9",), "can't be trained on"),
-    (("loop.sampling.temperature=0",), "can't be trained on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
+        ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are among those trained on"),
+        (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
+        (("engine.kind=scripted",), "expected tags: 'embedded', 'vllm'"),
+        (("loop.group_sise=3",), "did you mean loop.group_size"),
+        (("warm.updates=3",), "warm.tapes is not set"),
+        (("loop.forks={}",), "compares by group"),
+        (("loop.demonstrations=3",), "no nll regulariser"),
+        (("loop.rollouts=2", "loop.minibatches=2"), "exclude each other"),
+        (("loop.sampling.top_p=0.9",), "can't be trained on"),
+        (("loop.sampling.temperature=0",), "can't be trained on"),
+    ],
+)
 def test_a_wrong_configuration_is_refused_before_anything_is_written(
     model: str, more: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -153,8 +167,15 @@ def test_held_out_tasks_of_their_own(model: str, tmp_path: Path, capsys):
     words = train_words(model, tmp_path / "r", "loop.updates=1", f"evaluation.tasks={WORLD}:by_other")
     assert "has no 'by_other'" in refusal_of(capsys, *words)
     row = f"{WORLD}:to_task"
-    words = train_words(model, tmp_path / "r", "loop.updates=1", "tasks=[1, 2]", f"task_row={row}",
-                        'evaluation.tasks=["7"]', f"evaluation.task_row={row}")  # fmt: skip
+    words = train_words(
+        model,
+        tmp_path / "r",
+        "loop.updates=1",
+        "tasks=[1, 2]",
+        f"task_row={row}",
+        'evaluation.tasks=["7"]',
+        f"evaluation.task_row={row}",
+    )
     assert main(list(words)) in (0, 1), "one update of a few episodes may find nothing to learn"
     assert "the books close" in capsys.readouterr().out
     with Store.open(tmp_path / "r") as store:
@@ -196,11 +217,14 @@ def test_tapes_of_another_run_are_imitated_first(model: str, demonstrations: Pat
     assert again["updates"] == 3
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    (("warm.min_reward=2.0",), "no tape to imitate"),
-    (("warm.split=eval",), "split 'eval' is held out"),
-    (("warm.batch=101",), "has 100 tapes to imitate, warm.batch is 101"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("warm.min_reward=2.0",), "no tape to imitate"),
+        (("warm.split=eval",), "split 'eval' is held out"),
+        (("warm.batch=101",), "has 100 tapes to imitate, warm.batch is 101"),
+    ],
+)
 def test_tapes_that_can_t_be_imitated(model: str, demonstrations: Path, more: Any, says: str, tmp_path: Path, capsys):
     warm = (f"warm.tapes={demonstrations}", "warm.updates=1", "warm.batch=8")
     assert says in refusal_of(capsys, *train_words(model, tmp_path / "r", *warm, *more))
@@ -261,11 +285,24 @@ def test_a_run_in_which_nothing_could_be_learned_says_so(model: str, tmp_path: P
 
 
 def test_all_that_an_update_may_be_made_of_is_a_setting(model: str, demonstrations: Path, tmp_path: Path, capsys):
-    changes = {"regulariser": [{"kind": "kl", "beta": 0.1, "adaptive": {"target": 0.01, "horizon": 64}},
-                               {"kind": "nll", "coefficient": 0.5}]}  # fmt: skip
-    more = (f"loop.changes={json.dumps(changes)}", "loop.epochs=2", "loop.minibatches=2", "loop.demonstrations=4",
-            "loop.optimiser.ema=0.5", f"warm.tapes={demonstrations}", "warm.updates=1", "warm.batch=8",
-            "loop.agents=[player]", "evaluation.fraction=0")  # fmt: skip
+    changes = {
+        "regulariser": [
+            {"kind": "kl", "beta": 0.1, "adaptive": {"target": 0.01, "horizon": 64}},
+            {"kind": "nll", "coefficient": 0.5},
+        ]
+    }
+    more = (
+        f"loop.changes={json.dumps(changes)}",
+        "loop.epochs=2",
+        "loop.minibatches=2",
+        "loop.demonstrations=4",
+        "loop.optimiser.ema=0.5",
+        f"warm.tapes={demonstrations}",
+        "warm.updates=1",
+        "warm.batch=8",
+        "loop.agents=[player]",
+        "evaluation.fraction=0",
+    )
     out = tmp_path / "r"
     found = answer_of(capsys, *train_words(model, out, *more))
     assert (found["updates"], found["books_close"]) == (3, True)
@@ -289,8 +326,12 @@ def test_all_that_an_update_may_be_made_of_is_a_setting(model: str, demonstratio
 
 def test_forks_and_flat_groups_are_settings(model: str, tmp_path: Path, capsys):
     changes = {"baseline": {"by": "fork"}, "select": {"flat": "drop"}}
-    more = (f"loop.changes={json.dumps(changes)}", "loop.forks={attempts: 1, turns: 1, continuations: 2}",
-            "loop.extra_groups=1", "evaluation.fraction=0")  # fmt: skip
+    more = (
+        f"loop.changes={json.dumps(changes)}",
+        "loop.forks={attempts: 1, turns: 1, continuations: 2}",
+        "loop.extra_groups=1",
+        "evaluation.fraction=0",
+    )
     assert answer_of(capsys, *train_words(model, tmp_path / "r", *more))["books_close"]
     lines = [line for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if line["phase"] == "rl"]
     assert {line["filled"] for line in lines} <= {"full", "short"}

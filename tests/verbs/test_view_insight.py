@@ -42,7 +42,8 @@ def test_advantages_verdict_and_rows_are_those_of_explain(trained: Path, capsys)
     assert told["advantages"][call["call"]] == [token["advantage"] for token in own]
     assert (told["verdict"], told["notes"]) == (found["verdict"], found["notes"])
     assert [(row["own"], row["repeated"], row["tokens"]) for row in told["rows"]] == [
-        (row["own"], row["repeated"], len(row["tokens"])) for row in found["rows"]]  # fmt: skip
+        (row["own"], row["repeated"], len(row["tokens"])) for row in found["rows"]
+    ]
     assert call["weights"] == [token["weight"] for token in own]
     assert call["fates"] == [token["fate"] for token in own]
 

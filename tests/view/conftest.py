@@ -25,8 +25,11 @@ def find_chromium() -> str:
     named = os.environ.get("TAPEREEL_CHROMIUM")
     found = named or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.fail("no browser: install Chromium (Debian: apt-get install chromium) or name one in the environment "
-                    "variable TAPEREEL_CHROMIUM; nothing is downloaded", pytrace=False)  # fmt: skip
+        pytest.fail(
+            "no browser: install Chromium (Debian: apt-get install chromium) or name one in the environment "
+            "variable TAPEREEL_CHROMIUM; nothing is downloaded",
+            pytrace=False,
+        )
     return found
 
 

@@ -26,8 +26,9 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def served(run: Path, *, host: str = "127.0.0.1", token: str | None = None,
-           insight: Callable[[Any], Any] | None = None) -> Iterator[Server]:  # fmt: skip
+def served(
+    run: Path, *, host: str = "127.0.0.1", token: str | None = None, insight: Callable[[Any], Any] | None = None
+) -> Iterator[Server]:
     """The server of a run, at work."""
 
     @asynccontextmanager

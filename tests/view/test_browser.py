@@ -44,8 +44,21 @@ def _shades(page: Any) -> list[str]:
 
 def test_the_table_lists_failures_first(page, server):
     _open(page, server)
-    assert _tapes(page) == ["broken", "slow", "running", "held", "g1a0", "g0a0", "forked", "g1a3", "g1a2", "g1a1",
-                            "g0a3", "g0a2", "g0a1"]  # fmt: skip
+    assert _tapes(page) == [
+        "broken",
+        "slow",
+        "running",
+        "held",
+        "g1a0",
+        "g0a0",
+        "forked",
+        "g1a3",
+        "g1a2",
+        "g1a1",
+        "g0a3",
+        "g0a2",
+        "g0a1",
+    ]
     row = page.locator('[data-tape="g1a0"]').inner_text()
     for word in ("finished", "six-times-seven", "group-1/0", "main:1", "solver"):
         assert word in row
@@ -53,14 +66,24 @@ def test_the_table_lists_failures_first(page, server):
     assert page.locator('[data-tape="g0a0"] .c-reward').inner_text() == "0"
 
 
-@pytest.mark.parametrize(("query", "fits"), [
-    ("status=error", {"broken"}), ("status=running", {"running"}), ("group=group-1", {"g1a0", "g1a1", "g1a2", "g1a3"}),
-    ("min=0&max=0.5", {"g0a0", "g1a0"}), ("task=zero", {"broken"}),
-    ("version=main%3A1&status=finished&max=0", {"g1a0"}), ("split=eval", {"held"}),
-    ("unscored=1", {"broken", "running", "held", "slow"}), ("agent=solver&task=open", {"running"}),
-    ("text=MisreadTooOften", {"broken"}), ("text=go+on", {"running"}), ("text=%5EturN%20%5Cd&re=1", set()),
-    ("text=%5E4%5B01%5D%24&re=1", {"g0a1", "g1a1", "forked"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "fits"),
+    [
+        ("status=error", {"broken"}),
+        ("status=running", {"running"}),
+        ("group=group-1", {"g1a0", "g1a1", "g1a2", "g1a3"}),
+        ("min=0&max=0.5", {"g0a0", "g1a0"}),
+        ("task=zero", {"broken"}),
+        ("version=main%3A1&status=finished&max=0", {"g1a0"}),
+        ("split=eval", {"held"}),
+        ("unscored=1", {"broken", "running", "held", "slow"}),
+        ("agent=solver&task=open", {"running"}),
+        ("text=MisreadTooOften", {"broken"}),
+        ("text=go+on", {"running"}),
+        ("text=%5EturN%20%5Cd&re=1", set()),
+        ("text=%5E4%5B01%5D%24&re=1", {"g0a1", "g1a1", "forked"}),
+    ],
+)
 def test_a_filter_is_an_address(page, server, query: str, fits: set[str]):
     _open(page, server, f"#/?{query}")
     if "text=" in query:
@@ -127,7 +150,11 @@ def test_a_tape_has_an_outline_a_transcript_and_an_inspector(page, server):
     inspector = page.locator(".inspector")
     inspector.get_by_role("tab", name="Request").wait_for()
     assert inspector.locator(".message .body").all_inner_texts() == [
-        "turn 0: what is 6 * 7?", "40", "turn 1: what is 6 * 7?", "41"]  # fmt: skip
+        "turn 0: what is 6 * 7?",
+        "40",
+        "turn 1: what is 6 * 7?",
+        "41",
+    ]
     assert str(2**62 + 5) in inspector.inner_text(), "a seed keeps all its digits"
     inspector.get_by_role("tab", name="Changes").click()
     assert "1 message unchanged, 0 gone, 2 new" in inspector.inner_text()
@@ -175,9 +202,13 @@ def test_advantages_come_from_whoever_knows_training(page, run: Path):
             pass
 
         def explain(self, tape: str) -> dict[str, Any]:
-            return {"verdict": f"trained on: {tape}", "notes": ["a note"], "advantages": {"g0a0.1": [-1.5, 0.0]},
-                    "ratios": {"g0a0.1": [1.4, 1.0, 0.7]},
-                    "rows": [{"begins": "g0a0.1", "split": None, "repeated": 0, "own": 3, "tokens": 9}]}  # fmt: skip
+            return {
+                "verdict": f"trained on: {tape}",
+                "notes": ["a note"],
+                "advantages": {"g0a0.1": [-1.5, 0.0]},
+                "ratios": {"g0a0.1": [1.4, 1.0, 0.7]},
+                "rows": [{"begins": "g0a0.1", "split": None, "repeated": 0, "own": 3, "tokens": 9}],
+            }
 
         def forget(self) -> None:
             pass

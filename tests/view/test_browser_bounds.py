@@ -62,8 +62,10 @@ def test_a_line_of_ten_megabytes_is_read_in_pieces(page, tmp_path: Path):
         page.get_by_role("button", name="Read on").click()
         page.locator(".inspector pre.box").last.wait_for()
         page.get_by_role("button", name="Read on").click()
-        page.wait_for_function("() => [...document.querySelectorAll('.inspector pre.box')]"
-                               ".reduce((sum, box) => sum + box.textContent.length, 0) === 200000")  # fmt: skip
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.inspector pre.box')]"
+            ".reduce((sum, box) => sum + box.textContent.length, 0) === 200000"
+        )
 
 
 def test_the_policy_refuses_what_the_test_above_looks_for(page, server):
@@ -106,10 +108,16 @@ def test_a_tape_of_300_000_records_scrolls_with_flat_memory(page, tmp_path: Path
         heap, nodes = _heap(page)
         seen = set()
         for k in range(1, 41):
-            page.evaluate("share => { const place = document.querySelector('.transcript');"
-                          "place.scrollTop = share * (place.scrollHeight - place.clientHeight); }", k / 40)  # fmt: skip
-            page.wait_for_function("share => { const list = T.app.tape.list;"
-                                   "return Math.abs(list.top / (list.total - list.view) - share) < 2e-3; }", arg=k / 40)
+            page.evaluate(
+                "share => { const place = document.querySelector('.transcript');"
+                "place.scrollTop = share * (place.scrollHeight - place.clientHeight); }",
+                k / 40,
+            )
+            page.wait_for_function(
+                "share => { const list = T.app.tape.list;"
+                "return Math.abs(list.top / (list.total - list.view) - share) < 2e-3; }",
+                arg=k / 40,
+            )
             page.wait_for_function("() => document.querySelector('article.item:not(.waiting)')")
             seen.add(page.evaluate("T.app.tape.list.at(T.app.tape.list.top)"))
         page.locator("article.end").wait_for()

@@ -70,7 +70,7 @@ def test_the_page_of_a_bundle_has_its_policy_in_it(run: Path, tmp_path: Path):
     with RunView(run) as view:
         write_bundle(view, tmp_path / "out", last=1)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert "<html lang=\"en\" data-bundle>" in page
+    assert '<html lang="en" data-bundle>' in page
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
     assert policy.startswith("default-src 'none'; script-src 'self' file:;")
     assert "unsafe" not in policy

@@ -36,13 +36,28 @@ def said_of(run: Path, *verdicts: Verdict, turn: int | None = None, given: Any =
 
 
 def other(tape: str, text: str = "43", **more: Any) -> Verdict:
-    return diverged("replay", Divergence(tape=tape, turn=1, step=3, field="action.text", recorded="42", observed=text,
-                                         cause=Likely.CODE, sentence=f"the agent says {text}", **more))  # fmt: skip
+    return diverged(
+        "replay",
+        Divergence(
+            tape=tape,
+            turn=1,
+            step=3,
+            field="action.text",
+            recorded="42",
+            observed=text,
+            cause=Likely.CODE,
+            sentence=f"the agent says {text}",
+            **more,
+        ),
+    )
 
 
 def files(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
-            and "index.sqlite" not in path.name}  # fmt: skip
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and "index.sqlite" not in path.name
+    }
 
 
 def words(view: RunView, shard: dict[str, Any] | None = None) -> dict[str, str]:
@@ -69,8 +84,9 @@ def test_a_check_is_a_new_file_and_the_store_stays_as_it_was(tmp_path: Path, cap
     assert head["checks"][0]["checked"]["calls"] == 1
 
 
-def test_where_nothing_can_be_written_it_is_said_and_nothing_else_changes(tmp_path: Path,
-                                                                          capsys: pytest.CaptureFixture[str]):
+def test_where_nothing_can_be_written_it_is_said_and_nothing_else_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = tmp_path / "run"
     assert main(["run", *SCENE, "--out", str(run), *settings(f"engine.policy={NEXT}", "count=2")]) == 0
     (run / FOLDER).write_text("in the way of a folder, as a disk that can't be written to")
@@ -93,11 +109,17 @@ def test_the_newest_verdict_of_each_verb_stands_in_the_table(run: Path):
         assert view.changes(found["rev"])["n"] == 0
         said_of(run, verified("replay", "g0a0"), given={"agent": "other.py:agent"})
         said_of(run, other("g0a1"), turn=1)
-        assert words(view, view.changes(found["rev"])) == {"g0a0": "replay verified, requery unverifiable",
-                                                           "g0a1": "replay verified"}, "one turn is not the tape"
+        assert words(view, view.changes(found["rev"])) == {
+            "g0a0": "replay verified, requery unverifiable",
+            "g0a1": "replay verified",
+        }, "one turn is not the tape"
         first, *_, last = view.head("g0a0")["checks"]
     assert (first["verb"], first["given"], last["step"], last["diff"]) == (
-        "replay", {"agent": "other.py:agent"}, 3, ["-42", "+43"])  # fmt: skip
+        "replay",
+        {"agent": "other.py:agent"},
+        3,
+        ["-42", "+43"],
+    )
 
 
 def test_a_tape_without_an_end_gets_no_verdict(run: Path):

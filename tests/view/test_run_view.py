@@ -59,7 +59,18 @@ def test_an_unscored_tape_has_no_reward(view: RunView):
 def test_a_transcript_lists_every_record_but_the_rewards_that_stand_with_their_step(view: RunView):
     items = view.items("g0a1", 0)["items"]
     assert [item["t"] for item in items] == [
-        "begin", "step", "call", "step", "step", "call", "step", "step", "call", "step", "end"]  # fmt: skip
+        "begin",
+        "step",
+        "call",
+        "step",
+        "step",
+        "call",
+        "step",
+        "step",
+        "call",
+        "step",
+        "end",
+    ]
     assert [item["step"] for item in items if item["t"] == "step"] == [0, 1, 2, 3, 4, 5]
     assert items[9]["rewards"] == [["right", 1.0, 1.0], ["brevity", 0.5, 0.0]]
     assert [item["turn"] for item in items] == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -71,7 +82,10 @@ def test_a_transcript_lists_every_record_but_the_rewards_that_stand_with_their_s
 def test_the_outline_names_each_turns_action_and_what_it_earned(view: RunView):
     turns = view.turns("g0a1", 0)["turns"]
     assert [(turn["text"], turn["reward"], turn["step"]) for turn in turns] == [
-        ("40", None, 1), ("41", None, 3), ("42", 1.0, 5)]  # fmt: skip
+        ("40", None, 1),
+        ("41", None, 3),
+        ("42", 1.0, 5),
+    ]
     assert [view.items("g0a1", 0)["items"][turn["item"]]["t"] for turn in turns] == ["call"] * 3
 
 
@@ -95,7 +109,8 @@ def test_a_call_shows_its_exact_request_and_how_it_differs(view: RunView, run: P
         tape = store.tape("g0a1")
     call = view.call("g0a1", "g0a1.3")
     assert [(m["role"], m["text"]) for m in call["messages"]] == [
-        (m["role"], m["content"]) for m in tape.call_messages("g0a1.3")]  # fmt: skip
+        (m["role"], m["content"]) for m in tape.call_messages("g0a1.3")
+    ]
     assert call["diff"] == {"before": "g0a1.2", "same": 3, "removed": []}
     assert json.loads(call["tools"]["schemas"]) == [{"name": "add"}], "spelled out on the first call only"
     assert (call["kept"], call["new_total"]) == (len(tape.call_prompt("g0a1.3")) - len("turn 2: what is 6 * 7?"), 22)
@@ -148,8 +163,18 @@ def test_a_point_of_the_curve_leads_to_its_tapes(view: RunView):
 
 def test_a_fork_begins_with_what_it_inherited(view: RunView):
     items = view.items("forked", 0)["items"]
-    assert [item["t"] for item in items] == ["begin", "step", "call", "step", "step", "begin", "call", "step", "end",
-                                             "reward"]  # fmt: skip
+    assert [item["t"] for item in items] == [
+        "begin",
+        "step",
+        "call",
+        "step",
+        "step",
+        "begin",
+        "call",
+        "step",
+        "end",
+        "reward",
+    ]
     assert [bool(item.get("inherited")) for item in items] == [True] * 5 + [False] * 5
     assert items[7]["step"] == 3, "counted from the parent's first step"
     assert items[9]["layer"] == "rescored"

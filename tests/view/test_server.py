@@ -49,10 +49,22 @@ def test_every_question_has_its_address(server):
     assert ask(server, "/api/verify").json["verdict"] == "holds"
 
 
-@pytest.mark.parametrize("host", [
-    "evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost", "127.0.0.1:{port}.evil.example",
-    "127.0.0.1.evil.example:{port}", "[::2]:{port}", "0.0.0.0:{port}", "", "127.0.0.1:{port}@evil.example",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "localhost",
+        "127.0.0.1:{port}.evil.example",
+        "127.0.0.1.evil.example:{port}",
+        "[::2]:{port}",
+        "0.0.0.0:{port}",
+        "",
+        "127.0.0.1:{port}@evil.example",
+    ],
+)
 def test_a_request_for_another_host_is_refused(server, host: str):
     answer = ask(server, "/api/run", host=host.format(port=server.door.port))
     assert answer.status in (400, 403)
@@ -70,13 +82,33 @@ def test_a_page_of_another_site_gets_nothing(server):
     assert ask(server, "/api/run", Sec_Fetch_Site="same-origin").status == 200
 
 
-@pytest.mark.parametrize("path", [
-    "/../pyproject.toml", "/..%2fpyproject.toml", "/%2e%2e/%2e%2e/etc/passwd", "/static/app.js", "/media/../pins.json",
-    "/media/..%2f..%2fpins.json", "/media/%2e%2e%2fpins.json", "/api/../tapes", "/config.yaml", "/tapes/index.sqlite",
-    "/api/tape/..%2f..%2fetc%2fpasswd", "/api/tape/%00", "/api/table/-1", "/api/table/99999999999", "/api/table/x",
-    "//etc/passwd", "/media/" + "0" * 64, "/media/" + "0" * 64 + ".png", "/api/tape/g0a1/text/99999",
-    "/api/tape/g0a1/call?call=../x", "/api/tape/g0a1/find?step=99999999999999999999", "/api/texts?tapes=nobody",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../pyproject.toml",
+        "/..%2fpyproject.toml",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/static/app.js",
+        "/media/../pins.json",
+        "/media/..%2f..%2fpins.json",
+        "/media/%2e%2e%2fpins.json",
+        "/api/../tapes",
+        "/config.yaml",
+        "/tapes/index.sqlite",
+        "/api/tape/..%2f..%2fetc%2fpasswd",
+        "/api/tape/%00",
+        "/api/table/-1",
+        "/api/table/99999999999",
+        "/api/table/x",
+        "//etc/passwd",
+        "/media/" + "0" * 64,
+        "/media/" + "0" * 64 + ".png",
+        "/api/tape/g0a1/text/99999",
+        "/api/tape/g0a1/call?call=../x",
+        "/api/tape/g0a1/find?step=99999999999999999999",
+        "/api/texts?tapes=nobody",
+    ],
+)
 def test_nothing_but_the_run_is_served(server, path: str):
     answer = ask(server, path)
     assert answer.status == 404, answer
@@ -210,8 +242,20 @@ def test_what_training_tells_is_injected_and_asked_for_in_a_thread_of_its_own(ru
 
 
 def test_the_static_files_hold_no_way_to_run_or_fetch_anything():
-    forbidden = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function",
-                 "createContextualFragment", "DOMParser", "srcdoc", "importScripts", "http://", "https://")  # fmt: skip
+    forbidden = (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "createContextualFragment",
+        "DOMParser",
+        "srcdoc",
+        "importScripts",
+        "http://",
+        "https://",
+    )
     for name, (_, body) in static_files().items():
         text = body.decode().replace("http://www.w3.org/2000/svg", "")
         assert [word for word in forbidden if word in text] == [], name
