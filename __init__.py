@@ -22,13 +22,13 @@ if TYPE_CHECKING:
         rollout,
         rollout_group,
     )
-    from .agents.embedded import EmbeddedEngine
-    from .agents.render import Renderer
+    from .agents.engines.embedded.embedded_engine import EmbeddedEngine
+    from .agents.rendering.renderer import Renderer
     from .envs import Environment, Outcome, Taskset, check_env
     from .finetune import Loop, Trainer, get_recipe, rows
     from .tapes import Action, Observation, Sampling, Tape, Task, Thought
-    from .tapes.config import load_config
-    from .tapes.store import Store
+    from .tapes.common.config import load_config
+    from .tapes.store.store import Store
 
 __all__ = [
     "LLM",
@@ -64,13 +64,13 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ReplayEngine", "ScriptedEngine"), "agents"),
     **dict.fromkeys(("agent", "delegate", "rollout", "rollout_group"), "agents"),
-    "EmbeddedEngine": "agents.embedded",
-    "Renderer": "agents.render",
+    "EmbeddedEngine": "agents.engines.embedded.embedded_engine",
+    "Renderer": "agents.rendering.renderer",
     **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
     **dict.fromkeys(("Loop", "Trainer", "get_recipe", "rows"), "finetune"),
     **dict.fromkeys(("Action", "Observation", "Sampling", "Tape", "Task", "Thought"), "tapes"),
-    "load_config": "tapes.config",
-    "Store": "tapes.store",
+    "load_config": "tapes.common.config",
+    "Store": "tapes.store.store",
 }
 """name -> module inside the package."""
 
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     except ModuleNotFoundError as error:
-        from .tapes.extras import raise_missing
+        from .tapes.common.extras import raise_missing
 
         raise_missing(error, f"tapereel.{name}")
     globals()[name] = value

@@ -8,15 +8,15 @@ if __name__ == "agents":
         "import tapereel.agents, not agents: the repository root is the package `tapereel` (pip install -e .)"
     )
 
-from .agent import Agent, FunctionAgent, agent, delegate
-from .chat import ChatAgent, MisreadTooOften
-from .engine import Completion, Engine, EngineError, PromptTooLong, Request
-from .group import rollout_group
-from .limits import LimitReached, Limits
-from .llm import LLM, ModelFailed, RenderFailed, Reply
-from .replay import Diverged, ReplayEngine
-from .rollout import rollout
-from .scripted import ScriptedEngine
+from .engines.engine import Completion, Engine, EngineError, PromptTooLong, Request
+from .engines.scripted import ScriptedEngine
+from .episode.agent import Agent, FunctionAgent, agent, delegate
+from .episode.chat import ChatAgent, MisreadTooOften
+from .episode.limits import LimitReached, Limits
+from .episode.llm import LLM, ModelFailed, RenderFailed, Reply
+from .episode.rollout import rollout
+from .replay.replay_engine import Diverged, ReplayEngine
+from .runs.group import rollout_group
 
 __all__ = [
     "LLM",

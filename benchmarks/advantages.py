@@ -22,12 +22,12 @@ import torch
 from peers.advantage_case import GROUP, TOKENS, columns
 from side_by_side import in_turn, timed
 
-from tapereel.finetune.classic import RLConfig, update_rewards_and_advantages
-from tapereel.finetune.objective import prepare
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune.interchange.classic import RLConfig, update_rewards_and_advantages
+from tapereel.finetune.objective import Context
+from tapereel.finetune.objective.loss import prepare
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode, Stream
-from tapereel.finetune.words import Context
 
 HERE = Path(__file__).parent
 

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from tapereel.finetune.checkpoint import copied_weights
-from tapereel.finetune.config import WarmStartConfig
-from tapereel.finetune.demo import Demo, DemoConfig
-from tapereel.finetune.loop import UpdateReport
-from tapereel.finetune.training import new_results
-from tapereel.tapes.rundir import open_run
-from tapereel.tapes.store import Store
+from tapereel.finetune.history.loop_config import WarmStartConfig
+from tapereel.finetune.loop.loop import UpdateReport
+from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.run.training import new_results
+from tapereel.finetune.trainer.checkpoint import copied_weights
+from tapereel.tapes.store.run_directory import open_run
+from tapereel.tapes.store.store import Store
 
 MODES = {"async": 1, "sync": 0}
 """name -> max_lag."""

@@ -18,7 +18,7 @@ from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Attempt, Begin, Call, End, Identity, Reward, Status, Task, Usage
 from tapereel.tapes.steps import Answer, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 TURNS = 3
 TOKENS = 64
@@ -27,8 +27,8 @@ GROUP = 8
 
 _AUDIT = """
 import sys, time
-from tapereel.tapes.audit import audit_run
-from tapereel.tapes.store import Store
+from tapereel.tapes.audit.auditor import audit_run
+from tapereel.tapes.store.store import Store
 wall, cpu = time.perf_counter(), time.process_time()
 with Store.open(sys.argv[1]) as store:
     books, audit = audit_run(store)
@@ -36,8 +36,8 @@ assert books.closes and audit.tapes == int(sys.argv[2])
 """
 _FOLD = """
 import sys, time
-from tapereel.tapes.auditing import AuditFold
-from tapereel.tapes.store import Store
+from tapereel.tapes.audit.auditor import AuditFold
+from tapereel.tapes.store.store import Store
 fold = AuditFold()
 wall, cpu = time.perf_counter(), time.process_time()
 for stored in Store.open(sys.argv[1], cache=False).records():

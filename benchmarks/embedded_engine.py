@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.engine import Request
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.engine import Request
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Sampling
 

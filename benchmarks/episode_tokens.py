@@ -32,11 +32,11 @@ from peers.update_case import LR, Case, measure
 from side_by_side import in_turn, ratio, same_loss
 
 from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.rows import Row, rows
-from tapereel.finetune.stream import Episode
+from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune.data.stream import Episode
 from tapereel.tapes import Action, Observation
 
 HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def per_call(row: Row) -> list[Row]:
 
 def update(kind: str, made: list[Row], case: Case) -> Callable[[], float]:
     from tapereel.finetune.recipes import get_recipe
-    from tapereel.finetune.trainer import Trainer
+    from tapereel.finetune.trainer.trainer import Trainer
 
     episodes = [Episode(tape=row.tape, group=row.group, reward=float(k % 2)) for k, row in enumerate(made)]
     trainer = Trainer(case.model(), get_recipe("grpo"), lr=LR)

@@ -19,9 +19,9 @@ import torch
 from side_by_side import timed
 from torch import Tensor
 
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode, Stream
-from tapereel.finetune.words import Credit
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune.objective import Credit
 
 GAMMA, LAM = 0.99, 0.95
 

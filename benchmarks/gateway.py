@@ -41,8 +41,8 @@ def engine(times: int = 1) -> Any:
     """The upstream, and the renderer with which the gateway makes token ids of what it is asked. Its answer is repeated
     so many times; more than once, it takes a turn of the event loop for each token."""
     from tapereel.agents import Completion, ScriptedEngine
-    from tapereel.agents.render import Renderer
-    from tapereel.agents.tiny import char_tokenizer
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+    from tapereel.agents.rendering.renderer import Renderer
 
     tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz ,.?")
     renderer = Renderer(tokenizer)
@@ -99,7 +99,7 @@ async def serve(kind: str, out: str) -> None:
         await runner.cleanup()
         return
     from tapereel.agents.gateway import Control, Gateway
-    from tapereel.tapes.store import Store
+    from tapereel.tapes.store.store import Store
 
     with Store.create(out) as store:
         control = Control(TOKEN, engine(LONGER if kind == "long" else 1), journal=store.writer)
@@ -256,7 +256,7 @@ async def compare(requests: int, clients: int) -> None:
             "raw": await measure("raw", min(requests, 5000), clients, f"{folder}/raw"),
             "gateway": await measure("gateway", requests, clients, f"{folder}/gateway"),
         }
-        from tapereel.tapes.store import Store
+        from tapereel.tapes.store.store import Store
 
         with Store.open(f"{folder}/gateway") as store:
             books = store.books()

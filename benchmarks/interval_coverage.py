@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 
-from tapereel.agents.passk import bootstrap, compare, pass_at_k, share_interval
+from tapereel.agents.runs.pass_at_k import bootstrap, compare, pass_at_k, share_interval
 
 MIXES = {"even (1, 1)": (1.0, 1.0), "mostly solved (8, 2)": (8.0, 2.0), "hard (0.2, 3)": (0.2, 3.0)}
 """Beta distributions that the chance of a task is drawn from."""

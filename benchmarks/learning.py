@@ -26,14 +26,14 @@ from learning_report import figure, put_table, table
 from learning_tasks import TASKS, Learnt
 
 from tapereel.agents import Limits
-from tapereel.agents.engines import EmbeddedConfig, ScriptedConfig
-from tapereel.agents.run import RunConfig, run
-from tapereel.agents.tiny import char_tokenizer, tiny_model
-from tapereel.finetune.config import CriticConfig, LoopConfig, OptimiserConfig
-from tapereel.finetune.schedule import Schedule
-from tapereel.finetune.train import EvaluationConfig, ImitationConfig, TrainConfig, train
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.runs.runner import RunConfig, run
+from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
+from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.run.train_run import EvaluationConfig, ImitationConfig, TrainConfig, train
+from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.tapes import Sampling, Task
-from tapereel.tapes.rundir import METRICS, read_metrics
+from tapereel.tapes.store.run_directory import METRICS, read_metrics
 
 ALGOS = ("grpo", "reinforce", "rloo", "ppo", "dapo")
 AS_TASK = "tapereel.tapes:Task.model_validate"

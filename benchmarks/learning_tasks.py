@@ -18,9 +18,9 @@ from typing import Any
 
 from tapereel.agents import ChatAgent, Request
 from tapereel.envs import Environment, GymAction, GymEnvironment, Outcome, Taskset, calculator_tasks
-from tapereel.envs.calculator import Calculator, demonstrate
-from tapereel.envs.reasoning import reasoning_scorer, reasoning_tasks
-from tapereel.finetune.demo import calculator_agent
+from tapereel.envs.adapters.calculator import Calculator, demonstrate
+from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
+from tapereel.finetune.run.demonstrations import calculator_agent
 from tapereel.tapes import Answer, Task, Text
 
 __all__ = ["TASKS", "Learnt", "calculator_agent"]

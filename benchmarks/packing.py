@@ -15,10 +15,10 @@ import time
 import numpy as np
 from shared_prefix import policy
 
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.trainer import Trainer
 
 LENGTHS = ((55, 65), (10, 200))
 """Shortest and longest row."""

@@ -70,7 +70,10 @@ def process(command: list[Any], cwd: Path = ROOT) -> Iterator[tuple[psutil.Proce
 @contextmanager
 def ours(*options: str) -> Iterator[tuple[psutil.Process, str]]:
     """`tapereel serve-env`, and its address."""
-    with process([sys.executable, "-m", "tapereel.cli", "serve-env", NAME, "--json", *options]) as (server, line):
+    with process([sys.executable, "-m", "tapereel.cli", "serve-env", NAME, "--json", *options]) as (
+        server,
+        line,
+    ):
         yield server, json.loads(line)["url"]
 
 

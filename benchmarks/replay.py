@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Request, ScriptedEngine, rollout
-from tapereel.agents.render import Renderer
-from tapereel.agents.replaying import replay
-from tapereel.agents.tiny import char_tokenizer
-from tapereel.envs.calculator import Calculator, calculator_tasks, demonstrate
-from tapereel.finetune.demo import calculator_agent
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.replay.replayer import replay
+from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
+from tapereel.finetune.run.demonstrations import calculator_agent
 from tapereel.tapes import Tape
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 PART = 1000
 

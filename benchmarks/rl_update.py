@@ -35,10 +35,10 @@ HERE = Path(__file__).parent
 
 def ours(case: Case) -> Callable[[], float]:
     """An update through the library's own trainer."""
+    from tapereel.finetune.data.rows import Row
+    from tapereel.finetune.data.stream import Episode
     from tapereel.finetune.recipes import get_recipe
-    from tapereel.finetune.rows import Row
-    from tapereel.finetune.stream import Episode
-    from tapereel.finetune.trainer import Trainer
+    from tapereel.finetune.trainer.trainer import Trainer
 
     ids, rewards = case.ids().astype(np.int32), case.rewards()
     own = np.flatnonzero(case.own()).astype(np.int32)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import LLM, Agent, Completion, Limits, Request, rollout
-from tapereel.agents.scripted import ScriptedEngine
+from tapereel.agents.engines.scripted import ScriptedEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.rows import rows
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Action, Observation, Tape
-from tapereel.tapes.log import TapeLog, step_record
+from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, Call, End, Identity, Reward, Sampling, Status, Task
+from tapereel.tapes.tape import TapeLog
 
 HERE = Path(__file__).parent
 TEXT = "x" * 135

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapereel.finetune import micro
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer import micro_batches as micro
+from tapereel.finetune.trainer.trainer import Trainer
 
 
 def policy() -> LlamaForCausalLM:

@@ -17,8 +17,8 @@ from pathlib import Path
 from tapereel.tapes import Answer
 from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, End, Identity, Reward, Status, Task
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 CALL_SECONDS = 0.2
 """A model call, for the share that the store takes of it."""
@@ -103,7 +103,8 @@ def memory(folder: Path, records: int) -> None:
                 if k % 20_000 == 0:
                     store.writer.sync()
         code = (
-            "import sys\nfrom tapereel.tapes.verify import verify\nfrom tapereel.tapes.store import Store\n"
+            "import sys\nfrom tapereel.tapes.store.verifier import verify\n"
+            "from tapereel.tapes.store.store import Store\n"
             "store = Store.open(sys.argv[1], cache=False)\nn = sum(1 for _ in store.records())\n"
             "verify(sys.argv[1])\n"
             "print(n, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"

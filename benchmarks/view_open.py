@@ -22,7 +22,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from tapereel.tapes.records import Begin, End, Identity, Reward, Status, StepRecord, Task
 from tapereel.tapes.steps import Answer, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 
 

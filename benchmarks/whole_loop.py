@@ -36,9 +36,9 @@ print((folder / "qwen3_instruct_2507.jinja").read_text(), end="")"""
 def ours(folder: str, kind: str, steps: int) -> None:
     """Steps of `train`, as JSON."""
     from tapereel.agents import Limits
-    from tapereel.agents.engines import EmbeddedConfig
-    from tapereel.finetune.config import LoopConfig, OptimiserConfig
-    from tapereel.finetune.train import EvaluationConfig, TrainConfig, train
+    from tapereel.agents.setup.engine_config import EmbeddedConfig
+    from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
+    from tapereel.finetune.run.train_run import EvaluationConfig, TrainConfig, train
     from tapereel.tapes import Sampling
 
     scene = HERE / "loop_scene.py"

@@ -9,15 +9,15 @@ if __name__ == "envs":
         "import tapereel.envs, not envs: the repository root is the package `tapereel` (pip install -e .)"
     )
 
-from .base import Effect, Environment, Outcome, RestoreMismatch
-from .calculator import Calculator, calculator_tasks
-from .check import Report, check_env
-from .gym import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal
-from .probe import Finding
-from .reasoning import reasoning_scorer, reasoning_tasks
+from .adapters.calculator import Calculator, calculator_tasks
+from .adapters.gym import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal
+from .adapters.reasoning import reasoning_scorer, reasoning_tasks
+from .checks.check_env import Report, check_env
+from .checks.env_probe import Finding
+from .environment import Effect, Environment, Outcome, RestoreMismatch
+from .loop_watch import LoopWatch, Stall
 from .rewards import RewardFailed, Rewards, RewardSource
 from .taskset import BadTasks, Cursor, Taskset, TaskStream, overlap
-from .watch import LoopWatch, Stall
 
 __all__ = [
     "BadTasks",

@@ -19,8 +19,7 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
-from ..tapes.console import UsageError
-from ..tapes.errors import MissingExtra
+from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
 from .task_files import quiet_datasets, unreadable
 

@@ -66,7 +66,7 @@ def close(tape: Tape) -> float:
 
 
 def save_model(folder: str) -> None:
-    from tapereel.agents.tiny import char_tokenizer, tiny_model
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 
     tokenizer = char_tokenizer("0123456789")
     tiny_model(tokenizer, "micro", context=32).save_pretrained(folder)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tapereel.agents import Completion, Request, agent, rollout
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune import Row, rows
 from tapereel.tapes import Action, Observation, Sampling, Tape

@@ -13,8 +13,8 @@ import sys
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome, Taskset
-from tapereel.envs.mcp import McpServer
-from tapereel.envs.tools import ToolEnvironment
+from tapereel.envs.adapters.mcp import McpServer
+from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, Task, ToolCalls
 
 CODES = {"amber": "4711", "birch": "0815", "cedar": "1234"}

@@ -79,7 +79,7 @@ def tasks() -> list[Task]:
 
 
 def save_models(folder: str) -> None:
-    from tapereel.agents.tiny import char_tokenizer, tiny_model
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 
     tokenizer = char_tokenizer(LETTERS + LETTERS.upper() + "?")
     for seed, name in enumerate(("guide", "seeker")):

@@ -11,17 +11,20 @@ if __name__ == "finetune":
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..tapes.extras import raise_missing
+from ..tapes.common.extras import raise_missing
 
 try:
     # Not lazy: a function and its module share a name, and whoever imports the module first would hide the function.
-    from .evaluate import Evaluation, evaluate
-    from .rows import Row, rows
+    from .data.rows import Row, rows
+    from .loop.held_out import Evaluation, evaluate
 except ModuleNotFoundError as _error:
     raise_missing(_error, "tapereel.finetune")
 
 if TYPE_CHECKING:
-    from .classic import (
+    from .data.stream import Episode, Stream
+    from .history.history import History
+    from .history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+    from .interchange.classic import (
         RLConfig,
         populate_rl_data,
         prepare_rl_fields,
@@ -29,14 +32,12 @@ if TYPE_CHECKING:
         to_dataset,
         update_rewards_and_advantages,
     )
-    from .config import LoopConfig, OptimiserConfig, WarmStartConfig
-    from .history import History
-    from .loop import Loop
-    from .recipes import RECIPES, Recipe, get_recipe
-    from .report import ReportData, write_report
-    from .sft import warm_start
-    from .stream import Episode, Stream
-    from .trainer import Trainer, UpdateStats
+    from .loop.loop import Loop
+    from .loop.sft import warm_start
+    from .objective.recipe import Recipe
+    from .recipes import RECIPES, get_recipe
+    from .report.report import ReportData, write_report
+    from .trainer.trainer import Trainer, UpdateStats
 
 __all__ = [
     "RECIPES",
@@ -69,16 +70,16 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(
         ("RLConfig", "populate_rl_data", "prepare_rl_fields", "rl_step", "to_dataset", "update_rewards_and_advantages"),
-        "classic",
+        "interchange.classic",
     ),
-    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "config"),
-    "History": "history",
-    "Loop": "loop",
+    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "history.loop_config"),
+    "History": "history.history",
+    "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
-    **dict.fromkeys(("ReportData", "write_report"), "report"),
-    "warm_start": "sft",
-    **dict.fromkeys(("Episode", "Stream"), "stream"),
-    **dict.fromkeys(("Trainer", "UpdateStats"), "trainer"),
+    **dict.fromkeys(("ReportData", "write_report"), "report.report"),
+    "warm_start": "loop.sft",
+    **dict.fromkeys(("Episode", "Stream"), "data.stream"),
+    **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
 """name -> module inside this package."""
 

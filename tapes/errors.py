@@ -70,3 +70,7 @@ class MissingExtra(TapereelError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+
+class UsageError(TapereelError, ValueError):
+    """Invalid argument, setting or input; a command that raises it exits with code 64."""

@@ -16,7 +16,6 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
 from .sampling import Sampling
-from .scoring import unscores
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
@@ -319,6 +318,13 @@ class Call(Record):
         if self.spans and at != n:
             raise ValueError(f"call {self.call}: version spans end at {at}, the completion has {n} tokens")
         return self
+
+
+def unscores(value: Any, weight: float, evidence: JsonValue) -> bool:
+    """Whether a component with these fields leaves its whole tape without a reward: one that counts and is NaN, or the
+    record of a source that failed. A metric that is NaN says nothing of the reward."""
+    known = value == value and value != "NaN"
+    return not known and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):

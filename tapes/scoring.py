@@ -5,19 +5,8 @@ no reward. Knows nothing of who scored, nor which layers are asked about.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
-from pydantic import JsonValue
-
-if TYPE_CHECKING:
-    from .records import Reward
-
-
-def unscores(value: Any, weight: float, evidence: JsonValue) -> bool:
-    """Whether a component with these fields leaves its whole tape without a reward: one that counts and is NaN, or the
-    record of a source that failed. A metric that is NaN says nothing of the reward."""
-    known = value == value and value != "NaN"
-    return not known and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
+from .records import Reward
 
 
 def total(rewards: Iterable[Reward]) -> float | None:

@@ -19,7 +19,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 
-from tapereel.agents.guard import Guard
+from tapereel.agents.episode.guard import Guard
 
 # A machine may be slow, or busy with something else.
 settings.register_profile("any machine", deadline=None)

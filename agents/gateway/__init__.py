@@ -4,11 +4,11 @@
 starts. Needs the extra `http`.
 """
 
-from .control import Control
+from .gateway_control import Control
+from .gateway_server import Bounds, Gateway
+from .gateway_session import Session
 from .linking import label_calls
+from .openai_protocol import Refused
 from .program import Endpoint, Program, ProgramFailed
-from .protocol import Refused
-from .server import Bounds, Gateway
-from .session import Session
 
 __all__ = ["Bounds", "Control", "Endpoint", "Gateway", "Program", "ProgramFailed", "Refused", "Session", "label_calls"]

@@ -100,7 +100,7 @@ def extends(tape: Tape, call: Call) -> bool:
     base = tape.call(call.base)
     if call.prompt is None:
         return call.keep_messages == len(tape.call_messages(base)) + 1
-    return call.keep == tape._log.prompt_length(base) + len(base.completion or ())
+    return call.keep == tape.log.prompt_length(base) + len(base.completion or ())
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
         found = (known[n].get(_digest(prompt[:n])) for n in sorted(known, reverse=True) if n <= len(prompt))
         parent = next((node for node in found if node is not None), None)
         if parent is not None:
-            length = tape._log.prompt_length(parent.call) + len(parent.call.completion or ())
+            length = tape.log.prompt_length(parent.call) + len(parent.call.completion or ())
             _adopt(parent, root, _digest(prompt[length:]))
             late[root.call.call] = parent.call.call
 

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...tapes import Answer, Step, Tape
+from ...tapes.common.redact import without_secrets
 from ...tapes.errors import TapereelError
-from ...tapes.redact import without_secrets
-from ..agent import Agent
-from ..guard import outside
-from ..llm import LLM
-from ..proxies import ask_directly
-from .server import Gateway
-from .session import Session
+from ..engines.transport.proxies import ask_directly
+from ..episode.agent import Agent
+from ..episode.guard import outside
+from ..episode.llm import LLM
+from .gateway_server import Gateway
+from .gateway_session import Session
 
 LONGEST = 1024 * 1024
 """Bytes that a program may say."""

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from ..listening import Spoken, overlap
-from .protocol import ChatRequest
+from ..episode.listening import Spoken, overlap
+from .openai_protocol import ChatRequest
 
 TAG = "<tool_call>"
 """What begins a call that the model writes into its text."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import RemoteEnvironment
     from .declared import Declared, Undeclared
-    from .errors import (
+    from .env_client import RemoteEnvironment
+    from .env_service import Service
+    from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
+    from .openenv_service import add_openenv
+    from .pool import Pool
+    from .remote_errors import (
         BadAnswer,
         Busy,
         Hung,
@@ -21,31 +25,27 @@ if TYPE_CHECKING:
         Unreachable,
         WrongEnvironment,
     )
-    from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
-    from .openenv_service import add_openenv
-    from .pool import Pool
-    from .service import Service
     from .sessions import ServiceLimits
 
 _HOME = {
-    "RemoteEnvironment": "client",
+    "RemoteEnvironment": "env_client",
     "Declared": "declared",
     "Undeclared": "declared",
-    "BadAnswer": "errors",
-    "Busy": "errors",
-    "Hung": "errors",
-    "Refused": "errors",
-    "RemoteError": "errors",
-    "RemoteFault": "errors",
-    "SessionLost": "errors",
-    "Unreachable": "errors",
-    "WrongEnvironment": "errors",
+    "BadAnswer": "remote_errors",
+    "Busy": "remote_errors",
+    "Hung": "remote_errors",
+    "Refused": "remote_errors",
+    "RemoteError": "remote_errors",
+    "RemoteFault": "remote_errors",
+    "SessionLost": "remote_errors",
+    "Unreachable": "remote_errors",
+    "WrongEnvironment": "remote_errors",
     "OpenEnvAction": "openenv",
     "OpenEnvObservation": "openenv",
     "OpenEnvironment": "openenv",
     "add_openenv": "openenv_service",
     "Pool": "pool",
-    "Service": "service",
+    "Service": "env_service",
     "ServiceLimits": "sessions",
 }
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from ...tapes.extras import raise_missing
-from .errors import BadAnswer, Busy, Refused, RemoteError, SessionLost, Unreachable
+from ...tapes.common.extras import raise_missing
+from .remote_errors import BadAnswer, Busy, Refused, RemoteError, SessionLost, Unreachable
 
 try:
     import aiohttp

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from ...tapes.errors import TapereelError
 from ...tapes.steps import Action, Observation, Step
-from ..base import Effect, Environment
-from .errors import BadAnswer, WrongEnvironment
+from ..environment import Effect, Environment
+from .remote_errors import BadAnswer, WrongEnvironment
 
 StepT = TypeVar("StepT", bound=Step)
 

@@ -15,11 +15,10 @@ from typing import Any
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
-from ..base import Environment, Outcome, RestoreMismatch
-from ..threads import EnvironmentThread
+from ..blocking import EnvironmentThread
+from ..environment import Environment, Outcome, RestoreMismatch
 from .declared import Declared
-from .errors import BadAnswer
-from .protocol import (
+from .env_protocol import (
     Answer,
     Call,
     CloseCall,
@@ -33,6 +32,7 @@ from .protocol import (
     Shown,
     StepCall,
 )
+from .remote_errors import BadAnswer
 
 _MESSAGE = 2000
 """Longest message of a fault, in characters: what a tape keeps."""

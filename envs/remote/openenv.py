@@ -16,10 +16,10 @@ from pydantic_core import to_json
 
 from ...tapes.records import Task
 from ...tapes.steps import Action, Observation
-from ..base import Environment, Outcome
+from ..environment import Environment, Outcome
 from .channel import Channel, Dropped, Full, address, patiently, token_header
 from .declared import brief
-from .errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
+from .remote_errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
 
 ROUTE = "/ws"
 

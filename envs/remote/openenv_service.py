@@ -23,10 +23,21 @@ from pydantic_core import to_json
 from ...tapes.records import Status, Task
 from ...tapes.steps import Step
 from .declared import Declared, brief
-from .errors import BadAnswer
+from .env_protocol import (
+    Call,
+    Fault,
+    FinishCall,
+    Item,
+    Led,
+    RandomState,
+    ResetCall,
+    Shown,
+    StepCall,
+    read_answer,
+)
+from .env_service import Service
 from .openenv import ROUTE
-from .protocol import Call, Fault, FinishCall, Item, Led, RandomState, ResetCall, Shown, StepCall, read_answer
-from .service import Service
+from .remote_errors import BadAnswer
 from .sessions import Session
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..base import Environment
-from ..named import load_named
+from ..environment import Environment
+from ..load_named import load_named
 from .declared import Declared
-from .errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
-from .protocol import Answer, Call, CloseCall, Fault, read_welcome
+from .env_protocol import Answer, Call, CloseCall, Fault, read_welcome
 from .proxy import Proxy
+from .remote_errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
 
 _STARTING = 120.0
 """Seconds that a process may take until it serves: it imports what its environment needs."""
@@ -228,7 +228,7 @@ class Worker:
 
     def __init__(self, name: str, largest: int) -> None:
         self._largest = largest
-        command = [sys.executable, "-m", "tapereel.envs.remote.worker", name, str(largest)]
+        command = [sys.executable, "-m", "tapereel.envs.remote.env_worker", name, str(largest)]
         # What this process can import, it can.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
-from ..base import Environment, Outcome, RestoreMismatch
+from ..environment import Environment, Outcome, RestoreMismatch
 from .declared import Declared
-from .errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
-from .protocol import (
+from .env_protocol import (
     Answer,
     Call,
     Done,
@@ -28,6 +27,7 @@ from .protocol import (
     StepCall,
     read_answer,
 )
+from .remote_errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
 
 if TYPE_CHECKING:
     from ...tapes import Tape

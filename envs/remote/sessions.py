@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import Field
 
 from ...tapes.value import Value
-from ..base import Environment
+from ..environment import Environment
 from .declared import Declared
-from .errors import BadAnswer
+from .env_protocol import Call, CloseCall
 from .host import Host
-from .protocol import Call, CloseCall
+from .remote_errors import BadAnswer
 
 
 class ServiceLimits(Value):

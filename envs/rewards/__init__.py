@@ -2,12 +2,13 @@
 
 `Rewards` and `RewardSource` are the core; the modules beside it make sources: of a `.py` file (`files`), an HTTP
 reward model (`remote`), a local one (`local`), a recipe for each label (`recipe`), the other attempts of a group
-(`relative`) and mathematics (`mathematics`). Judges are in `tapereel.agents.judge`, since they ask an engine. Importing
+(`relative`) and mathematics (`mathematics`). Judges are in `tapereel.agents.runs.judge`, since they ask an engine.
+Importing
 this loads no optional package.
 """
 
-from ...tapes.attempts import GROUP_LAYER
-from .named import as_rewards, load_rewards
+from ...tapes.store.attempts import GROUP_LAYER
+from .reward_names import as_rewards, load_rewards
 from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 
 __all__ = [

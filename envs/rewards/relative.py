@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...tapes import Tape
-from ...tapes.attempts import GROUP_LAYER
 from ...tapes.records import Record, Reward
 from ...tapes.scoring import total
+from ...tapes.store.attempts import GROUP_LAYER
 from .sources import Rewards, RewardSource
 
 

@@ -18,9 +18,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
-from ...tapes.attempts import GROUP_LAYER
 from ...tapes.records import Reward
-from ..base import Environment, Outcome
+from ...tapes.store.attempts import GROUP_LAYER
+from ..environment import Environment, Outcome, TapeScorer
 
 SubjectT = TypeVar("SubjectT")
 LARGEST = sys.float_info.max
@@ -190,8 +190,12 @@ class rewarded:
         return env
 
 
-def _every(rewards: Rewards[Any] | None) -> tuple[RewardSource[Any], ...]:
-    return () if rewards is None else (*rewards.sources, *rewards.relative)
+def _every(rewards: TapeScorer | None) -> tuple[RewardSource[Any], ...]:
+    if rewards is None:
+        return ()
+    if not isinstance(rewards, Rewards):
+        raise TypeError(f"rewards of type {type(rewards).__name__} can't be joined with others: give a Rewards(...)")
+    return (*rewards.sources, *rewards.relative)
 
 
 class _Part(NamedTuple):

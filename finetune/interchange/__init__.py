@@ -4,7 +4,7 @@
 import`. Each format says what it can't hold (`Format.loses`). What comes in is not trusted: see `files`.
 """
 
-from .files import NothingToExport
 from .formats import FORMATS, Exchange, Format, read, write
+from .trace_files import NothingToExport
 
 __all__ = ["FORMATS", "Exchange", "Format", "NothingToExport", "read", "write"]

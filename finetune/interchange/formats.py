@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ...tapes import Tape
-from ...tapes.console import UsageError
-from ...tapes.store import Store
+from ...tapes.errors import UsageError
+from ...tapes.store.store import Store
 from ...tapes.value import Value
-from . import openenv, sets, verifiers
-from .files import BadImport, Bounds, nothing, records, write_records
+from . import openenv_traces as openenv
+from . import sets, verifiers
 from .story import Story, stories_in, story_of, write_story
+from .trace_files import BadImport, Bounds, nothing, records, write_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...tapes import Message, Status, Task
 from .facts import conversation
-from .openenv import Bit, Id
+from .openenv_traces import Bit, Id
 from .story import Score, Story, Turn
 
 _COMMON = (

@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from ...agents.engine import Finish
-from ...agents.recorder import Recorder
+from ...agents.engines.engine import Finish
+from ...agents.episode.recorder import Recorder
 from ...tapes import Answer, Cause, CauseType, Message, Sampling, Status, Tape, Task, ToolCall, ToolCalls
 from ...tapes.arrays import floats, ints
 from ...tapes.journal import Journal
@@ -29,7 +29,7 @@ from ...tapes.log import new_tape_id, step_record
 from ...tapes.messages import ENV, heard
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
-from ...tapes.store import Store
+from ...tapes.store.store import Store
 
 MODEL = "policy"
 """Who speaks where a format has no names."""

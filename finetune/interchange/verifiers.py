@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ...tapes import Message, Sampling, Status, Task
 from .facts import OURS, Facts, conversation
-from .openenv import Id
+from .openenv_traces import Id
 from .story import MODEL, Score, Story, Turn, cause_of
 
 LOSES = (

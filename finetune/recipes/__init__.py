@@ -1,4 +1,6 @@
-"""Recipes by name: frozen values of the eleven words, one small module each, with equation, source and deviations."""
+"""Recipes by name: frozen values of the eleven terms of the objective, by family.
+
+Each has its equation, source and deviations below it."""
 
 from __future__ import annotations
 
@@ -6,31 +8,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from . import (
-    cispo,
-    cpgd,
-    dapo,
-    decoupled_ppo,
-    distill,
-    dr_grpo,
-    grpo,
-    gspo,
-    minor_sft,
-    ppo,
-    reinforce,
-    reinforce_plain,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rft,
-    rloo,
-    sapo,
-    sft,
-)
-from .recipe import BadRecipe, NoSuchRecipe, Recipe, read
+from ..objective.recipe import BadRecipe, NoSuchRecipe, Recipe, read
+from .clipped import cispo, cpgd, sapo
+from .grpo import dapo, dr_grpo, grpo, gspo
+from .imitation import distill, minor_sft, rft, sft
+from .ppo import decoupled_ppo, ppo
+from .reinforce import reinforce, reinforce_plain, reinforce_pp, reinforce_pp_baseline, rloo
 
 RECIPES: dict[str, Recipe] = {
-    module.recipe.name: module.recipe
-    for module in (
+    recipe.name: recipe
+    for recipe in (
         sft,
         grpo,
         reinforce,

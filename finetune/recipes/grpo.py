@@ -1,3 +1,14 @@
+"""Group-relative recipes: GRPO and the variants that change its baseline, clipping, weights or ratio."""
+
+from ..objective import KL, PPO, Baseline, Overlong, Select, Weigh
+from ..objective.recipe import Recipe
+
+grpo = Recipe(
+    name="grpo",
+    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    surrogate=PPO(low=0.2, high=0.2),
+    regulariser=(KL(estimator="k3", beta=0.0),),
+)
 """grpo: group relative policy optimization.
 
     A_i = (r_i - mean_group) / (std_group + eps)            n - 1 in the variance, eps 1e-9
@@ -11,12 +22,54 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), eq. 3 and 4.
 3. beta is 0: no reference model is needed.
 """
 
-from ..words import KL, PPO, Baseline
-from .recipe import Recipe
-
-recipe = Recipe(
-    name="grpo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+dr_grpo = Recipe(
+    name="dr_grpo",
+    baseline=Baseline(kind="mean"),
     surrogate=PPO(low=0.2, high=0.2),
-    regulariser=(KL(estimator="k3", beta=0.0),),
+    weigh=Weigh(kind="constant", limit=512.0),
 )
+"""dr_grpo: GRPO done right, without the two normalisations that bias it: no deviation, no length.
+
+    A_i = r_i - mean_group
+    loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)        limit 512
+
+Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
+
+1. `weigh.limit` is the length limit of a completion: set it to yours (it scales the gradient, nothing else).
+"""
+
+dapo = Recipe(
+    name="dapo",
+    shape=(Overlong(limit=20480, buffer=4096, factor=1.0),),
+    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    surrogate=PPO(low=0.2, high=0.28),
+    select=Select(flat="drop"),
+)
+"""dapo: decoupled clip and dynamic sampling.
+
+    A_i = (r_i - mean_group) / (std_group + 1e-9),  r_i with the overlong price
+    loss = -1/T sum_t min(r_t A_i, clip(r_t, 0.8, 1.28) A_i)         groups without spread are dropped, and not in T
+
+Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
+
+1. A group is flat when all its rewards are equal, whatever they are; the paper names all right and all wrong. The test
+   is on the rewards before the overlong price.
+2. The price's limit (20,480 tokens, the last 4,096 cost up to 1) is the paper's: set it to yours.
+"""
+
+gspo = Recipe(
+    name="gspo",
+    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    surrogate=PPO(low=3e-4, high=4e-4, per="episode"),
+    weigh=Weigh(kind="episode"),
+)
+"""gspo: group sequence policy optimization: one ratio per answer, the geometric mean of its tokens'.
+
+    s_i = exp(mean_t (lp_t - old_t))
+    A_i = (r_i - mean_group) / (std_group + 1e-9)
+    loss = -1/E sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i)
+
+Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv 2507.18071).
+
+1. An episode of several turns is one answer; `surrogate.per = turn` takes one ratio per turn.
+"""

@@ -1,3 +1,17 @@
+"""PPO recipes: clipped ratios with a critic, and against recomputed log-probs."""
+
+from ..objective import PPO, Anchor, Baseline, Credit, Reward, TokenKL, Whiten
+from ..objective.recipe import Recipe
+
+ppo = Recipe(
+    name="ppo",
+    reward=Reward(per="turn"),
+    shape=(TokenKL(beta=0.0, estimator="k1"),),
+    baseline=Baseline(kind="none"),
+    credit=Credit(kind="gae", gamma=1.0, lam=0.95),
+    adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
+    surrogate=PPO(low=0.2, high=0.2),
+)
 """ppo: clipped ratio, generalised advantage estimation, and a critic.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}        gamma 1, lambda 0.95
@@ -13,15 +27,18 @@ Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 2. A truncated episode bootstraps where its `bootstrap` value is known.
 """
 
-from ..words import PPO, Baseline, Credit, Reward, TokenKL, Whiten
-from .recipe import Recipe
-
-recipe = Recipe(
-    name="ppo",
-    reward=Reward(per="turn"),
-    shape=(TokenKL(beta=0.0, estimator="k1"),),
-    baseline=Baseline(kind="none"),
-    credit=Credit(kind="gae", gamma=1.0, lam=0.95),
-    adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
+decoupled_ppo = Recipe(
+    name="decoupled_ppo",
+    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    anchor=Anchor(to="recomputed", weight="truncate", high=2.0),
     surrogate=PPO(low=0.2, high=0.2),
 )
+"""decoupled_ppo: the ratio against the weights that met the batch, and a capped weight for what the sampler differed.
+
+    A_i = (r_i - mean_group) / (std_group + 1e-9)
+    loss = -1/T sum_t min(exp(prox_t - old_t), 2) min(r_t A_i, clip(r_t, 0.8, 1.2) A_i),  r_t = exp(lp_t - prox_t)
+
+Source: Hilton et al. 2022 (arXiv 2110.00641); Fu et al. 2025, "AReaL" (arXiv 2505.24298).
+
+1. With one update per rollout batch prox is lp itself without gradient, and costs no forward pass.
+"""

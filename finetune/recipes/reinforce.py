@@ -1,3 +1,14 @@
+"""REINFORCE recipes: the plain score-function gradient with the usual baselines."""
+
+from ..objective import KL, PPO, Baseline, Credit, Reinforce, Reward, TokenKL, Whiten
+from ..objective.recipe import Recipe
+
+reinforce = Recipe(
+    name="reinforce",
+    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-4),
+    surrogate=Reinforce(),
+    regulariser=(KL(estimator="k3", beta=0.0),),
+)
 """reinforce: the score function with advantages normalised within the group.
 
     A_i = (r_i - mean_group) / (std_group + eps)            n - 1 in the variance, eps 1e-4
@@ -11,12 +22,69 @@ Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 3. beta is 0: no reference model is needed. Its KL, where set, is k3.
 """
 
-from ..words import KL, Baseline, Reinforce
-from .recipe import Recipe
-
-recipe = Recipe(
-    name="reinforce",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-4),
+reinforce_plain = Recipe(
+    name="reinforce_plain",
+    reward=Reward(per="turn"),
+    baseline=Baseline(kind="none"),
+    credit=Credit(kind="returns", gamma=1.0),
     surrogate=Reinforce(),
-    regulariser=(KL(estimator="k3", beta=0.0),),
 )
+"""reinforce_plain: Williams' REINFORCE with discounted returns and no baseline.
+
+    A_t = R_t = r_t + gamma R_{t+1}                          gamma 1
+    loss = -1/T sum_t lp_t A_t
+
+Source: Williams 1992; LightRFT's estimator `reinforce`.
+
+1. Time runs over own tokens only; a turn's reward comes with its last own token.
+"""
+
+rloo = Recipe(name="rloo", baseline=Baseline(kind="loo"), surrogate=Reinforce())
+"""rloo: REINFORCE with the mean of the other attempts as the baseline.
+
+    A_i = r_i - mean_{j != i} r_j
+    loss = -1/T sum_t lp_t A_i
+
+Source: Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics" (arXiv 2402.14740).
+
+1. Token mean over the batch; the paper takes the sum over an answer's tokens (`weigh = constant`, limit 1).
+2. A group of one gives 0.
+"""
+
+reinforce_pp = Recipe(
+    name="reinforce_pp",
+    shape=(TokenKL(beta=0.0, estimator="k1"),),
+    baseline=Baseline(kind="none"),
+    credit=Credit(kind="returns", gamma=1.0),
+    adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
+    surrogate=PPO(low=0.2, high=0.2),
+)
+"""reinforce_pp: REINFORCE++, a clipped ratio over returns whitened across the whole batch.
+
+    r_t = -beta k1_t, plus the episode's reward at its last own token
+    A_t = (R_t - m) / sqrt(max(var, 1e-8)),  R_t = r_t + gamma R_{t+1},  m and var over all tokens of the batch
+    loss = -1/T sum_t min(r A_t, clip(r, 0.8, 1.2) A_t)
+
+Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
+
+1. beta is 0: no reference model is needed. Set `shape` to `[{"kind": "token_kl", "beta": ...}]` for the paper's price.
+2. Whitening is over all ranks, so that how a batch is split changes nothing.
+"""
+
+reinforce_pp_baseline = Recipe(
+    name="reinforce_pp_baseline",
+    baseline=Baseline(kind="mean"),
+    adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
+    surrogate=PPO(low=0.2, high=0.2),
+    regulariser=(KL(estimator="k2", beta=0.0),),
+)
+"""reinforce_pp_baseline: REINFORCE++ with the group's mean subtracted before the batch is whitened.
+
+    A_i = (r_i - mean_group - m) / sqrt(max(var, 1e-8))      m and var over all tokens of the batch
+    loss = -1/T sum_t [ min(r A_i, clip(r, 0.8, 1.2) A_i) - beta k2_t ]
+
+Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262), the variant for several answers per prompt.
+
+1. gamma is 1, as there: the advantage of an answer is that of each of its tokens.
+2. beta is 0: no reference model is needed. Its KL, where set, is k2, whose gradient is that of KL(pi || ref).
+"""

@@ -8,6 +8,7 @@ while it is written, and the bundle says so.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from ..console import UsageError, say
-from ..errors import TapereelError
-from ..index import Summary
-from .files import BUNDLE_POLICY, WORKER, static_files
+from ..common.progress import Progress, silent
+from ..errors import TapereelError, UsageError
+from ..store.index import Summary
 from .run_view import PAGE, RunView
 from .table import SHARD
+from .view_files import BUNDLE_POLICY, WORKER, static_files
+
+log = logging.getLogger("tapereel.view")
 
 SHARD_BYTES = 512 * 1024
 """A shard of tapes is closed when it is as large."""
@@ -32,13 +35,15 @@ EXPLAINED = 200
 """With more tapes than these, what only training can compute is left out, and said to be."""
 
 
-def write_bundle(view: RunView, out: Path, *, tapes: Sequence[str] = (), last: int | None = None) -> dict[str, Any]:
+def write_bundle(
+    view: RunView, out: Path, *, tapes: Sequence[str] = (), last: int | None = None, progress: Progress = silent
+) -> dict[str, Any]:
     """Write the view of all tapes, of these, or of the newest `last`, to the empty or missing folder `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there and not empty; give --out a folder that is new or empty")
     overview = view.overview()
     rows = _chosen(view, tapes, last)
-    say(f"verifying {view.store.path}")
+    progress("verifying", 0, len(rows), "")
     integrity = view.verify()
     if len(rows) < overview["tapes"]:
         left = overview["tapes"] - len(rows)
@@ -58,7 +63,7 @@ def write_bundle(view: RunView, out: Path, *, tapes: Sequence[str] = (), last: i
         part = rows[k : k + SHARD]
         files.data(f"table-{k // SHARD}", {"table": view.columns(part)})
     _write_curve(view, files, {row.id for row in rows})
-    _write_tapes(view, files, rows)
+    _write_tapes(view, files, rows, progress)
     return {
         "index": str(out / "index.html"),
         "tapes": len(rows),
@@ -111,7 +116,7 @@ def _write_curve(view: RunView, files: _Files, here: set[str]) -> None:
         files.data(f"behind-{first // 50}", {f"behind/{k}": {"tapes": tapes} for k, tapes in behind.items()})
 
 
-def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary]) -> None:
+def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary], progress: Progress) -> None:
     where: dict[str, str] = {}
     shard: dict[str, Any] = {}
     size, number, long = 0, 0, 0
@@ -129,8 +134,7 @@ def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary]) -> None:
         if shard and (size >= SHARD_BYTES or k == len(rows) - 1):
             files.data(f"tapes-{number}", shard)
             shard, size, number = {}, 0, number + 1
-        if k % 1000 == 999:
-            say(f"{k + 1:,} of {len(rows):,} tapes written")
+        progress("writing tapes", k + 1, len(rows), "")
     if shard:
         files.data(f"tapes-{number}", shard)
     files.data("shards", {"shards": where})
@@ -138,7 +142,7 @@ def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary]) -> None:
         try:
             files.put(f"media/{name}", view.store.media.get(f"media:{name}"))
         except (TapereelError, OSError) as error:  # the page shows the hole; verify names it
-            say(str(error))
+            log.warning("%s", error)
 
 
 def _parts(view: RunView, tape: str, *, explained: bool, media: set[str]) -> Iterator[tuple[str, Any]]:

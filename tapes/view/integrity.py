@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..console import counted
-from ..reader import Break
-from ..store import Store
-from ..verify import Report
+from ..common.text import counted
+from ..store.reader import Break
+from ..store.store import Store
+from ..store.verifier import Report
 
 
 def quick(store: Store, breaks: Mapping[str, Break]) -> dict[str, Any]:

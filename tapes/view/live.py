@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections import deque
 
-from ..reader import Break
-from ..store import Store
+from ..store.reader import Break
+from ..store.store import Store
 
 REMEMBERED = 2_000
 """Revisions."""

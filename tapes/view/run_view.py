@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..console import safe
+from ..audit.verdict_files import Checks
+from ..common.text import safe
 from ..errors import NoSuchTape, NotATape, TapereelError
-from ..index import Summary
-from ..media import references
 from ..records import Call, parse_record
-from ..store import Store
-from ..verdicts import Checks
-from ..verify import verify
+from ..store.index import Summary
+from ..store.media import references
+from ..store.store import Store
+from ..store.verifier import verify
 from .calls import call_detail
 from .integrity import quick, whole
 from .items import item, text_of

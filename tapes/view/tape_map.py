@@ -11,11 +11,11 @@ from array import array
 from collections.abc import Sequence
 
 from ..errors import NotATape
-from ..index import Place
 from ..messages import ENV
 from ..records import Begin, parse_record
-from ..segment import BadLine, read_body
-from ..store import Store
+from ..store.index import Place
+from ..store.segment import BadLine, read_body
+from ..store.store import Store
 
 _STEP = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"((?:[^"\\]|\\.)*)","role":"([a-z]+)"')
 _CALL = re.compile(rb'\{"t":"call","tape":"[^"]*","call":"([^"\\]*)"')

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..ledger import FATES, Fate, ranges
 from ..records import Use
-from ..store import Store
+from ..store.ledger import FATES, Fate, ranges
+from ..store.store import Store
 
 
 class TokenUse(NamedTuple):

@@ -20,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.engine import Completion, Request
-from tapereel.agents.sampler import as_seed, uniforms
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.sampler import as_seed, uniforms
+from tapereel.agents.engines.engine import Completion, Request
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Sampling
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tapereel.agents import rollout
-from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.finetune.rows import rows
+from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes.records import Sampling
 
 from ..loop.lab import RENDERER, Letters, Speaker

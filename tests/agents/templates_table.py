@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents.render import Renderer, RenderError, Track
+from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
 
 from .families import tokenizer
 

@@ -15,15 +15,17 @@ import pytest
 import torch
 from aiohttp import web
 
-from tapereel.agents import health, remote, rollout
-from tapereel.agents.engine import EngineError, Request
-from tapereel.agents.http import Server
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.sglang import SGLangGenerate
-from tapereel.agents.vllm import Completions, Generate
-from tapereel.agents.vllm_chat import Chat
-from tapereel.agents.wire import BadAnswer, Dialect
+from tapereel.agents import rollout
+from tapereel.agents.engines.engine import EngineError, Request
+from tapereel.agents.engines.servers import health
+from tapereel.agents.engines.servers import server_engine as remote
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.sglang import SGLangGenerate
+from tapereel.agents.engines.servers.vllm import Completions, Generate
+from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.transport.http_channel import Server
+from tapereel.agents.engines.transport.wire import BadAnswer, Dialect
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes import CauseType, Sampling
 
 from ..loop.lab import Letters, Speaker

@@ -13,9 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents import Agent, Completion, EngineError, LimitReached, Limits, Request, ScriptedEngine, rollout
-from tapereel.agents.limits import TokenBudget
-from tapereel.agents.replaying import replay
+from tapereel.agents import (
+    Agent,
+    Completion,
+    EngineError,
+    LimitReached,
+    Limits,
+    Request,
+    ScriptedEngine,
+    rollout,
+)
+from tapereel.agents.episode.limits import TokenBudget
+from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Sampling, Step, Tape, Text
 

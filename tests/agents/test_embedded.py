@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.engine import Completion, Engine, EngineError, PromptTooLong
-from tapereel.agents.slots import WrongWeights
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.kv_cache import WrongWeights
+from tapereel.agents.engines.engine import Completion, Engine, EngineError, PromptTooLong
 from tapereel.tapes.arrays import ints
 
 from .embedded_lab import END, Digits, ask, assert_faithful, decoder, engine, prompt_of, until, worst

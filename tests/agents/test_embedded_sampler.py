@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.sampler import as_seed, draw, uniforms
+from tapereel.agents.engines.embedded.sampler import as_seed, draw, uniforms
 
 
 def mix(z: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tapereel.agents.slots import SlotDecoder, UnsupportedModel
+from tapereel.agents.engines.embedded.kv_cache import SlotDecoder, UnsupportedModel
 
 from .embedded_lab import FAMILIES, SHAPE, VOCABULARY, decoder, plain_logits, prompt_of
 

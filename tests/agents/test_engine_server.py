@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.connect import connect, probe
-from tapereel.agents.engine import Completion, EngineError
-from tapereel.agents.engine_server import EngineServer
-from tapereel.agents.http import Server, ServerFailed
-from tapereel.agents.publishing import VLLMReload, write_weights
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.vllm import Generate
-from tapereel.tapes.store import Store
+from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents.engines.engine import Completion, EngineError
+from tapereel.agents.engines.servers.connect import connect, probe
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.vllm import Generate
+from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.weights.weight_sync import VLLMReload, write_weights
+from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER, WORDS, assert_books_close, history_in, loop_in, settings_of, tasks
 from .embedded_lab import worst

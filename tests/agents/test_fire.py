@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import ReplayEngine, ScriptedEngine, fire, rollout
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.finetune.rows import rows
-from tapereel.finetune.score import score
+from tapereel.agents import ReplayEngine, ScriptedEngine, rollout
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.episode import fire
+from tapereel.finetune.data.rows import rows
+from tapereel.finetune.trainer.logprobs import score
 from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.records import Call, Usage
 

@@ -26,17 +26,17 @@ from aiohttp import web
 from pydantic import Field, ValidationError
 
 from tapereel.agents import LLM, Agent, rollout
-from tapereel.agents.engine import EngineError
-from tapereel.agents.http import Server
-from tapereel.agents.litellm_engine import LiteLLMEngine
-from tapereel.agents.view_server import choose_token
+from tapereel.agents.engines.engine import EngineError
+from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
+from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 from tapereel.tapes import Answer, Tape, Text
-from tapereel.tapes.config import Config
-from tapereel.tapes.redact import HIDDEN, hide, holds_secret, names_secret, without_secrets
-from tapereel.tapes.store import Store
+from tapereel.tapes.common.config import Config
+from tapereel.tapes.common.redact import HIDDEN, hide, holds_secret, names_secret, without_secrets
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.view.view_server import choose_token
 
 from ..verbs.lab import SCENE, settings
 from ..verbs.world import EXAMPLE

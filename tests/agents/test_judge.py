@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents import EngineError, Request, ScriptedEngine, agent, rollout
-from tapereel.agents.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
+from tapereel.agents.runs.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
 from tapereel.envs import Environment, Outcome, Rewards
 from tapereel.envs.rewards.relative import compared, layer_of, training_reward
 from tapereel.tapes import Answer, Sampling, Tape, Task, Text
@@ -114,7 +114,7 @@ def test_an_engine_that_fails_for_the_moment_is_asked_again(monkeypatch: pytest.
     async def at_once(seconds: float) -> None:
         return None
 
-    monkeypatch.setattr("tapereel.agents.judge.asyncio.sleep", at_once)
+    monkeypatch.setattr("tapereel.agents.runs.judge.asyncio.sleep", at_once)
     failures = iter([EngineError("busy", retry=True), None])
 
     def model(request: Request) -> str:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, ReplayEngine, ScriptedEngine, rollout
-from tapereel.agents.engine import EngineError, PromptTooLong, Request
-from tapereel.agents.judge import judge_reward
-from tapereel.agents.litellm_engine import BudgetSpent, HostedFailed, LiteLLMEngine
-from tapereel.agents.proxies import past_proxies
+from tapereel.agents.engines.engine import EngineError, PromptTooLong, Request
+from tapereel.agents.engines.servers.litellm_engine import BudgetSpent, HostedFailed, LiteLLMEngine
+from tapereel.agents.engines.transport.proxies import past_proxies
+from tapereel.agents.runs.judge import judge_reward
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome, Rewards
-from tapereel.envs.named import load_named
-from tapereel.finetune.rows import rows
+from tapereel.envs.load_named import load_named
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Action, CauseType, Sampling, Status, Tape, Text, ToolCalls, ToolResult, ToolResults
-from tapereel.tapes.redact import HIDDEN
-from tapereel.tapes.rundir import CONFIG
-from tapereel.tapes.store import Store
+from tapereel.tapes.common.redact import HIDDEN
+from tapereel.tapes.store.run_directory import CONFIG
+from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER
 from ..verbs.lab import MICRO, SCENE, settings

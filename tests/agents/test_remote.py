@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tapereel.agents import rollout
-from tapereel.agents.connect import NotTrainable, connect
-from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.agents.http import Server, ServerFailed
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.serve import LocalServer
-from tapereel.agents.sglang import SGLangGenerate
-from tapereel.agents.vllm import Completions, Generate
-from tapereel.agents.wire import BadAnswer
+from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.engines.servers.connect import NotTrainable, connect
+from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.sglang import SGLangGenerate
+from tapereel.agents.engines.servers.vllm import Completions, Generate
+from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.transport.wire import BadAnswer
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes import CauseType, Sampling, Status
 
 from ..loop.lab import RENDERER, Letters, Speaker

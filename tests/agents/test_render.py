@@ -11,9 +11,16 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tapereel.agents.render import NoChatTemplate, Rendered, Renderer, RenderError, SpecialText, Track
-from tapereel.agents.tiny import char_tokenizer
-from tapereel.finetune.rows import rows
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import (
+    NoChatTemplate,
+    Rendered,
+    Renderer,
+    RenderError,
+    SpecialText,
+    Track,
+)
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.errors import TapereelError

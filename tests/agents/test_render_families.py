@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.render import NoChatTemplate, Renderer, RenderError, Track
-from tapereel.agents.tiny import char_tokenizer
-from tapereel.finetune.rows import rows
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import NoChatTemplate, Renderer, RenderError, Track
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.render import Rendered, Renderer, Track
-from tapereel.agents.tiny import char_tokenizer
-from tapereel.finetune.rows import rows
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import Rendered, Renderer, Track
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Begin, Call, End, Identity, Message, Status, Task, Tools

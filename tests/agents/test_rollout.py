@@ -22,7 +22,7 @@ from tapereel.agents import (
     delegate,
     rollout,
 )
-from tapereel.agents.llm import derive_seed
+from tapereel.agents.episode.llm import derive_seed
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
 from tapereel.tapes.journal import Durability
@@ -265,7 +265,7 @@ def test_the_models_failure_is_the_models_and_retries_are_on_the_tape(monkeypatc
     async def at_once(seconds: float) -> None:
         assert seconds == 0.5
 
-    monkeypatch.setattr("tapereel.agents.llm.asyncio.sleep", at_once)
+    monkeypatch.setattr("tapereel.agents.episode.llm.asyncio.sleep", at_once)
     tape = run(Player(), GuessNumber(), 7, engine=flaky)
     assert tape.status is Status.FINISHED
     assert [a.error for a in tape.calls[0].attempts] == ["EngineError: 503", None]

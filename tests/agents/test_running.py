@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.connect import connect
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.engine import Engine, Request
-from tapereel.agents.engine_server import EngineServer
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents.engines.engine import Engine, Request
+from tapereel.agents.engines.servers.connect import connect
 from tapereel.cli import main
-from tapereel.envs.named import load_named
-from tapereel.finetune.perf import Timers, perf
+from tapereel.envs.load_named import load_named
+from tapereel.finetune.loop.performance import Timers, perf
 from tapereel.tapes import Sampling
-from tapereel.tapes.rundir import read_metrics
+from tapereel.tapes.store.run_directory import read_metrics
 
 from ..loop.lab import RENDERER, WORDS, model
 from ..verbs.lab import MICRO, SCENE, learned_nothing, settings

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engine import Request
-from tapereel.agents.litellm_engine import parameters
-from tapereel.agents.sglang import SGLangGenerate
-from tapereel.agents.vllm import Completions, Generate
+from tapereel.agents.engines.engine import Request
+from tapereel.agents.engines.servers.litellm_engine import parameters
+from tapereel.agents.engines.servers.sglang import SGLangGenerate
+from tapereel.agents.engines.servers.vllm import Completions, Generate
 from tapereel.tapes import Sampling
 
 LEDGER = json.loads((Path(__file__).parents[1] / "ledger" / "sampling.json").read_text("utf-8"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tapereel.agents.serve import LocalServer, ServerStart
+from tapereel.agents.engines.servers.launch import LocalServer, ServerStart
 from tapereel.cli import main
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,19 +16,19 @@ import pytest
 import torch
 from aiohttp import web
 
-from tapereel.agents import transfer
-from tapereel.agents.adapters import AdapterEngine, adapters_in, write_adapter
-from tapereel.agents.connect import DIFFERENT, NotTrainable, connect
-from tapereel.agents.engine import EngineError
-from tapereel.agents.engines import NCCLConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig
-from tapereel.agents.health import Wellness
-from tapereel.agents.inprocess import lora_options
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import ForeignWeights, RemoteEngine
-from tapereel.agents.serve import LocalServer, ServerStart
-from tapereel.agents.tiny import tiny_model
-from tapereel.agents.transfer import CannotSend, ports, update_info, worker_info
-from tapereel.agents.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.engines.engine import EngineError
+from tapereel.agents.engines.servers.connect import DIFFERENT, NotTrainable, connect
+from tapereel.agents.engines.servers.health import Wellness
+from tapereel.agents.engines.servers.launch import LocalServer, ServerStart
+from tapereel.agents.engines.servers.lora_servers import AdapterEngine, adapters_in, write_adapter
+from tapereel.agents.engines.servers.server_engine import ForeignWeights, RemoteEngine
+from tapereel.agents.engines.servers.vllm_inprocess import lora_options
+from tapereel.agents.engines.weights import weight_transfer as transfer
+from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.weights.weight_transfer import CannotSend, ports, update_info, worker_info
+from tapereel.agents.setup.engine_config import NCCLConfig, SGLangConfig, VLLMConfig, VLLMInProcessConfig
 from tapereel.cli import main
 from tapereel.tapes.errors import MissingExtra
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from tapereel.agents.connect import NotTrainable
-from tapereel.agents.engine import Completion, EngineError, Request
-from tapereel.agents.engines import SGLangConfig
-from tapereel.agents.publishing import PublishFailed, PublishMode
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.sglang import ALL, SGLangGenerate
-from tapereel.finetune.config import LoopConfig
-from tapereel.finetune.player_config import check_engine
+from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.engines.servers.connect import NotTrainable
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
+from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
+from tapereel.agents.setup.engine_config import SGLangConfig
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.policies.player_config import check_engine
 from tapereel.tapes.records import Sampling
 
 from ..loop.lab import RENDERER

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engine import EngineError
-from tapereel.agents.http import Server, ServerFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.sleeping import Part, SGLangRest, Sleeper
+from tapereel.agents.engines.engine import EngineError
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.weights.sleeping import Part, SGLangRest, Sleeper
 
 from .faulty import FaultyServer
 from .test_remote import ask, using

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.engine import Request
-from tapereel.agents.sse import LONGEST, ChunkStream, Events
-from tapereel.agents.vllm_chat import Chat
-from tapereel.agents.wire import BadAnswer
+from tapereel.agents.engines.engine import Request
+from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.transport.sse import LONGEST, ChunkStream, Events
+from tapereel.agents.engines.transport.wire import BadAnswer
 from tapereel.tapes.records import Sampling
 
 from ..loop.lab import RENDERER

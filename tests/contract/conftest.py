@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.connect import connect
-from tapereel.agents.http import Server, ServerFailed
-from tapereel.agents.serve import LocalServer
+from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 
 from ..agents.served import Test
 from ..loop.lab import RENDERER

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from tapereel.agents.pretrained import load_pretrained
-from tapereel.agents.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main as tapereel
-from tapereel.finetune.critic import Critic, CriticTrainer
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.finetune.trainer import Trainer
-from tapereel.tapes.store import Store
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.store.store import Store
 
 from ..finetune.build import batch, row, tiny_model
 from ..loop.lab import WORDS, model

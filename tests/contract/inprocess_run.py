@@ -17,14 +17,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tapereel.agents.connect import connect_channels
-from tapereel.agents.engine import Completion, EngineError, Request
-from tapereel.agents.inprocess import InProcess
-from tapereel.agents.pretrained import load_tokenizer
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.transfer import update_info, worker_info
-from tapereel.agents.weight_config import AdapterConfig
+from tapereel.agents.engines.embedded.pretrained import load_tokenizer
+from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.engines.servers.connect import connect_channels
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.vllm_inprocess import InProcess
+from tapereel.agents.engines.weights.weight_config import AdapterConfig
+from tapereel.agents.engines.weights.weight_transfer import update_info, worker_info
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes.records import Sampling
 
 OPTIONS = {"enforce_eager": True, "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 64}

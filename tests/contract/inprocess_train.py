@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.tapes.verify import verify
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.tapes.store.verifier import verify
 
 LAB = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
 

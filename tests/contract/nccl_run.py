@@ -24,13 +24,13 @@ import psutil
 import torch
 from inprocess_run import Lab, swapped
 
-from tapereel.agents import transfer
-from tapereel.agents.connect import connect_channels
-from tapereel.agents.http import Server
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.tapes.verify import verify
+from tapereel.agents.engines.servers.connect import connect_channels
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.transport.http_channel import Server
+from tapereel.agents.engines.weights import weight_transfer as transfer
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.tapes.store.verifier import verify
 
 SCENE = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
 

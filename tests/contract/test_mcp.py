@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.envs.mcp import McpServer
-from tapereel.envs.tools import ToolEnvironment
+from tapereel.envs.adapters.mcp import McpServer
+from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolResults
 
 from .npm_mcp import OLDER_DONE, OLDER_PYTHON, ROOT, SERVER
@@ -98,8 +98,8 @@ def test_its_death_is_the_environments_fault():
 OLDER = """
 import asyncio, sys
 from importlib.metadata import version
-from tapereel.envs.mcp import McpServer
-from tapereel.envs.tools import ToolFailed, ToolsLost
+from tapereel.envs.adapters.mcp import McpServer
+from tapereel.envs.adapters.tools import ToolFailed, ToolsLost
 
 assert version("mcp").startswith("1."), version("mcp")
 

@@ -15,7 +15,7 @@ import pytest
 
 from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
-from tapereel.envs.reexec import reexec
+from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.remote import Busy, OpenEnvAction, OpenEnvironment, Refused, Service, add_openenv
 from tapereel.tapes import Action, Status
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.envs.named import load_named
-from tapereel.finetune.trackers import Axes
-from tapereel.tapes.rundir import read_metrics
+from tapereel.envs.load_named import load_named
+from tapereel.finetune.report.trackers import Axes
+from tapereel.tapes.store.run_directory import read_metrics
 
 from ..verbs.lab import EXAMPLE, MICRO, SCENE, settings
 from . import trl_env
@@ -65,7 +65,18 @@ def trained(outside: socket.socket, tmp_path_factory: pytest.TempPathFactory) ->
         "evaluation.greedy=true",
         'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
     )
-    ran(outside, "-m", "tapereel.cli", "train", *SCENE, "--model", folder / "model", "--out", folder / "run", *more)
+    ran(
+        outside,
+        "-m",
+        "tapereel.cli",
+        "train",
+        *SCENE,
+        "--model",
+        folder / "model",
+        "--out",
+        folder / "run",
+        *more,
+    )
     return folder / "run"
 
 
@@ -95,7 +106,7 @@ def test_nothing_was_lost_and_nobody_asked_a_network(trained: Path, outside: soc
 DRAW = """
 import sys
 from pathlib import Path
-from tapereel.finetune.trackers import Trackers
+from tapereel.finetune.report.trackers import Trackers
 
 run, done = Path(sys.argv[1]), int(sys.argv[2])
 lines = [{"update": k, "loss": k / 8, "reward": k / 4, "episodes": 2} for k in range(4)]

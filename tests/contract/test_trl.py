@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tapereel.finetune.data.rows import rows
 from tapereel.finetune.interchange import read, write
-from tapereel.finetune.rows import rows
 from tapereel.tapes import Tape
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from ..interchange.world import record, tapes_of, tokens_of
 from . import trl_env

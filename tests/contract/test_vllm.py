@@ -20,18 +20,18 @@ import pytest
 import torch
 
 from tapereel.agents import rollout
-from tapereel.agents.connect import NotTrainable, probe
-from tapereel.agents.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.agents.http import Server
-from tapereel.agents.publishing import VLLMReload
-from tapereel.agents.remote import Capabilities, RemoteEngine
-from tapereel.agents.serve import LocalServer, ServerStart
-from tapereel.agents.transfer import VLLMTransfer
-from tapereel.agents.vllm import Completions, Generate
-from tapereel.finetune.rows import rows
-from tapereel.finetune.train import TrainConfig, train
+from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.engines.servers.connect import NotTrainable, probe
+from tapereel.agents.engines.servers.launch import LocalServer, ServerStart
+from tapereel.agents.engines.servers.server_engine import Capabilities, RemoteEngine
+from tapereel.agents.engines.servers.vllm import Completions, Generate
+from tapereel.agents.engines.transport.http_channel import Server
+from tapereel.agents.engines.weights.weight_sync import VLLMReload
+from tapereel.agents.engines.weights.weight_transfer import VLLMTransfer
+from tapereel.finetune.data.rows import rows
+from tapereel.finetune.run.train_run import TrainConfig, train
 from tapereel.tapes.records import Sampling
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..agents import served
 from ..agents.served import CLOSE, SHOWS, Test, ask, long_one, seeds_of

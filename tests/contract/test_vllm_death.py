@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tapereel.agents.connect import connect
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.serve import LocalServer
-from tapereel.finetune.groups import NothingUsable
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.finetune.loop.rollouts import NothingUsable
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from ..agents.served import CLOSE, ask
 from ..loop.deadly_proxy import DeadlyProxy, Moment

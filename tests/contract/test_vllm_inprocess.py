@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import save_file
 
 from tapereel.tapes import Status
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from ..agents.embedded_lab import recompute
 from ..agents.served import CLOSE

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tapereel.agents.serve import LocalServer
-from tapereel.agents.serve_command import NCCL
-from tapereel.tapes.verify import verify
+from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.cli.rollout.serve import NCCL
+from tapereel.tapes.store.verifier import verify
 
 from ..agents.served import CLOSE
 from ..loop.versions import assert_versions_true

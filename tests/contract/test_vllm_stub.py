@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.connect import connect
-from tapereel.agents.engine import EngineError, Request
-from tapereel.agents.http import Server, ServerFailed
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import ForeignWeights, RemoteEngine
-from tapereel.agents.serve import LocalServer
-from tapereel.agents.vllm import Completions
-from tapereel.agents.vllm_chat import Chat
+from tapereel.agents.engines.engine import EngineError, Request
+from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers.server_engine import ForeignWeights, RemoteEngine
+from tapereel.agents.engines.servers.vllm import Completions
+from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes.records import Sampling
 
 from ..agents.served import Heard
@@ -206,7 +206,7 @@ def test_a_server_without_the_routes_of_tokens_is_asked_by_messages(stub: str, f
             return await super().post(route, body, **more)
 
     async def test() -> None:
-        from tapereel.agents.connect import connect_channels
+        from tapereel.agents.engines.servers.connect import connect_channels
 
         engine = await connect_channels([Gate(stub)], RENDERER, model_folder=folder)
         assert engine.capabilities.route == "/v1/chat/completions"

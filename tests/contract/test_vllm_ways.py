@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.adapters import AdapterEngine
-from tapereel.agents.engine import Completion, EngineError, Request
-from tapereel.agents.http import Server
-from tapereel.agents.publishing import PublishFailed
-from tapereel.agents.remote import RemoteEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.vllm import Completions
-from tapereel.agents.vllm_chat import Chat
-from tapereel.finetune.train import TrainConfig, train
+from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.engines.servers.lora_servers import AdapterEngine
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.vllm import Completions
+from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.transport.http_channel import Server
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.rendering.renderer import Renderer
+from tapereel.finetune.run.train_run import TrainConfig, train
 
 from ..agents.embedded_lab import worst
 from ..agents.served import CLOSE, Test, ask, long_one

@@ -17,9 +17,9 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from tapereel.agents import LLM, Agent
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.trl_recorder import TRLRecorder
+from tapereel.finetune.interchange.trl_recorder import TRLRecorder
 from tapereel.tapes import Answer, Tape, Text
 
 LETTERS = "abcd"

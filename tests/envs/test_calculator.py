@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import BadTasks, Calculator, calculator_tasks, overlap, reasoning_scorer, reasoning_tasks
-from tapereel.envs.calculator import Calculate, FinalAnswer, Problem, Result, calculate, demonstrate, read_action
-from tapereel.envs.reasoning import _score
+from tapereel.envs.adapters.calculator import (
+    Calculate,
+    FinalAnswer,
+    Problem,
+    Result,
+    calculate,
+    demonstrate,
+    read_action,
+)
+from tapereel.envs.adapters.reasoning import _score
 from tapereel.tapes import MissingExtra, Status, Task
 
 SUM = Task(public={"question": "47+83+25"}, private={"dataset": "chain_sum", "answer": "155"})

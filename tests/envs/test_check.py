@@ -11,10 +11,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tapereel.envs import BadTasks, Calculator, Environment, Finding, Outcome, Report, calculator_tasks, check_env
-from tapereel.envs.calculator import Problem, demonstrate, read_action
-from tapereel.envs.check import CHECKS
-from tapereel.envs.probe import Probe
+from tapereel.envs import (
+    BadTasks,
+    Calculator,
+    Environment,
+    Finding,
+    Outcome,
+    Report,
+    calculator_tasks,
+    check_env,
+)
+from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action
+from tapereel.envs.checks.check_env import CHECKS
+from tapereel.envs.checks.env_probe import Probe
 from tapereel.tapes import Action, Observation, Tape
 
 

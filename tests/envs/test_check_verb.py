@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.envs import Environment, check_verb
-from tapereel.envs.named import load_named
-from tapereel.tapes.console import Exit, UsageError
+from tapereel.cli.checks import check_env_verb as check_verb
+from tapereel.cli.console import Exit
+from tapereel.envs import Environment
+from tapereel.envs.load_named import load_named
+from tapereel.tapes.errors import UsageError
 
 SOURCE = """
 from tapereel.envs import Environment, Outcome

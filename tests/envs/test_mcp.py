@@ -19,8 +19,8 @@ import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome
-from tapereel.envs.mcp import McpServer
-from tapereel.envs.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost
+from tapereel.envs.adapters.mcp import McpServer
+from tapereel.envs.adapters.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost
 from tapereel.tapes import Answer, CauseType, MissingExtra, Status, Tape, Task, ToolCalls, ToolResults
 
 pytest.importorskip("mcp")

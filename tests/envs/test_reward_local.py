@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.rewards.local import LocalReward, NotAModel, local_reward
+from tapereel.envs.rewards.local_models import LocalReward, NotAModel, local_reward
 from tapereel.envs.rewards.samples import Sample
 
 from .scored import failure, scores, tapes
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(folder: Path, labels: int) -> Path:
-    from tapereel.agents.tiny import char_tokenizer
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 
     tokenizer = char_tokenizer("abcdefgh user:assistant\n")
     torch.manual_seed(0)

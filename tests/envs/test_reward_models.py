@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from tapereel.envs import RewardSource
-from tapereel.envs.rewards import Scored, remote
-from tapereel.envs.rewards.files import file_reward
-from tapereel.envs.rewards.recipe import ensemble
-from tapereel.envs.rewards.remote import HttpReward, http_reward
+from tapereel.envs.rewards import Scored
+from tapereel.envs.rewards import http_rewards as remote
+from tapereel.envs.rewards.http_rewards import HttpReward, http_reward
+from tapereel.envs.rewards.reward_files import file_reward
+from tapereel.envs.rewards.reward_recipe import ensemble
 from tapereel.envs.rewards.samples import Sample, model_source, sample_of
 from tapereel.tapes import Tape, Task
-from tapereel.tapes.console import UsageError
+from tapereel.tapes.errors import UsageError
 
 from .scored import failure, scores, tapes
 
@@ -95,8 +96,8 @@ def test_a_sample_is_the_conversation_with_its_answer():
 def test_with_a_tokenizer_a_sample_is_exactly_what_was_sampled():
     pytest.importorskip("torch")
     from tapereel.agents import ScriptedEngine, rollout
-    from tapereel.agents.render import Renderer
-    from tapereel.agents.tiny import char_tokenizer
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+    from tapereel.agents.rendering.renderer import Renderer
 
     from .scored import SPEAKER, Asks
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout_group
-from tapereel.agents.engines import ScriptedConfig
-from tapereel.agents.run import RunConfig, run
+from tapereel.agents.runs.runner import RunConfig, run
+from tapereel.agents.setup.engine_config import ScriptedConfig
 from tapereel.envs import Rewards, RewardSource
-from tapereel.envs.reexec import reexec
-from tapereel.envs.rescore import rescore
+from tapereel.envs.checks.reexec import reexec
+from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import GROUP_LAYER, Scored, load_rewards, rewarded
 from tapereel.envs.rewards.relative import best_of, compared, layer_of, ranked, training_reward
 from tapereel.finetune.interchange import NothingToExport, write
 from tapereel.finetune.interchange.story import story_of
 from tapereel.tapes import CauseType, Status, Tape, Task
-from tapereel.tapes.audit import audit_run
-from tapereel.tapes.console import UsageError
+from tapereel.tapes.audit.auditor import audit_run
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Reward
 from tapereel.tapes.scoring import total
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .scored import SPEAKER, Asks, said, scores, tapes
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.envs import jail
-from tapereel.envs.sandbox import NoSandbox, Ran, Sandbox
-from tapereel.envs.tools import ToolEnvironment, ToolFailed
+from tapereel.envs.adapters import jail
+from tapereel.envs.adapters.sandbox import NoSandbox, Ran, Sandbox
+from tapereel.envs.adapters.tools import ToolEnvironment, ToolFailed
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolResults
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.envs import sandbox as sandbox_module
-from tapereel.envs.sandbox import LONGEST_WORD, Ran, Sandbox
-from tapereel.envs.tools import ToolFailed
+from tapereel.envs.adapters import sandbox as sandbox_module
+from tapereel.envs.adapters.sandbox import LONGEST_WORD, Ran, Sandbox
+from tapereel.envs.adapters.tools import ToolFailed
 
 from .test_sandbox import MODES, SMALL, isolated, within
 
@@ -177,7 +177,7 @@ def test_a_user_without_privileges_deletes_locked_folders_too(victim: Path):
     """`_delete` on what root's snippets can't keep from root: run as another user, on what that user left."""
     code = (
         "import os, pathlib, tempfile\n"
-        "from tapereel.envs.sandbox import _delete\n"
+        "from tapereel.envs.adapters.sandbox import _delete\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "place = pathlib.Path(tempfile.mkdtemp()); work = place / 'work'; work.mkdir(); os.chdir(work)\n"
         + LEFT.replace("VICTIM", str(victim)).replace("LARGEST", "100")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import BadTasks, Taskset, TaskStream, overlap
-from tapereel.envs.datasets import columns
+from tapereel.envs.hub_datasets import columns
 from tapereel.tapes import MissingExtra, Task
 
 

@@ -12,8 +12,17 @@ from pydantic import BaseModel, Field
 
 from tapereel.agents import ChatAgent, Limits, ReplayEngine, Request, ScriptedEngine, rollout
 from tapereel.envs import Outcome, check_env
-from tapereel.envs.reexec import reexec
-from tapereel.envs.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost, cut, tool, worst
+from tapereel.envs.adapters.tools import (
+    BadTool,
+    Tool,
+    ToolEnvironment,
+    ToolFailed,
+    ToolsLost,
+    cut,
+    tool,
+    worst,
+)
+from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import Answer, CauseType, Status, Tape, Task, ToolCall, ToolCalls, ToolOffer, ToolResults
 
 

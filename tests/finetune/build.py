@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.rows import Row
-from tapereel.finetune.score import score
-from tapereel.finetune.stream import Episode, Stream
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.records import Status
 
 LEDGER = Path(__file__).parents[1] / "ledger"

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune import objective
+from tapereel.finetune.data.stream import Stream
+from tapereel.finetune.objective import Context, Weigh
+from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.stream import Stream
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import Context, Weigh
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, exact, gradient, row, same, tiny_model
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tapereel.finetune import objective
+from tapereel.finetune.objective import Baseline, Context, GroupWeights, Reward, Select
+from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.words import Baseline, Context, GroupWeights, Reward, Select
 from tapereel.tapes.records import Status
 
 from ..oracles import objective as oracle

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tapereel.finetune.classic import (
+from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.interchange.classic import (
     RLConfig,
     collate,
     populate_rl_data,
@@ -24,9 +25,8 @@ from tapereel.finetune.classic import (
     update_rewards_and_advantages,
 )
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.score import score
-from tapereel.finetune.stream import BadBatch
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, ledger, row, tiny_model
 

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune import objective, segments
-from tapereel.finetune.recipes import BadRecipe, get_recipe
-from tapereel.finetune.words import ClipAdvantage, Context, Credit, Relu, Whiten
+from tapereel.finetune.data import segments
+from tapereel.finetune.objective import ClipAdvantage, Context, Credit, Relu, Whiten
+from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import BadRecipe
+from tapereel.finetune.recipes import get_recipe
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, ledger, row, simple

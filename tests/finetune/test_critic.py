@@ -9,12 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tapereel.finetune.critic import Critic, CriticTrainer
+from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.objective import Context
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.score import plan
-from tapereel.finetune.stream import BadBatch
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import Context, Value
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
+from tapereel.finetune.trainer.logprobs import plan
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, doubles, episode, ledger, row, tiny_model
 

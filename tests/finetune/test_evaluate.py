@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents import ScriptedEngine
-from tapereel.agents.passk import (
+from tapereel.agents.runs.pass_at_k import (
     NothingInCommon,
     bootstrap,
     compare,
@@ -25,10 +25,10 @@ from tapereel.agents.passk import (
     wilson,
 )
 from tapereel.cli import main
-from tapereel.envs.named import load_named
-from tapereel.finetune.evaluate import Evaluation, evaluate
+from tapereel.envs.load_named import load_named
+from tapereel.finetune.loop.held_out import Evaluation, evaluate
 from tapereel.tapes import Sampling, Task
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..verbs import world
 from ..verbs.lab import SCENE, answer_of, refusal_of, settings

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.stream import BadBatch, Stream
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, row, tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tapereel.finetune import head
-from tapereel.finetune.micro import plan
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.score import forward, score
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer import lm_head as head
+from tapereel.finetune.trainer.logprobs import forward, score
+from tapereel.finetune.trainer.micro_batches import plan
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, gradient, row, same, tiny_model
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune import micro
-from tapereel.finetune.micro import plan
+from tapereel.finetune.data.rows import Row
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.score import packs, score, shares_prefixes
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer import micro_batches as micro
+from tapereel.finetune.trainer.logprobs import packs, score, shares_prefixes
+from tapereel.finetune.trainer.micro_batches import plan
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import episode, gradient, ledger, row, same, tiny_model
 

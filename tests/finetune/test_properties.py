@@ -15,14 +15,15 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune import objective
-from tapereel.finetune.critic import Critic, CriticTrainer
-from tapereel.finetune.recipes import Recipe, get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.score import score
-from tapereel.finetune.stream import Stream
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import Context
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Stream
+from tapereel.finetune.objective import Context
+from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import Recipe
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import doubles, episode, exact, gradient, row, same, tiny_model
 from .threads import together

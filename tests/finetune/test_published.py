@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.finetune import objective
-from tapereel.finetune.recipes import Recipe, get_recipe
-from tapereel.finetune.words import Anchor, Baseline, Context, Select, kl
+from tapereel.finetune.objective import Anchor, Baseline, Context, Select, kl
+from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import Recipe
+from tapereel.finetune.recipes import get_recipe
 
 from .build import doubles, episode, exact, ledger, row, simple
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.finetune.crew import share
-from tapereel.finetune.micro import Micro
-from tapereel.finetune.ranks import Group, Ranks
-from tapereel.finetune.score import forward
-from tapereel.finetune.words import Sums
+from tapereel.finetune.objective import Sums
+from tapereel.finetune.trainer.distributed import share
+from tapereel.finetune.trainer.logprobs import forward
+from tapereel.finetune.trainer.micro_batches import Micro
+from tapereel.finetune.trainer.ranks import Group, Ranks
 
 from .build import episode, row, tiny_model
 from .two_ranks import CASES, CREWS, Case, CrewCase, led, trained

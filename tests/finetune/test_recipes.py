@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import importlib
 import inspect
+import itertools
 import math
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
-from tapereel.finetune import objective
-from tapereel.finetune.critic import Critic, CriticTrainer
-from tapereel.finetune.recipes import RECIPES, BadRecipe, Recipe, get_recipe, read
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import KL, Context, Whiten
+from tapereel.finetune import recipes
+from tapereel.finetune.objective import KL, Context, Whiten
+from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import BadRecipe, Recipe
+from tapereel.finetune.recipes import RECIPES, get_recipe, read
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.trainer import Trainer
 
 from ..oracles import objective as oracle
 from ..oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, World, world
@@ -38,9 +43,21 @@ def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.autograd.grad(loss, lp)[0]
 
 
+@cache
+def documents() -> dict[str, str]:
+    """Recipe -> the text below it in the module of its family."""
+    found: dict[str, str] = {}
+    for path in Path(recipes.__file__).parent.glob("*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for one, below in itertools.pairwise(body):
+            if isinstance(one, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[ast.unparse(one.targets[0])] = str(below.value.value)
+    return found
+
+
 def documented(name: str) -> tuple[str, list[str], str]:
-    """(equation, numbered deviations, the whole text) of a recipe's module."""
-    text = inspect.getdoc(importlib.import_module(f"tapereel.finetune.recipes.{name}")) or ""
+    """(equation, numbered deviations, the whole text) below a recipe in the module of its family."""
+    text = inspect.cleandoc(documents()[name])
     equation = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     return "\n".join(equation), re.findall(r"^(\d)\. ", text, re.MULTILINE), text
 

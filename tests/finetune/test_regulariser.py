@@ -8,10 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tapereel.finetune import objective
-from tapereel.finetune.recipes import BadRecipe, get_recipe
-from tapereel.finetune.schedule import Schedule
-from tapereel.finetune.words import (
+from tapereel.finetune.objective import (
     KL,
     Adaptive,
     Balance,
@@ -25,7 +22,11 @@ from tapereel.finetune.words import (
     Running,
     TokenKL,
 )
-from tapereel.finetune.words import kl as estimators
+from tapereel.finetune.objective import kl as estimators
+from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import BadRecipe
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.schedule import Schedule
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, ledger, row, simple

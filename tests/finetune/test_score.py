@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune import head
-from tapereel.finetune.score import UnsupportedModel, forward, plan, score
+from tapereel.finetune.trainer import lm_head as head
+from tapereel.finetune.trainer.logprobs import UnsupportedModel, forward, plan, score
 
 from .build import VOCABULARY, ledger, row, tiny_model
 

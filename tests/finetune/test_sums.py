@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tapereel.finetune.words import Moments, Sums
+from tapereel.finetune.objective import Moments, Sums
 
 
 def test_sums_counts_extremes_means_and_deviations():

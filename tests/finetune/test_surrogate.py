@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from tapereel.finetune import objective
+from tapereel.finetune.objective import Anchor, Context, Select, Sums, Surrogate, Weigh
+from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.words import Anchor, Context, Select, Sums, Surrogate, Weigh
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, ledger, row

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.trackers import FOLDER, Axes, Trackers, check_trackers
+from tapereel.finetune.report.trackers import FOLDER, Axes, Trackers, check_trackers
 from tapereel.tapes.errors import MissingExtra
 
 LINES: tuple[dict[str, Any], ...] = (
@@ -81,7 +81,7 @@ def test_a_resumed_run_counts_on():
 
 
 @pytest.mark.ledger("F88")
-def test_a_tracker_that_fails_is_said_once_and_counted_and_the_others_go_on(capsys: pytest.CaptureFixture[str]):
+def test_a_tracker_that_fails_is_said_once_and_counted_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
     def make(name: str, path: Path) -> Kept:
         if name == "mlflow":
             raise ConnectionError("no server")
@@ -92,7 +92,7 @@ def test_a_tracker_that_fails_is_said_once_and_counted_and_the_others_go_on(caps
     for line in LINES:
         trackers.line(line)
     trackers.close()
-    said = capsys.readouterr().err
+    said = caplog.text
     assert trackers.failures == {"wandb": 6, "mlflow": 6}
     assert len(trackers_by_name["tensorboard"].got) == 6
     assert said.count("FAILED") == 2

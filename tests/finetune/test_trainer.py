@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.finetune import objective
+from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.objective import Context
+from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.schedule import Schedule
-from tapereel.finetune.score import score
-from tapereel.finetune.stream import BadBatch
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.words import Context
+from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.schedule import Schedule
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, exact, ledger, row, tiny_model
 
@@ -93,8 +93,8 @@ def test_several_updates_on_one_rollout_batch_share_its_advantages_and_anchor():
 @pytest.mark.ledger("F72", "F73", "T12", "F71")
 def test_diagnostics_are_sums_and_counts_over_own_tokens():
     table = ledger("regularisers")
-    from tapereel.finetune.trainer import observe
-    from tapereel.finetune.words import Sums
+    from tapereel.finetune.objective import Sums
+    from tapereel.finetune.trainer.trainer import observe
 
     for lp, old, want in ((table["F73"]["log_ratios"], [0.0, 0.0], table["F73"]["ess"]), ([0.3, 0.3], [0.0, 0.0], 1.0)):
         sums = Sums()

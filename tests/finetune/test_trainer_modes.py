@@ -6,12 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tapereel.agents.weight_config import AdapterConfig, add_adapters
-from tapereel.finetune.phases import frozen
+from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.policies.phases import frozen
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.score import UnsupportedModel, score
-from tapereel.finetune.stream import BadBatch
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.logprobs import UnsupportedModel, score
+from tapereel.finetune.trainer.trainer import Trainer
 
 from .build import batch, episode, gradient, row, same, tiny_model
 

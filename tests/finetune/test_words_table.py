@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tapereel.finetune.recipes import Recipe, get_recipe
-from tapereel.finetune.recipes.recipe import read
-from tapereel.finetune.words import PPO, Weigh
+from tapereel.finetune.objective import PPO, Weigh
+from tapereel.finetune.objective.recipe import Recipe, read
+from tapereel.finetune.recipes import get_recipe
 
 from .words_table import PAGE, constants, docstrings, page, table, words
 

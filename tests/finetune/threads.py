@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tapereel.finetune.ranks import Ranks
-from tapereel.finetune.words import Sums
+from tapereel.finetune.objective import Sums
+from tapereel.finetune.trainer.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tapereel.finetune.crew import Crew
-from tapereel.finetune.critic import Critic, CriticTrainer
-from tapereel.finetune.ranks import Group, Ranks, Sharded
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode
-from tapereel.finetune.trainer import Trainer, UpdateStats
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.distributed import Crew
+from tapereel.finetune.trainer.ranks import Group, Ranks, Sharded
+from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
 
 from .build import batch, tiny_model
 

@@ -21,9 +21,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tapereel.finetune.recipes import Recipe
-from tapereel.finetune.words import Word
-from tapereel.tapes.config_yaml import write_yaml
+from tapereel.finetune.objective import Word
+from tapereel.finetune.objective.recipe import Recipe
+from tapereel.tapes.common.config_yaml import write_yaml
 
 from ..agents.templates_table import page as between
 
@@ -80,7 +80,10 @@ def formulas(cls: type[Word]) -> tuple[str, str]:
     """(what the word is, its equations) of the module that a word stands in."""
     text = inspect.getdoc(sys.modules[cls.__module__]) or ""
     first, *blocks = text.split("\n\n")
-    told = " ".join(first.split()).partition(": ")[2]
+    named, colon, told = " ".join(first.split()).partition(": ")
+    if not colon or " " in named:  # a word beside others in its module says what it is itself
+        first, *blocks = (inspect.getdoc(cls) or "").split("\n\n")
+        told = " ".join(first.split())
     return told, "\n\n".join(inspect.cleandoc("\n" + block) for block in blocks if block.startswith("    "))
 
 

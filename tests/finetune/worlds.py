@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tapereel.finetune.rows import Row
-from tapereel.finetune.stream import Episode, Stream
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode, Stream
 from tapereel.tapes.records import Status
 
 from ..oracles.world import Attempt, Said, World

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tapereel.finetune.plots import Curve, Level
-from tapereel.finetune.report import End, Fact, Plot, ReportData, Score, tape_page
-from tapereel.tapes.faults import Fault
+from tapereel.finetune.report.plots import Curve, Level
+from tapereel.finetune.report.report import End, Fact, Plot, ReportData, Score, tape_page
+from tapereel.tapes.audit.faults import Fault
 
 from .making import sampled_tape
 

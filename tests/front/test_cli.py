@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tapereel import cli
+from tapereel.cli import command as cli
+from tapereel.cli.console import Exit, answer, say
 from tapereel.tapes import MissingExtra, TapereelError
-from tapereel.tapes.console import Exit, UsageError, answer, safe, say
+from tapereel.tapes.common.text import safe
+from tapereel.tapes.errors import UsageError
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from tapereel.tapes.config import Config, ConfigError, config_keys, dump_config, load_config
-from tapereel.tapes.config_yaml import read_value, read_yaml, write_yaml
+from tapereel.tapes.common.config import Config, ConfigError, config_keys, dump_config, load_config
+from tapereel.tapes.common.config_yaml import read_value, read_yaml, write_yaml
 
 
 class Optimiser(Config):

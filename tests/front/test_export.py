@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.cli import main
-from tapereel.finetune.export import export
+from tapereel.cli.console import Exit
+from tapereel.cli.exchange.export import export
 from tapereel.finetune.interchange import NothingToExport
-from tapereel.tapes.console import Exit, UsageError
-from tapereel.tapes.store import Store
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.store import Store
 
 from .making import played, run_of, sampled_tape
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import tapereel
-from tapereel.tapes.extras import extra_of
+from tapereel.tapes.common.extras import extra_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = ["tapes", "envs", "agents", "finetune"]
@@ -34,7 +34,7 @@ def _sources(*folders: str) -> Iterator[Path]:
 
 
 def _modules() -> list[Path]:
-    return [ROOT / "__init__.py", ROOT / "cli.py", *_sources(*ORDER)]
+    return [ROOT / "__init__.py", *_sources(*ORDER, "cli")]
 
 
 def _name(path: Path) -> str:
@@ -65,9 +65,9 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
 def test_the_packages_in_pyproject_are_the_packages_in_the_tree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     declared = project["tool"]["setuptools"]["packages"]
-    inside = [p.parent.relative_to(ROOT) for folder in ORDER for p in (ROOT / folder).rglob("__init__.py")]
+    inside = [p.parent.relative_to(ROOT) for folder in (*ORDER, "cli") for p in (ROOT / folder).rglob("__init__.py")]
     assert sorted(declared) == sorted(["tapereel", *(".".join(["tapereel", *p.parts]) for p in inside)])
-    loose = {_name(p) for p in _sources(*ORDER) if not (p.parent / "__init__.py").is_file()}
+    loose = {_name(p) for p in _sources(*ORDER, "cli") if not (p.parent / "__init__.py").is_file()}
     assert loose == set(), "modules in folders without __init__.py would be missing from a wheel"
 
 
@@ -96,7 +96,7 @@ def test_inside_the_package_imports_are_relative():
 
 def test_tapes_and_environments_know_no_models():
     models = {"torch", "transformers", "litellm", "vllm"}
-    lazily = {"envs/rewards/local.py"}  # a reward model of transformers, which is loaded when it's asked
+    lazily = {"envs/rewards/local_models.py"}  # a reward model of transformers, which is loaded when it's asked
     wrong = [
         f"{_name(path)}:{line} imports {name}"
         for path in _sources("tapes", "envs")
@@ -210,7 +210,7 @@ def test_a_name_that_needs_a_missing_package_says_which_extra_brings_it(tmp_path
 import sys
 sys.modules["torch"] = None
 import tapereel
-from tapereel.tapes.extras import extra_of
+from tapereel.tapes.common.extras import extra_of
 from tapereel.tapes import MissingExtra
 for get in (lambda: tapereel.Trainer, lambda: tapereel.finetune.Trainer):
     try:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.agents.view_command import configure
 from tapereel.cli import main
-from tapereel.envs.named import load_named
-from tapereel.tapes.store import Store
+from tapereel.cli.look.view import configure
+from tapereel.envs.load_named import load_named
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import EXAMPLE, NEXT, SCENE, answer_of, refusal_of, settings
 

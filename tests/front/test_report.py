@@ -10,15 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tapereel.finetune.plots import Curve, Level, curve_svg, plot_curve, running_mean
-from tapereel.finetune.report import (
-    ReportData,
-    _parts,
-    _shade,
-    render_report,
-    tape_page,
-    write_report,
-)
+from tapereel.finetune.report.plots import Curve, Level, curve_svg, plot_curve, running_mean
+from tapereel.finetune.report.report import ReportData, _parts, _shade, render_report, tape_page, write_report
 
 from .making import played, sampled_tape
 from .pages import EVIL, curve, decode, report_of

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.cli.console import Exit, answer, table
 from tapereel.tapes import Tape
-from tapereel.tapes.console import Exit, answer, table
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
 from .making import hostile_everywhere, played, run_of, sampled_tape

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.console import Exit
+from tapereel.cli.console import Exit
 from tapereel.tapes.records import Use
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .making import run_of, sampled_tape
 

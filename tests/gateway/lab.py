@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 
 from tapereel.agents import Completion, Request
-from tapereel.agents.embedded import EmbeddedEngine
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.gateway import Bounds, Control, Gateway
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Sampling, Tape, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 WORDS = char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789+-<>{}\"':,._/\n")
 RENDERER = Renderer(WORDS)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.gateway import Bounds, Control, control, server
+from tapereel.agents.gateway import Bounds, Control
+from tapereel.agents.gateway import gateway_control as control
+from tapereel.agents.gateway import gateway_server as server
 
 from .lab import TOKEN, Told, books_close, served
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tapereel.agents.gateway import label_calls
-from tapereel.finetune.rows import rows
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import Client, Told, books_close, served, until
 

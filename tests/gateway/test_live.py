@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from tapereel.agents import Completion, EngineError, Request, rollout
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Bounds, Program
-from tapereel.agents.replaying import replay
-from tapereel.agents.tiny import tiny_model
+from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Sampling, Tape
 
 from .lab import RENDERER, WORDS, Echo, Told, books_close, embedded, served, streamed, until

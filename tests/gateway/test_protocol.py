@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.gateway.protocol import ChatAnswer, Refused, read_calls, read_request, token_logprobs
+from tapereel.agents.gateway.openai_protocol import (
+    ChatAnswer,
+    Refused,
+    read_calls,
+    read_request,
+    token_logprobs,
+)
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -15,10 +15,10 @@ import pytest
 
 from tapereel.agents import EngineError, Limits, Request
 from tapereel.agents.gateway import Bounds, Control, Gateway
-from tapereel.finetune.rows import rows
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import RENDERER, TOKEN, Client, Served, Told, books_close, embedded, served, until
 

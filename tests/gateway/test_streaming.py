@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engine import Completion
-from tapereel.agents.gateway.protocol import ChatRequest, read_calls, read_request
+from tapereel.agents.engines.engine import Completion
+from tapereel.agents.episode.stop_strings import cut
+from tapereel.agents.gateway.openai_protocol import ChatRequest, read_calls, read_request
 from tapereel.agents.gateway.streaming import Live
-from tapereel.agents.render import Renderer
-from tapereel.agents.stopping import cut
+from tapereel.agents.rendering.renderer import Renderer
 
 from ..agents.families import FAMILIES, tokenizer
 from .lab import RENDERER

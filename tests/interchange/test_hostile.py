@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.cli.console import Exit
 from tapereel.finetune.interchange import FORMATS, read
-from tapereel.finetune.interchange.files import MEMBERS, BadImport, Bounds
-from tapereel.tapes.console import Exit, UsageError
+from tapereel.finetune.interchange.trace_files import MEMBERS, BadImport, Bounds
+from tapereel.tapes.errors import UsageError
 
 TURN = {
     "node_id": "n",

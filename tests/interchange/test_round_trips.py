@@ -10,13 +10,14 @@ import pytest
 from datasets import Dataset
 
 from tapereel.cli import main
+from tapereel.cli.console import Exit
 from tapereel.finetune.interchange import FORMATS, read, write
-from tapereel.finetune.interchange.files import BadImport
+from tapereel.finetune.interchange.trace_files import BadImport
 from tapereel.tapes import Status, ToolCalls
-from tapereel.tapes.console import Exit, UsageError
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.steps import ToolResults
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from .world import GROUPS, SIZE, lines, record, tapes_of, tokens_of
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from tapereel.agents import ChatAgent, Completion, Request, ScriptedEngine, rollout
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.envs.trl import TRLEnvironment, trl_row
-from tapereel.finetune.rows import rows
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, Sampling, Tape, Task, ToolCalls
 from tapereel.tapes.records import Label
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER, Letters, Speaker, model
 

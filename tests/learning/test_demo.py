@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1500)]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines import EmbeddedConfig
+from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.config import CriticConfig, LoopConfig, OptimiserConfig
-from tapereel.finetune.recipes import BadRecipe
-from tapereel.finetune.train import EvaluationConfig, TrainConfig, TrainSummary, train
+from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.objective.recipe import BadRecipe
+from tapereel.finetune.run.train_run import EvaluationConfig, TrainConfig, TrainSummary, train
 from tapereel.tapes import Answer, Sampling
-from tapereel.tapes.rundir import METRICS, read_metrics
+from tapereel.tapes.store.run_directory import METRICS, read_metrics
 
 from ..loop import lab
 

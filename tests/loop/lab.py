@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from tapereel.agents import LLM, Agent, Limits
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.config import LoopConfig, OptimiserConfig
-from tapereel.finetune.history import History
-from tapereel.finetune.loop import Loop, UpdateReport
+from tapereel.finetune.history.history import History
+from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop import Loop, UpdateReport
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Sampling, Tape, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 torch.set_num_threads(1)
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from tapereel.agents import Limits
-from tapereel.finetune.checkpoint import checkpoints, copied_weights, weights_digest
-from tapereel.finetune.config import LoopConfig, OptimiserConfig, WarmStartConfig
-from tapereel.finetune.demo import DemoConfig, demo_training
-from tapereel.finetune.history import History
+from tapereel.finetune.history.history import History
+from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+from tapereel.finetune.run.demonstrations import DemoConfig, demo_training
+from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling
-from tapereel.tapes.rundir import METRICS, RunDir, read_metrics
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.run_directory import METRICS, RunDir, read_metrics
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import assert_books_close
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 """A record's new body; None leaves it out."""

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.pretrained import BadModel, load_pretrained
-from tapereel.agents.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.embedded.pretrained import BadModel, load_pretrained
+from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main
-from tapereel.finetune.reproduce import reproduce
-from tapereel.finetune.train import TrainConfig, train
+from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.run.train_run import TrainConfig, train
 
 from ..agents.faulty import FaultyServer
 from .hosting import in_thread

@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents import LLM, Agent, Completion, EngineError, Limits, Request, delegate, rollout
-from tapereel.agents.llm import ModelFailed
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.episode.llm import ModelFailed
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.rows import Row, rows
+from tapereel.finetune.data.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 from tapereel.tapes.arrays import floats, ints
 

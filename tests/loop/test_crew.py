@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.pretrained import load_pretrained
-from tapereel.envs.named import load_named
-from tapereel.tapes.rundir import METRICS, read_metrics
-from tapereel.tapes.store import Store
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.envs.load_named import load_named
+from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import SCENE, settings
 from ..verbs.world import EXAMPLE
@@ -66,7 +66,15 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
     binaries = Path(sys.executable).parent
     commands = {
         "one": [sys.executable, "-m", "tapereel.cli"],
-        "copies": [str(binaries / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "-m", "tapereel.cli"],
+        "copies": [
+            str(binaries / "accelerate"),
+            "launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "-m",
+            "tapereel.cli",
+        ],
         "parts": [str(binaries / "torchrun"), "--nproc-per-node", "2", "-m", "tapereel.cli"],
     }
     for name, command in commands.items():
@@ -105,7 +113,12 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(model: str, tmp_pat
     port = str(free_port())
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tapereel.cli", *words(model, out, "loop.updates=400", "processes.timeout=100")],
+            [
+                sys.executable,
+                "-m",
+                "tapereel.cli",
+                *words(model, out, "loop.updates=400", "processes.timeout=100"),
+            ],
             env=environment(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
             ),

@@ -10,15 +10,15 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from tapereel.agents.engines import EmbeddedConfig, samples_with
-from tapereel.agents.pretrained import BadModel, device_of, load_pretrained
+from tapereel.agents.engines.embedded.pretrained import BadModel, device_of, load_pretrained
+from tapereel.agents.setup.engine_config import EmbeddedConfig, samples_with
 from tapereel.cli import main
-from tapereel.finetune import score as scoring
-from tapereel.finetune.config import CriticConfig
-from tapereel.finetune.policy import load_policy
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.tapes.console import UsageError
-from tapereel.tapes.rundir import CONFIG
+from tapereel.finetune.history.loop_config import CriticConfig
+from tapereel.finetune.policies.policy import load_policy
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.trainer import logprobs as scoring
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.run_directory import CONFIG
 
 from .lab import WORDS, Letters, Speaker, model
 
@@ -102,8 +102,8 @@ def test_settings_of_precision_reach_every_forward(
         seen.add((torch.is_autocast_enabled("cpu"), body.training and body.is_gradient_checkpointing))
         return forward(body, micro)
 
-    for place in ("score", "trainer", "critic"):
-        monkeypatch.setattr(f"tapereel.finetune.{place}.states", states)
+    for place in ("logprobs", "trainer", "critic"):
+        monkeypatch.setattr(f"tapereel.finetune.trainer.{place}.states", states)
     own = {"autocast": "bfloat16", "gradient_checkpointing": True}
     narrow = config(folder, recipe="ppo", optimiser=own, critic={"optimiser": own}, sampler_tolerance=None)
     assert train(narrow, tmp_path / "narrow").books_close

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tapereel.agents import LLM, Agent, Limits, delegate, rollout
-from tapereel.agents.embedded import EmbeddedEngine
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.rows import Row, rows
+from tapereel.finetune.data.rows import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 
 from ..agents.embedded_lab import until

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from tapereel.agents import Completion, Request, rollout
-from tapereel.finetune.config import ForkConfig
-from tapereel.finetune.history import Plan
-from tapereel.finetune.recipes import BadRecipe
+from tapereel.finetune.history.history import Plan
+from tapereel.finetune.history.loop_config import ForkConfig
+from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.tapes import Tape
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import (
     LETTERS,

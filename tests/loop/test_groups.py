@@ -16,13 +16,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents import Limits, ScriptedEngine, rollout, rollout_group
-from tapereel.agents.group import Closing, Group, fill
+from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.groups import Filled, NothingUsable, Rollouts, Taken
-from tapereel.finetune.history import Plan
+from tapereel.finetune.history.history import Plan
+from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Taken
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks

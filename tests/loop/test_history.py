@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.checkpoint import copied_weights, save_checkpoint, weights_digest
-from tapereel.finetune.config import OptimiserConfig
-from tapereel.finetune.history import BrokenHistory, History
+from tapereel.finetune.history.history import BrokenHistory, History
+from tapereel.finetune.history.loop_config import OptimiserConfig
+from tapereel.finetune.trainer.checkpoint import copied_weights, save_checkpoint, weights_digest
 from tapereel.tapes import Status, Tape
 from tapereel.tapes.records import Label
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import Flaky, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 

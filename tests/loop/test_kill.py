@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.config import dump_config
-from tapereel.tapes.store import Store
+from tapereel.tapes.common.config import dump_config
+from tapereel.tapes.store.store import Store
 
 from .micro import MICRO, assert_reproduced, assert_sound, closed_tapes
 
@@ -34,7 +34,11 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
     arguments = ["demo", "--out", str(path / "run"), "--config", str(path / "micro.yaml"), "--json", *options]
     with (path / "log").open("a") as log, (path / "summary").open("w") as summary:
         return subprocess.Popen(
-            [sys.executable, "-m", "tapereel.cli", *arguments], stdout=summary, stderr=log, text=True, env=environment
+            [sys.executable, "-m", "tapereel.cli", *arguments],
+            stdout=summary,
+            stderr=log,
+            text=True,
+            env=environment,
         )
 
 

@@ -14,14 +14,14 @@ import torch
 
 from tapereel.agents import Limits
 from tapereel.envs import Outcome
-from tapereel.finetune.checkpoint import copied_weights
-from tapereel.finetune.config import OptimiserConfig
-from tapereel.finetune.groups import NothingUsable
-from tapereel.finetune.history import History
-from tapereel.finetune.loop import Loop, SamplerMismatch
-from tapereel.finetune.rows import Row
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.history.history import History
+from tapereel.finetune.history.loop_config import OptimiserConfig
+from tapereel.finetune.loop.loop import Loop, SamplerMismatch
+from tapereel.finetune.loop.rollouts import NothingUsable
+from tapereel.finetune.trainer.checkpoint import copied_weights
 from tapereel.tapes import Answer, Sampling, Status, Tape
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import Flaky, Letters, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.finetune.train import TrainConfig, train
-from tapereel.tapes.store import Store
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.tapes.store.store import Store
 
 from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
 

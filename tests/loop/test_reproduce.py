@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.pretrained import load_pretrained, weights_digest
-from tapereel.finetune.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
-from tapereel.finetune.reproduce import Reproduction, retrace
+from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from tapereel.finetune.inspect.reproducer import Reproduction, retrace
+from tapereel.finetune.trainer.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
 from tapereel.tapes.arrays import decode, encode
 from tapereel.tapes.records import Use
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import WORDS, history_in, model, run, settings_of, tasks
 from .rewrite import repin, rewrite

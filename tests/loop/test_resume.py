@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune import checkpoint
-from tapereel.finetune.checkpoint import checkpoints, prune, save_checkpoint
-from tapereel.finetune.demo import Demo, DemoConfig
-from tapereel.finetune.reproduce import reproduce
-from tapereel.tapes.config import load_config
-from tapereel.tapes.console import UsageError
-from tapereel.tapes.rundir import METRICS, RunDir, append_metrics, read_metrics
-from tapereel.tapes.store import Store
-from tapereel.tapes.writer import SegmentWriter
+from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.trainer import checkpoint
+from tapereel.finetune.trainer.checkpoint import checkpoints, prune, save_checkpoint
+from tapereel.tapes.common.config import load_config
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.run_directory import METRICS, RunDir, append_metrics, read_metrics
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.writer import SegmentWriter
 
 from .lab import model
 from .micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes

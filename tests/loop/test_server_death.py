@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.train import TrainConfig
+from tapereel.finetune.run.train_run import TrainConfig
 from tapereel.tapes import Status
-from tapereel.tapes.config import dump_config
-from tapereel.tapes.store import Store
+from tapereel.tapes.common.config import dump_config
+from tapereel.tapes.store.store import Store
 
 from ..remote.process import Served
 from . import lab

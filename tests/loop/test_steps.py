@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, delegate, rollout
-from tapereel.finetune.checkpoint import copied_weights, weights_digest
-from tapereel.finetune.config import LoopConfig
-from tapereel.finetune.history import History, Plan
-from tapereel.finetune.loop import SamplerMismatch, UnknownAgent
-from tapereel.finetune.recipes import BadRecipe, get_recipe
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.history.history import History, Plan
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
+from tapereel.finetune.objective.recipe import BadRecipe
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
+from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.records import Use
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 from .test_history import abandoned

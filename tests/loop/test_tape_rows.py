@@ -11,13 +11,26 @@ import numpy as np
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
+from tapereel.finetune.data.provenance import drop_stale, episode_of
+from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune.history.update_facts import items
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import Row, rows
-from tapereel.finetune.trainer import Trainer
-from tapereel.finetune.use import drop_stale, episode_of, items
+from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, NotATape, Sampling, Tape
 from tapereel.tapes.log import step_record
-from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Label, Reward, Status, Task, Tokens
+from tapereel.tapes.records import (
+    Begin,
+    Call,
+    Cause,
+    CauseType,
+    End,
+    Identity,
+    Label,
+    Reward,
+    Status,
+    Task,
+    Tokens,
+)
 
 from ..finetune.build import ledger
 from .lab import RENDERER, WORDS, Letters, Speaker, model

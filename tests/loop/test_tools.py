@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM, Agent, Limits
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Outcome
-from tapereel.envs.mcp import McpServer
-from tapereel.envs.tools import ToolEnvironment
-from tapereel.finetune.history import History
-from tapereel.finetune.loop import Loop
+from tapereel.envs.adapters.mcp import McpServer
+from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.finetune.history.history import History
+from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer import Trainer
+from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape, Task, ToolCall, ToolCalls, ToolResults
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .lab import assert_books_close, settings_of
 from .test_learning import climbed, rewards

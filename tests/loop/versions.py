@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tapereel.finetune.past import Past
-from tapereel.finetune.requery import Policies, requery
-from tapereel.tapes.store import Store
+from tapereel.finetune.inspect.rebuild import Past
+from tapereel.finetune.inspect.requery import Policies, requery
+from tapereel.tapes.store.store import Store
 
 
 def assert_versions_true(run: Path, fresh: Path, model: Path, lineage: str, updates: int) -> int:

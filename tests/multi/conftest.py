@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 
 from .stage import EXAMPLE, WORLD, config
 
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three updates, each measured; every version has its checkpoint."""
-    from tapereel.finetune.train import train
+    from tapereel.finetune.run.train_run import train
 
     out = tmp_path_factory.mktemp("players") / "run"
     measured = {"fraction": 0.0, "tasks": f"{WORLD}:held_out", "every": 1}

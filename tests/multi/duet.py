@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import LLM, Agent, delegate
-from tapereel.agents.multi import TeamEngine
+from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.config import LoopConfig
-from tapereel.finetune.history import History
-from tapereel.finetune.loop import Loop
-from tapereel.finetune.players import Player
+from tapereel.finetune.history.history import History
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.loop import Loop
+from tapereel.finetune.policies.players import Player
 from tapereel.tapes import Answer, Tape, Text, Thought
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER, engine_of, history_in, model, settings_of, tasks
 

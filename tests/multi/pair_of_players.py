@@ -11,7 +11,7 @@ from typing import Any
 
 from tapereel.agents import LLM, Agent, delegate
 from tapereel.envs import Outcome
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 from tapereel.tapes import Tape, Task, Thought
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "two_agents.py")

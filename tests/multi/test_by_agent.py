@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.agents.multi import TeamEngine
+from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.by_agent import addressed, apart, rewards_of
-from tapereel.finetune.config import LoopConfig
-from tapereel.finetune.objective import prepare
-from tapereel.finetune.plan import Plan
+from tapereel.finetune.data.by_agent import addressed, apart, rewards_of
+from tapereel.finetune.data.provenance import episode_of
+from tapereel.finetune.data.rows import rows
+from tapereel.finetune.data.stream import BadBatch, Stream
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.history.plan import Plan
+from tapereel.finetune.objective import Context
+from tapereel.finetune.objective.loss import prepare
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.rows import rows
-from tapereel.finetune.stream import BadBatch, Stream
-from tapereel.finetune.use import episode_of
-from tapereel.finetune.words import Context
 from tapereel.tapes import Answer, Tape, Text
 
 from .duet import ALTO, BASS, RENDERER, Duet

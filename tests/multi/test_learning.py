@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.train import TrainConfig, TrainSummary, train
-from tapereel.tapes.config import load_config
-from tapereel.tapes.rundir import read_metrics
-from tapereel.tapes.store import Store
+from tapereel.finetune.run.train_run import TrainConfig, TrainSummary, train
+from tapereel.tapes.common.config import load_config
+from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.store import Store
 
 from .stage import EXAMPLE, GUIDE, SEEKER
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.pretrained import weights_digest
-from tapereel.finetune.by_agent import rewards_of
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.explain import Explainer
-from tapereel.finetune.history import BrokenHistory
-from tapereel.finetune.loop import UpdateReport
-from tapereel.finetune.players import BadPlayers, Player
+from tapereel.agents.engines.embedded.pretrained import weights_digest
+from tapereel.finetune.data.by_agent import rewards_of
+from tapereel.finetune.history.history import BrokenHistory
+from tapereel.finetune.inspect.explainer import Explainer
+from tapereel.finetune.loop.loop import UpdateReport
+from tapereel.finetune.policies.players import BadPlayers, Player
+from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.records import Use
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from ..loop.lab import assert_books_close, history_in
 from .duet import ALTO, BASS, loop_of, settings, two

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engine_server import EngineServer
-from tapereel.agents.pretrained import load_pretrained
-from tapereel.finetune.train import train
+from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.finetune.run.train_run import train
 
 from ..loop.hosting import in_thread
 from ..verbs.lab import answer_of

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
-from tapereel.agents.engine import Completion
-from tapereel.agents.multi import BadTeam, TeamEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.engines.engine import Completion
+from tapereel.agents.engines.team_engine import BadTeam, TeamEngine
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
 
 from .duet import ALTO, BASS, Duet, Score

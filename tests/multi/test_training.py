@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.multi import BadTeam
-from tapereel.agents.pretrained import load_pretrained, weights_digest
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.team_engine import BadTeam
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.cli import main
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.history import BrokenHistory
-from tapereel.finetune.loop import UnknownAgent
-from tapereel.finetune.plan import Plan
-from tapereel.finetune.ranks import Ranks
-from tapereel.finetune.rows import rows
-from tapereel.finetune.train import TrainConfig, _Run, train
-from tapereel.finetune.use import drop_others, episode_of
-from tapereel.tapes.config import ConfigError, load_config
-from tapereel.tapes.console import UsageError
-from tapereel.tapes.progress import silent
+from tapereel.finetune.data.provenance import drop_others, episode_of
+from tapereel.finetune.data.rows import rows
+from tapereel.finetune.history.history import BrokenHistory
+from tapereel.finetune.history.plan import Plan
+from tapereel.finetune.loop.loop import UnknownAgent
+from tapereel.finetune.run.train_run import TrainConfig, _Run, train
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.trainer.ranks import Ranks
+from tapereel.tapes.common.config import ConfigError, load_config
+from tapereel.tapes.common.progress import silent
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Record, Use
-from tapereel.tapes.rundir import read_metrics
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.run_view import RunView
 
 from ..verbs.lab import answer_of, killed, refusal_of

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.replaying import replay
+from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, RestoreMismatch, Rewards, RewardSource, check_env
-from tapereel.envs.reexec import reexec
+from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.remote import (
     Declared,
     Refused,
@@ -27,11 +27,11 @@ from tapereel.envs.remote import (
     WrongEnvironment,
 )
 from tapereel.envs.remote.channel import Channel
-from tapereel.envs.remote.client import ROUTE
-from tapereel.envs.remote.protocol import PROTOCOL
+from tapereel.envs.remote.env_client import ROUTE
+from tapereel.envs.remote.env_protocol import PROTOCOL
 from tapereel.tapes import CauseType, Status, Tape
 from tapereel.tapes.steps import Answer
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from . import spelling
 from .process import Served

@@ -13,7 +13,14 @@ import pytest
 
 from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
-from tapereel.envs.remote import OpenEnvAction, OpenEnvironment, OpenEnvObservation, Service, ServiceLimits, add_openenv
+from tapereel.envs.remote import (
+    OpenEnvAction,
+    OpenEnvironment,
+    OpenEnvObservation,
+    Service,
+    ServiceLimits,
+    add_openenv,
+)
 from tapereel.envs.remote.openenv import _arguments
 from tapereel.tapes import Action, Observation, Status, Task
 

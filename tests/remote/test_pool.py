@@ -13,8 +13,8 @@ import pytest
 
 from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
-from tapereel.envs.named import load_named
-from tapereel.envs.reexec import reexec
+from tapereel.envs.checks.reexec import reexec
+from tapereel.envs.load_named import load_named
 from tapereel.envs.remote import Busy, Pool, RemoteEnvironment, Service, SessionLost, Unreachable
 from tapereel.envs.remote.pool import Places
 from tapereel.tapes import CauseType, Status, Tape
@@ -154,7 +154,7 @@ def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
     path = tmp_path / "breaks_elsewhere.py"
     path.write_text(
         "import os, sys\n"
-        "from tapereel.envs.calculator import Calculator\n"
+        "from tapereel.envs.adapters.calculator import Calculator\n"
         "if 'worker' in sys.argv[0]: raise RuntimeError('no licence here')\n"
     )
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from tapereel.envs import Calculator, Environment, GymEnvironment, Outcome
 from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, Undeclared, WrongEnvironment
-from tapereel.envs.remote.protocol import Item, Led, RandomState, StepCall, read_answer, read_call, read_welcome
+from tapereel.envs.remote.env_protocol import (
+    Item,
+    Led,
+    RandomState,
+    StepCall,
+    read_answer,
+    read_call,
+    read_welcome,
+)
 from tapereel.tapes import Action, Answer, Text
 
 from .worlds import Deeds, Give, Guess, GuessNumber, Hint, Secret, Telling, making

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapereel.envs.remote import RemoteEnvironment, Service, ServiceLimits, SessionLost
-from tapereel.envs.remote.client import SESSION
+from tapereel.envs.remote.env_client import SESSION
 from tapereel.tapes import Status
 
 from .worlds import Direction, Guess, GuessNumber, Waiting, Wire, play, told, until

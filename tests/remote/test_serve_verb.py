@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tapereel import cli
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.envs.named import load_named
+from tapereel.cli import command as cli
+from tapereel.cli.console import Exit
+from tapereel.envs.load_named import load_named
 from tapereel.envs.remote import OpenEnvironment, Refused, RemoteEnvironment
 from tapereel.tapes import Status
-from tapereel.tapes.console import Exit
 
 from .process import Served
 from .test_pool import Simulator, mover

@@ -10,8 +10,16 @@ import aiohttp
 import pytest
 
 from tapereel.envs.remote import Busy, RemoteEnvironment, Service, ServiceLimits, SessionLost
-from tapereel.envs.remote.client import ROUTE, SESSION
-from tapereel.envs.remote.protocol import PROTOCOL, Fault, Item, ResetCall, StepCall, read_answer, read_welcome
+from tapereel.envs.remote.env_client import ROUTE, SESSION
+from tapereel.envs.remote.env_protocol import (
+    PROTOCOL,
+    Fault,
+    Item,
+    ResetCall,
+    StepCall,
+    read_answer,
+    read_welcome,
+)
 from tapereel.tapes import Status
 from tapereel.tapes.records import Task
 

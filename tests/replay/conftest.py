@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tapereel.agents import Request, ScriptedEngine, rollout
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.cli import main
-from tapereel.envs.calculator import Calculator, calculator_tasks, demonstrate
-from tapereel.finetune.demo import calculator_agent
-from tapereel.tapes.store import Store
+from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
+from tapereel.finetune.run.demonstrations import calculator_agent
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import MICRO, SCENE, settings
 
@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training run of a micro model, whose checkpoints hold every version."""
     import torch
 
-    from tapereel.envs.named import load_named
+    from tapereel.envs.load_named import load_named
     from tests.verbs.world import EXAMPLE
 
     torch.set_num_threads(1)

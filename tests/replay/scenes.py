@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Agent, Request, ScriptedEngine, rollout
-from tapereel.agents.multi import TeamEngine
-from tapereel.agents.replaying import replay
+from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment
-from tapereel.envs.named import load_named
-from tapereel.envs.reexec import reexec
+from tapereel.envs.checks.reexec import reexec
+from tapereel.envs.load_named import load_named
 from tapereel.tapes import Sampling, Tape
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.agents.branch import PrefixUnverified, branch
+from tapereel.agents.replay.branching import PrefixUnverified, branch
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.tapes import Status, Tape, Task, Text
-from tapereel.tapes.console import number
-from tapereel.tapes.diff import diff_tapes
+from tapereel.tapes.audit.compare import diff_tapes
+from tapereel.tapes.common.text import number
 from tapereel.tapes.errors import NoSuchTape
-from tapereel.tapes.forks import Fork, tree
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.forks import Fork, tree
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import answer_of, refusal_of, settings
 from .worlds import RENDERER, WORLDS, Counting, Speaker, Unequal, record, word

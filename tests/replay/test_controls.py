@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM, Agent, ChatAgent, delegate
-from tapereel.agents.render import Renderer
-from tapereel.agents.replaying import replay
-from tapereel.agents.tiny import CHAT_TEMPLATE, char_tokenizer
-from tapereel.envs.reexec import reexec
+from tapereel.agents.engines.embedded.tiny_model import CHAT_TEMPLATE, char_tokenizer
+from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.replay.replayer import replay
+from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import Answer, Misread, Reasoning, Tape, ToolCalls
-from tapereel.tapes.verdict import Divergence, Likely
+from tapereel.tapes.audit.verdict import Divergence, Likely
 
 from .worlds import RENDERER, TOOLS, Counting, Debate, Speaker, Thinker, parse_short, record
 

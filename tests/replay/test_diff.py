@@ -12,9 +12,9 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.tapes import Tape, Task
-from tapereel.tapes.attempts import attempts_of
-from tapereel.tapes.diff import diff_runs, diff_tapes
-from tapereel.tapes.store import Store
+from tapereel.tapes.audit.compare import diff_runs, diff_tapes
+from tapereel.tapes.store.attempts import attempts_of
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import EXAMPLE, SCENE, answer_of, refusal_of, settings
 from .worlds import WORLDS, Counting, Speaker, record, word
@@ -112,8 +112,8 @@ def test_two_runs_are_compared_by_task(runs: tuple[Path, Path], capsys: pytest.C
     with Store.open(right) as a, Store.open(one) as b:
         wanted = {
             task: (x[0].reward, y[0].reward)
-            for task, x in attempts_of(a).items()
-            for y in [attempts_of(b).get(task)]
+            for task, x in attempts_of(a.summaries(closed=True)).items()
+            for y in [attempts_of(b.summaries(closed=True)).get(task)]
             if y
         }
         lost = {task for task, (x, y) in wanted.items() if x != y}

@@ -27,11 +27,11 @@ import pytest
 import yaml
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
-from tapereel.agents.guard import Guard, Nondeterministic, _own
-from tapereel.agents.replaying import replay
-from tapereel.agents.watched import homes_of
+from tapereel.agents.episode.guard import Guard, Nondeterministic, _own
+from tapereel.agents.episode.watched import homes_of
+from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, Tape
-from tapereel.tapes.verdict import Likely
+from tapereel.tapes.audit.verdict import Likely
 
 from .worlds import Counting, Given, record
 
@@ -255,7 +255,7 @@ def test_the_guard_costs_nothing_before_an_agent_acts_and_leaves_nothing_behind(
 LATE = """
 import sys, types
 early = sys.modules["early"] = types.ModuleType("early")
-from tapereel.agents import guard
+from tapereel.agents.episode import guard
 with guard.Guard():
     pass
 sys.addaudithook(lambda *event, kept=(early, guard): None)

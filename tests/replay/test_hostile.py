@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.chat import ChatAgent
-from tapereel.agents.recorded import recorded_agent
-from tapereel.envs.calculator import Calculator, read_action
-from tapereel.envs.reexec_command import own_environment
-from tapereel.tapes.console import UsageError
+from tapereel.agents.episode.chat import ChatAgent
+from tapereel.agents.setup.recorded_setup import recorded_agent
+from tapereel.cli.checks.reexec_verb import own_environment
+from tapereel.envs.adapters.calculator import Calculator, read_action
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Identity
 
-CHAT = "tapereel.agents.chat:ChatAgent"
-CALCULATOR = "tapereel.envs.calculator:Calculator"
+CHAT = "tapereel.agents.episode.chat:ChatAgent"
+CALCULATOR = "tapereel.envs.adapters.calculator:Calculator"
 
 
 @pytest.mark.parametrize(
     "cls",
     [
-        "tapereel.envs.named:importlib.import_module",
-        "tapereel.envs.named:load_named",
-        "tapereel.envs.gym:GymEnvironment",
-        "tapereel.envs.calculator:Calculator.__init__",
+        "tapereel.envs.load_named:importlib.import_module",
+        "tapereel.envs.load_named:load_named",
+        "tapereel.envs.adapters.gym:GymEnvironment",
+        "tapereel.envs.adapters.calculator:Calculator.__init__",
         "tapereel.envs.../../evil.py:Evil",
         "os:system",
         "",
@@ -37,8 +37,8 @@ def test_an_environment_named_by_a_tape_alone_is_not_run(cls: str) -> None:
 @pytest.mark.parametrize(
     "parse",
     [
-        "tapereel.envs.named:load_named",
-        "tapereel.envs.calculator:re.compile",
+        "tapereel.envs.load_named:load_named",
+        "tapereel.envs.adapters.calculator:re.compile",
         "tapereel.cli:main",
         "evil:parse",
         3,
@@ -56,7 +56,7 @@ def test_the_demos_own_are_made_again_with_their_settings_and_no_others(tmp_path
     made = make()
     assert isinstance(made, Calculator)
     assert (made.width, made.max_turns) == (4, 2)
-    config = {"parse": "tapereel.envs.calculator:read_action", "misreads": 0, "evil": 1}
+    config = {"parse": "tapereel.envs.adapters.calculator:read_action", "misreads": 0, "evil": 1}
     agent = recorded_agent(tmp_path, None, Identity(name="solver", cls=CHAT, config=config))
     assert isinstance(agent, ChatAgent)
     assert (agent.parse, agent.misreads, agent.name) == (read_action, 0, "solver")

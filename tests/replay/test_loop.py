@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tapereel.agents import Diverged, ReplayEngine, rollout
-from tapereel.finetune.checkpoint import copied_weights, weights_digest
+from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
 from tapereel.tapes import Answer, Tape
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER, Letters, Speaker, model, run, settings_of
 

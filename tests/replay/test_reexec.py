@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from tapereel.agents import Limits, ScriptedEngine, rollout
-from tapereel.agents.replaying import replay
+from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.reexec import reexec
+from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import Answer, Observation, Tape
-from tapereel.tapes.verdict import Difference, Likely, Verdict, Verdicts, clipped, differences, verified
+from tapereel.tapes.audit.verdict import Difference, Likely, Verdict, Verdicts, clipped, differences, verified
 
 from .worlds import WORLDS, Breaks, Counting, Speaker, record
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.replaying import replay
+from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Tape
-from tapereel.tapes.verdict import Verdict
+from tapereel.tapes.audit.verdict import Verdict
 
 from .worlds import RENDERER, WORLDS, record, run_shuffled
 

@@ -12,11 +12,11 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.envs import Rewards, RewardSource
-from tapereel.envs.rescore import disagreement, opinion, rescore
+from tapereel.envs.checks.rescore import disagreement, opinion, rescore
 from tapereel.envs.rewards import Scorer, rewarded
 from tapereel.tapes import Tape
-from tapereel.tapes.store import Store
-from tapereel.tapes.verdict import Verdict
+from tapereel.tapes.audit.verdict import Verdict
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import answer_of
 from .worlds import Counting, Speaker, word

@@ -14,13 +14,13 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes.records import Reward
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..verbs.lab import answer_of, refusal_of
 from .conftest import THOUSAND
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = "tapereel.finetune.demo:calculator_agent"
+DEMO = "tapereel.finetune.run.demonstrations:calculator_agent"
 
 
 def ids(run: Path, **where: Any) -> list[str]:
@@ -56,7 +56,7 @@ def test_a_run_whose_agent_changed_ends_with_1_and_says_where(
 ):
     (tmp_path / "edited_agent.py").write_text(
         "from tapereel.agents import ChatAgent\n"
-        "from tapereel.envs.calculator import Calculate, read_action\n\n\n"
+        "from tapereel.envs.adapters.calculator import Calculate, read_action\n\n\n"
         "def read(text):\n"
         "    action = read_action(text)\n"
         "    return Calculate(expression=action.expression + '+1') if isinstance(action, Calculate) else action\n\n\n"

@@ -21,8 +21,8 @@ from tapereel.agents import (
     delegate,
     rollout,
 )
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Task, Text, ToolCalls
 

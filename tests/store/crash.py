@@ -157,7 +157,7 @@ class Enumerator:
 
     def _recover(self, disk: SimDisk, image: Image) -> Recovery:
         lab = self.lab
-        before = lab.verify.verify(RUN, disk=disk)
+        before = lab.verifier.verify(RUN, disk=disk)
         _expect(not before.broken, f"a crash is called tampering: {before.broken}")
         store = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
         torn = {t.segment: t for t in store.recovered.torn}
@@ -171,7 +171,7 @@ class Enumerator:
             name = Path(path).stem
             kept = after.get(f"{TAPES}/{torn[name].kept}", b"") if name in torn else b""
             _expect(data + kept == image[path], f"bytes of {path} are neither in place nor kept")
-        report = lab.verify.verify(RUN, disk=disk)
+        report = lab.verifier.verify(RUN, disk=disk)
         _expect(not report.broken and not report.torn, f"after recovery: {report.broken} {report.torn}")
         _expect(report.open == 0, f"{report.open} episodes are open after recovery")
         records = list(lab.Store.open(RUN, disk=disk).records())

@@ -70,7 +70,7 @@ def stale_tail(lab: Lab) -> None:
     half = len(stale) // 2  # from here on the old lines state frontiers beyond the break
     for phase in range(half, half + 1500, 12):
         data = bytes(inode.data[:first]) + stale[phase : phase + len(inode.data) - first]
-        report = lab.verify.verify(RUN, disk=SimDisk({path: data}))
+        report = lab.verifier.verify(RUN, disk=SimDisk({path: data}))
         if report.broken:
             raise Broken(f"a crash is called tampering: {report.broken}")
 
@@ -83,7 +83,7 @@ def removed_segment(lab: Lab) -> None:
         for path, data in closed.items()
         if path != segment_paths(closed)[0] and not path.endswith("pins.json")
     }
-    if lab.verify.verify(RUN, disk=SimDisk(without)).exit_code != 1:
+    if lab.verifier.verify(RUN, disk=SimDisk(without)).exit_code != 1:
         raise Broken("a segment that another pins was removed, and nobody noticed")
 
 
@@ -92,7 +92,7 @@ def flipped_bits(lab: Lab) -> None:
     image, durable = crashed_run(lab, episodes=1)
     (path,) = segment_paths(image)
     for name, data in itertools.islice(damages(image[path], durable, flips=10), 10):
-        if lab.verify.verify(RUN, disk=SimDisk({**image, path: data})).exit_code != 1:
+        if lab.verifier.verify(RUN, disk=SimDisk({**image, path: data})).exit_code != 1:
             raise Broken(f"{name} below the frontier, and nobody noticed")
 
 
@@ -100,7 +100,7 @@ def tampered(lab: Lab) -> None:
     """Changed, moved, copied, forged and removed lines of a sealed run and of a crashed one."""
 
     def check(disk: SimDisk) -> int:
-        return lab.verify.verify(RUN, disk=disk).exit_code
+        return lab.verifier.verify(RUN, disk=disk).exit_code
 
     image, durable = crashed_run(lab, episodes=3)
     below = {segment_paths(image)[0]: durable}

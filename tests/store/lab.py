@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,12 @@ class Lab:
         self._names = itertools.count(1)
 
     def __getattr__(self, name: str) -> ModuleType:
-        return importlib.import_module(f"{self.package}.{name}")
+        home = Path(importlib.import_module(self.package).__path__[0])
+        found = sorted(path for path in home.rglob(f"{name}.py"))
+        if not found:
+            raise AttributeError(f"{self.package} has no module {name!r} in any room")
+        inside = found[0].relative_to(home).with_suffix("").parts
+        return importlib.import_module(".".join([self.package, *inside]))
 
     @property
     def Store(self) -> Any:

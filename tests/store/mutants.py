@@ -202,7 +202,7 @@ def broken_store(mutant: Mutant, folder: Path) -> Iterator[Lab]:
     shutil.copytree(source, home / "tapes", ignore=shutil.ignore_patterns("__pycache__"))
     (home / "__init__.py").write_text("")
     for name, old, new in mutant.edits:
-        path = home / "tapes" / name
+        (path,) = (home / "tapes").rglob(name)
         text = path.read_text()
         if text.count(old) != 1:
             raise LookupError(

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.cli import main
+from tapereel.cli.console import Exit
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.audit import audit_run
-from tapereel.tapes.auditing import INHERITED, Anomaly, Audit, AuditFold
-from tapereel.tapes.books import bucket
-from tapereel.tapes.console import Exit
+from tapereel.tapes.audit.auditor import INHERITED, Anomaly, Audit, AuditFold, audit_run
 from tapereel.tapes.errors import NotATape
 from tapereel.tapes.log import step_record
 from tapereel.tapes.records import (
@@ -37,9 +35,10 @@ from tapereel.tapes.records import (
     Usage,
     Use,
 )
-from tapereel.tapes.segment import peek
 from tapereel.tapes.steps import Action, Answer, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.books import bucket
+from tapereel.tapes.store.segment import peek
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.tape import Tape
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.tapes.books import PLACES, Books, BooksFold
 from tapereel.tapes.errors import NotATape
-from tapereel.tapes.ledger import Lineages
 from tapereel.tapes.records import Use, Void
+from tapereel.tapes.store.books import PLACES, Books, BooksFold
+from tapereel.tapes.store.ledger import Lineages
 
 from .lab import Lab
 

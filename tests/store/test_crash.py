@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from .crash import RUN, Enumerator, steady
 from .killers import failed_sync, live_writer, stale_tail
@@ -57,7 +57,7 @@ def test_closing_with_many_lines_queued_seals_them_all() -> None:
         for k in range(100):
             for body in lab.episode(f"t{k}"):
                 store.writer.append(body)
-    report = lab.verify.verify(RUN, disk=disk)
+    report = lab.verifier.verify(RUN, disk=disk)
     assert report.exit_code == 0, report.broken
     assert report.episodes == 100
     assert report.segments[0].sealed

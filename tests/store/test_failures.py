@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.disk import RealDisk
 from tapereel.tapes.errors import Corrupt, StoreFailed
 from tapereel.tapes.journal import Durability
 from tapereel.tapes.records import Status
-from tapereel.tapes.store import Cursor, Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.store import Cursor, Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
 
@@ -322,7 +322,7 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
 
 CHILD = """
 import sys
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 from tests.store.lab import Lab
 lab, name = Lab(), sys.argv[2]
 with Store.open(sys.argv[1], write=True, rotate_bytes=8_000) as store:
@@ -399,7 +399,7 @@ def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> N
 
 def test_a_process_that_forgets_to_close_is_sealed_when_it_ends(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom tapereel.tapes.store import Store\nfrom tests.store.lab import Lab\n"
+        "import sys\nfrom tapereel.tapes.store.store import Store\nfrom tests.store.lab import Lab\n"
         "store = Store.create(sys.argv[1])\nfor body in Lab().episode('a'): store.writer.append(body)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, cwd=Path(__file__).parents[2])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes import reader as reader_module
 from tapereel.tapes.errors import NotATape
 from tapereel.tapes.records import parse_record
-from tapereel.tapes.segment import BadLine, parse_line, peek, read_body
+from tapereel.tapes.store import reader as reader_module
+from tapereel.tapes.store.segment import BadLine, parse_line, peek, read_body
 
 from . import fuzz
 

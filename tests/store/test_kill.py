@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.store import Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
 
 WRITER = """
 import asyncio, itertools, sys
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 from tests.store.lab import Lab
 
 lab, name = Lab(), sys.argv[2]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tapereel.tapes.records import Parent, Status
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 from tapereel.tapes.tape import Tape
-from tapereel.tapes.verify import verify
 
 from .crash import RUN
 from .lab import Clock, Lab

@@ -11,8 +11,8 @@ import pytest
 
 from tapereel.tapes.errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from tapereel.tapes.records import Parent, Reward, Status, Void
-from tapereel.tapes.store import Cursor, Store
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store.store import Cursor, Store
+from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from tapereel.tapes import verify_tape
-from tapereel.tapes.verify import verify
+from tapereel.tapes.store import verify_tape
+from tapereel.tapes.store.verifier import verify
 
 from .crash import RUN
 from .lab import Lab

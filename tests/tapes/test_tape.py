@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, StillOpen, Tape, Task
-from tapereel.tapes.log import TapeLog, step_record
+from tapereel.tapes.log import step_record
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -22,6 +22,7 @@ from tapereel.tapes.records import (
     parse_record,
     trains,
 )
+from tapereel.tapes.tape import TapeLog
 
 
 class See(Observation, kind="tape_see"):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.cli.console import Exit
 from tapereel.envs.contamination import contamination, texts
 from tapereel.envs.taskset import Taskset
 from tapereel.tapes import Task
-from tapereel.tapes.console import Exit
 
 LONG = "A train leaves the station at nine and travels north at sixty miles an hour for three hours and a half"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.reasoning import BOARDS, reasoning_scorer, reasoning_tasks
+from tapereel.envs.adapters.reasoning import BOARDS, reasoning_scorer, reasoning_tasks
 from tapereel.envs.taskset import BadTasks
 from tapereel.tapes import Task
 

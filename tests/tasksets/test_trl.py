@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, Request, ScriptedEngine, rollout
-from tapereel.agents.embedded import EmbeddedEngine
-from tapereel.agents.render import Renderer
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Outcome, Rewards, Taskset
+from tapereel.envs.adapters.trl import NotTRL, TRLEnvironment, completion_ids, trl_reward, trl_row
 from tapereel.envs.rewards import rewarded
-from tapereel.envs.trl import NotTRL, TRLEnvironment, completion_ids, trl_reward, trl_row
-from tapereel.finetune.trl_prompts import Ask, Asked
+from tapereel.finetune.interchange.trl_prompts import Ask, Asked
 from tapereel.tapes import Answer, NotATape, Status, Tape, Task, Text, ToolCalls
 
 # -- as somebody wrote them for GRPOTrainer ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 
 from .lab import MICRO, SCENE, settings
 from .world import EXAMPLE

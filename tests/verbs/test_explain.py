@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.rows import rows
-from tapereel.tapes.store import Store
+from tapereel.finetune.data.rows import rows
+from tapereel.tapes.store.store import Store
 
 from .lab import NEXT, SCENE, WORLD, answer_of, refusal_of, settings
 from .world import EXAMPLE
@@ -141,7 +141,7 @@ def test_text_of_a_script_has_rows_once_it_has_a_tokenizer(model: str, tmp_path:
 
 
 def test_a_tokenizer_of_another_model_is_not_used(trained: Path, tmp_path: Path, capsys):
-    from tapereel.agents.tiny import char_tokenizer
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 
     char_tokenizer("9876543210").save_pretrained(tmp_path)
     assert main(["explain", str(trained), "--n", "1", "--tokenizer", str(tmp_path), "--json"]) == 0
@@ -162,7 +162,7 @@ def test_without_the_recipe_advantages_are_not_made_up(trained: Path, tmp_path: 
 
 
 def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path: Path, capsys):
-    from tapereel.agents.tiny import char_tokenizer
+    from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 
     char_tokenizer("0123456789\x1b[m\n").save_pretrained(tmp_path / "t")
     script = settings('engine.answers=["\\u001b[31m\\n"]', f"engine.tokenizer={tmp_path / 't'}", "count=1")

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.history import History
-from tapereel.finetune.lab import Experiment, LabReport, lab
-from tapereel.finetune.lab_page import pull_curves, write_lab_page
-from tapereel.finetune.recipes import BadRecipe, get_recipe
-from tapereel.finetune.redo import apply_again
-from tapereel.tapes.console import UsageError
+from tapereel.finetune.history.history import History, apply_again
+from tapereel.finetune.inspect.lab import Experiment, LabReport, lab
+from tapereel.finetune.inspect.lab_page import pull_curves, write_lab_page
+from tapereel.finetune.objective.recipe import BadRecipe
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 LAST = 2
 
@@ -196,7 +196,7 @@ def test_an_update_s_weights_come_from_the_nearest_checkpoint(trained: Path, mon
         applied.append(epochs[0].update)
         return apply_again(history, epochs)
 
-    for module in ("history", "lab"):
+    for module in ("history.history", "inspect.lab"):
         monkeypatch.setattr(importlib.import_module(f"tapereel.finetune.{module}"), "apply_again", counted)
     assert [c.update for c in checkpoints(trained / "checkpoints")] == [2, 3]
     lab(trained, ["own"], [2])

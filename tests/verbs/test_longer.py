@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.lab import lab
-from tapereel.finetune.reproduce import reproduce
-from tapereel.finetune.train import TrainConfig
-from tapereel.tapes.config import load_config
-from tapereel.tapes.rundir import read_metrics
-from tapereel.tapes.store import Store
+from tapereel.finetune.inspect.lab import lab
+from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.tapes.common.config import load_config
+from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.store import Store
 
 from .lab import DEADLY, MICRO, SCENE, answer_of, killed, refusal_of, settings
 

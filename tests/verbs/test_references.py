@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Agent
-from tapereel.agents.references import load_agent, load_env, load_tasks
+from tapereel.agents.setup.setup import load_agent, load_env, load_tasks
 from tapereel.envs import Environment, Taskset
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task
-from tapereel.tapes.console import UsageError
+from tapereel.tapes.errors import UsageError
 
 from .lab import WORLD
 from .world import EXAMPLE

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune import run_report
-from tapereel.finetune.report import ReportData
-from tapereel.finetune.run_report import Reporter, command, reporting
-from tapereel.tapes.faults import Faults
+from tapereel.finetune.report import run_report
+from tapereel.finetune.report.report import ReportData
+from tapereel.finetune.report.run_report import Reporter, command, reporting
+from tapereel.tapes.audit.faults import Faults
 from tapereel.tapes.records import Cause, CauseType
-from tapereel.tapes.rundir import open_run
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.run_directory import open_run
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.value import Value
 
 from .lab import WORLD, answer_of, refusal_of
@@ -98,7 +98,7 @@ class Nothing(Value):
     """A configuration."""
 
 
-def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the_run(tmp_path: Path, capsys):
+def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the_run(tmp_path: Path, caplog):
     with open_run(tmp_path / "r", Nothing(), begin=lambda: {"lineage": "l"}) as directory:
         with pytest.raises(KeyboardInterrupt), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise KeyboardInterrupt
@@ -106,7 +106,7 @@ def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the
         del directory.results["lineage"]
         with pytest.raises(OSError, match="the disk"), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise OSError("the disk")
-    assert "report.html was not written, the run is not touched by it (KeyError" in capsys.readouterr().err
+    assert "report.html was not written; the run is not affected (KeyError" in caplog.text
 
 
 def test_a_command_line_is_read_by_a_shell_as_it_was_meant():

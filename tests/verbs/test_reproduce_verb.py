@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.demo import Demo, DemoConfig
-from tapereel.finetune.explain import Explainer
-from tapereel.finetune.lab import lab
-from tapereel.tapes.config import ConfigError, load_config
+from tapereel.finetune.inspect.explainer import Explainer
+from tapereel.finetune.inspect.lab import lab
+from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.tapes.common.config import ConfigError, load_config
 from tapereel.tapes.records import Label
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 from ..loop.micro import MICRO, UPDATES, WARM
 from .lab import answer_of, refusal_of

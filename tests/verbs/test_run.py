@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines import EmbeddedConfig, make_engine
-from tapereel.agents.run import RunConfig
+from tapereel.agents.runs.runner import RunConfig
+from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
 from tapereel.cli import main
-from tapereel.tapes.config import load_config
-from tapereel.tapes.disk import RealDisk
-from tapereel.tapes.store import Store
+from tapereel.tapes.common.config import load_config
+from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.store import Store
 
 from .lab import DEADLY, NEXT, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
 from .world import EXAMPLE

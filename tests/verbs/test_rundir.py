@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.config import Config, ConfigError
+from tapereel.cli.progress_bars import live_progress
+from tapereel.tapes.common.config import Config, ConfigError
 from tapereel.tapes.errors import RunExists
-from tapereel.tapes.progress import live_progress
-from tapereel.tapes.rundir import append_metrics, open_run, read_metrics
+from tapereel.tapes.store.run_directory import append_metrics, open_run, read_metrics
 
 
 class Inner(Config):

@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tapereel.agents.tiny import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
-from tapereel.envs.named import load_named
-from tapereel.finetune.checkpoint import checkpoints
+from tapereel.envs.load_named import load_named
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.recipes.files import read_recipes
-from tapereel.finetune.train import TrainConfig
-from tapereel.tapes.config import load_config
+from tapereel.finetune.recipes.recipe_files import read_recipes
+from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.tapes.common.config import load_config
 from tapereel.tapes.records import Tokens
-from tapereel.tapes.rundir import read_metrics
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.store import Store
 
 from .lab import DEADLY, MICRO, SCENE, WORLD, answer_of, killed, refusal_of, settings
 from .world import EXAMPLE
@@ -243,9 +243,9 @@ def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: 
 
 
 def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstrations: Path, tmp_path: Path):
-    from tapereel.agents.pretrained import load_tokenizer
-    from tapereel.agents.render import Renderer
-    from tapereel.finetune.warm import bring_in, choose
+    from tapereel.agents.engines.embedded.pretrained import load_tokenizer
+    from tapereel.agents.rendering.renderer import Renderer
+    from tapereel.finetune.loop.warm_start import bring_in, choose
 
     renderer = Renderer(load_tokenizer(model))
     with Store.open(demonstrations) as source:

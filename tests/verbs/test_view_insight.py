@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune import view_insight
-from tapereel.finetune.checkpoint import checkpoints
-from tapereel.finetune.view_insight import TrainingInsight
-from tapereel.tapes.console import Exit
-from tapereel.tapes.store import Store
+from tapereel.cli.console import Exit
+from tapereel.finetune.inspect import view_insight
+from tapereel.finetune.inspect.view_insight import TrainingInsight
+from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 
 from .lab import answer_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from tapereel.agents import Request, agent
 from tapereel.envs import Outcome, Taskset, TaskStream
-from tapereel.envs.named import load_named
+from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")

@@ -24,7 +24,7 @@ from tapereel.tapes.records import (
     Use,
 )
 from tapereel.tapes.steps import Answer, Misread, Reasoning, Text
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"
 HOSTILE = f'<script>window.pwned = 1</script><img src=x onerror="window.pwned = 1"> [a](javascript:pwned) {WEIRD}'

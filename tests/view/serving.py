@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tapereel.agents.view_server import Server
 from tapereel.tapes.view import RunView
+from tapereel.tapes.view.view_server import Server
 
 from ..loop.hosting import in_thread
 

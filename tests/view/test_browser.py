@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.store import Store
-from tapereel.tapes.verdict import verified
+from tapereel.tapes.audit.verdict import verified
+from tapereel.tapes.store.store import Store
 
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served

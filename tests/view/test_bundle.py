@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.console import Exit
-from tapereel.tapes.store import Store
+from tapereel.cli.console import Exit
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.bundle import write_bundle
-from tapereel.tapes.view.files import static_files
+from tapereel.tapes.view.view_files import static_files
 
 from .lab import Recording, hostile_run, long_run
 
@@ -108,7 +108,7 @@ def test_a_tape_named_like_a_path_writes_nowhere_else(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_media_go_with_the_bundle_and_one_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_media_go_with_the_bundle_and_one_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with Store.create(tmp_path / "run") as store:
         kept, lost = store.media.put(b"\x89PNG", ".png"), store.media.put(b"gone", ".bin")
         made = Recording(store, "t")
@@ -118,4 +118,4 @@ def test_media_go_with_the_bundle_and_one_that_is_gone_is_told(tmp_path: Path, c
     with RunView(tmp_path / "run") as view:
         assert write_bundle(view, tmp_path / "out")["verdict"] == "broken"
     assert [path.name for path in (tmp_path / "out" / "media").iterdir()] == [kept[6:]]
-    assert "is gone" in capsys.readouterr().err
+    assert "is gone" in caplog.text

@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.store import Store
-from tapereel.tapes.verdict import Divergence, Likely, Verdict, Verdicts, diverged, unverifiable, verified
-from tapereel.tapes.verdicts import FOLDER, Checks, keep_verdicts
-from tapereel.tapes.verify import verify
+from tapereel.tapes.audit.verdict import (
+    Divergence,
+    Likely,
+    Verdict,
+    Verdicts,
+    diverged,
+    unverifiable,
+    verified,
+)
+from tapereel.tapes.audit.verdict_files import FOLDER, Checks, keep_verdicts
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.bundle import write_bundle
 

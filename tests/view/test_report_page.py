@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.report import write_report
+from tapereel.finetune.report.report import write_report
 
 from ..front.pages import EVIL, report_of
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import to_json
 
 from tapereel.tapes.errors import NoSuchTape
-from tapereel.tapes.store import Store
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.run_view import PAGE, PIECE
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.agents.view_server import Door, choose_token
 from tapereel.cli import main
-from tapereel.tapes.console import Exit, UsageError
-from tapereel.tapes.store import Store
+from tapereel.cli.console import Exit
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.files import SCRIPTS, static_files
+from tapereel.tapes.view.view_files import SCRIPTS, static_files
+from tapereel.tapes.view.view_server import Door, choose_token
 
 from .lab import Recording, episode
 from .serving import ask, served

@@ -1,0 +1,263 @@
+"""A transformers decoder over a fixed table of KV slots.
+
+One tensor holds the keys and values of every slot, (2 * layers, slots, heads, capacity + 1, head size). A forward works
+on a contiguous range of slots through views, so nothing is gathered; one `extend` serves prefill, reuse and decoding.
+New tokens are aligned to the right: each row's last token is the last column, whatever the rows' lengths, and the
+model's own head gives the only logits needed. Padding writes into the extra position of each slot, which no mask lets
+anybody read.
+
+Fit are full-attention decoders whose cached forward equals their plain one; that is tried when the object is made.
+This module knows nothing of sampling, requests, versions and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ....tapes.errors import TapereelError
+
+
+class UnsupportedModel(TapereelError, ValueError):
+    """The model's attention or inputs are of a kind that the slot cache doesn't reproduce exactly."""
+
+
+class WrongWeights(TapereelError, ValueError):
+    """A published state dict is not one of this model: names, shapes or tied values differ. Nothing was changed."""
+
+
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel`, saying why, for what is known from the configuration alone."""
+    config = model.config
+    name = type(model).__name__
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModel(
+            f"{name}: {reason}. The embedded engine runs full-attention decoders of text "
+            "(Llama, Qwen2, Qwen3 and their like); serve this model with vLLM instead"
+        )
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder")
+    towers = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
+    if towers or config.get_text_config() is not config:
+        refuse(f"it takes more than text ({', '.join(towers) or 'a nested text configuration'})")
+    if getattr(model, "_is_stateful", False):
+        refuse("its layers carry a recurrent state")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        refuse(f"it has layers of the kinds {sorted(kinds)}, hybrid caches are not proven")
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        refuse(f"it attends through a sliding window of {config.sliding_window} tokens")
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager"):
+        refuse(f"attention implementation {implementation!r} ignores 4-D masks, load it with 'sdpa' or 'eager'")
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    scaling = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if scaling & {"dynamic", "longrope"}:
+        refuse("its rotary frequencies depend on the longest sequence of a batch, so cached keys go stale")
+
+
+class _Geometry(Cache):
+    """Passes keys and values through and notes their shape: (layer, heads, head size of keys, of values)."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.seen: list[tuple[int, int, int, int]] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.seen.append((layer_idx, key_states.shape[1], key_states.shape[-1], value_states.shape[-1]))
+        return key_states, value_states
+
+
+class _SlotCache(Cache):
+    """What the model's attention layers see: writes go to (rows, positions), reads are the view that `aim` set."""
+
+    def __init__(self, kv: Tensor) -> None:
+        super().__init__(layers=[])
+        self.kv = kv
+
+    def aim(self, first: int, write: Tensor, attended: int) -> None:
+        """Work on the slots from `first` on; `write` (rows, columns) are positions, `attended` is how many to read."""
+        self._view = slice(first, first + write.shape[0])
+        self._rows = torch.arange(first, first + write.shape[0], device=write.device)[:, None]
+        self._write = write
+        self._attended = attended
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store this layer's new keys and values, and give all that its queries may look at."""
+        keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
+        keys[self._rows, :, self._write] = key_states.transpose(1, 2)
+        values[self._rows, :, self._write] = value_states.transpose(1, 2)
+        return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
+
+
+class SlotDecoder:
+    """The model, its weights and the KV of `slots` sequences of at most `capacity` tokens each."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
+        """Takes `model` over: it is put in evaluation mode and its weights are overwritten by `load`."""
+        refuse_unfit(model)
+        longest = getattr(model.config, "max_position_embeddings", None)
+        if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
+            raise ValueError(
+                f"slots={slots}, capacity={capacity}: there must be at least one slot of two tokens, and "
+                f"the model has positions for {longest}"
+            )
+        self.model: Any = model.eval().requires_grad_(False)
+        self.slots = slots
+        self.capacity = capacity
+        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
+        self.device: torch.device = model.device
+        self._lowest = torch.finfo(model.dtype).min
+        try:
+            layers, heads, size = self._geometry()
+            # zeros, not empty: a masked key still meets its value as 0 * value, which must not be 0 * NaN
+            kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=model.dtype, device=self.device)
+            self._cache = _SlotCache(kv)
+            self._prove()
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UnsupportedModel):
+                raise
+            raise UnsupportedModel(
+                f"{type(model).__name__}: a forward with a 4-D mask and a slot cache raises "
+                f"{type(error).__name__}: {error}; serve this model with vLLM instead"
+            ) from error
+
+    def extend(self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]) -> Tensor:
+        """Feed slots `first, first + 1, ...` and give float32 logits (rows, vocabulary) after each row's last token.
+
+        `ids` (rows, columns) holds each row's `new` tokens aligned to the right; `have` is how many tokens of KV the
+        slot has already. Afterwards slot i has KV for `have[i] + new[i]` tokens; the caller keeps count.
+        """
+        columns = ids.shape[1]
+        position = (have + new - columns)[:, None] + np.arange(columns)
+        padding = position < have[:, None]
+        write = np.where(padding, self.capacity, position)
+        position[padding] = 0
+        return self._forward(first, ids, position, write, int((have + new).max()))
+
+    @torch.inference_mode()
+    def _forward(
+        self, first: int, ids: NDArray[np.int64], position: NDArray[np.int64], write: NDArray[np.int64], attended: int
+    ) -> Tensor:
+        at = torch.from_numpy(position).to(self.device)
+        mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
+        mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
+        self._cache.aim(first, torch.from_numpy(write).to(self.device), attended)
+        out = self.model(
+            input_ids=torch.from_numpy(ids).to(self.device),
+            attention_mask=mask[:, None],
+            position_ids=at,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of KV from one slot to another."""
+        self._cache.kv[:, target, :, :length] = self._cache.kv[:, source, :, :length]
+
+    def park(self, slot: int, length: int) -> Tensor:
+        """A copy of a slot's first `length` tokens of KV."""
+        return self._cache.kv[:, slot, :, :length].clone()
+
+    def restore(self, slot: int, parked: Tensor, length: int) -> None:
+        """Put the first `length` tokens of a parked copy into a slot."""
+        self._cache.kv[:, slot, :, :length] = parked[:, :, :length]
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot whose values can't be trusted to be finite."""
+        self._cache.kv[:, slot] = 0
+
+    def release(self) -> None:
+        """Give the KV memory back; the object is done."""
+        self._cache.kv = self._cache.kv.new_empty(0)
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `WrongWeights` unless `load(state)` will succeed."""
+        own: dict[str, Tensor] = self.model.state_dict()
+        extra = sorted(state.keys() - own.keys())
+        if extra:
+            raise WrongWeights(f"published weights have names that the model lacks: {_some(extra)}")
+        given: dict[int, str] = {}
+        for name, value in state.items():
+            if value.shape != own[name].shape:
+                raise WrongWeights(
+                    f"{name}: published shape {tuple(value.shape)}, the model has {tuple(own[name].shape)}"
+                )
+            twin = given.setdefault(own[name].data_ptr(), name)
+            if twin != name and not torch.equal(state[twin], value):
+                raise WrongWeights(f"{twin} and {name} are tied in this model, but were published with two values")
+        missing = [name for name, value in own.items() if value.data_ptr() not in given]
+        if missing:
+            raise WrongWeights(f"published weights lack {_some(missing)}; publish the whole state dict")
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy `state` into the model's weights. KV of older weights stays where it is: that is the caller's matter."""
+        self.check(state)
+        own: dict[str, Tensor] = self.model.state_dict()
+        for name, value in state.items():
+            own[name].copy_(value)
+
+    @torch.inference_mode()
+    def _geometry(self) -> tuple[int, int, int]:
+        """(layers, key-value heads, head size), as the attention layers themselves show them."""
+        probe = _Geometry()
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
+        at = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.model(input_ids=at, attention_mask=mask, position_ids=at, past_key_values=probe, use_cache=True)
+        shapes = {seen[1:] for seen in probe.seen}
+        if [seen[0] for seen in probe.seen] != list(range(len(probe.seen))) or len(shapes) != 1:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: its layers cache keys and values of different shapes "
+                f"or not once each ({probe.seen}); serve this model with vLLM instead"
+            )
+        heads, keys, values = shapes.pop()
+        if keys != values:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: keys of size {keys} and values of size {values}; "
+                "serve this model with vLLM instead"
+            )
+        return len(probe.seen), heads, keys
+
+    def _prove(self) -> None:
+        """Ragged prefill, then a decoding step, against the plain forward; leaves the slots zero."""
+        n = min(7, self.capacity)
+        rows = min(2, self.slots)
+        ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)
+        with torch.inference_mode():
+            plain = self.model(input_ids=torch.from_numpy(ids[:1]).to(self.device), use_cache=False).logits[0].float()
+        have = np.array([n - 1, (n + 1) // 2])[:rows]
+        prompt = np.zeros((rows, int(have.max())), dtype=np.int64)
+        for row, length in enumerate(have):
+            prompt[row, prompt.shape[1] - length :] = ids[row, :length]
+        one = np.ones(rows, dtype=np.int64)
+        first = self.extend(0, prompt, np.zeros_like(have), have)
+        second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
+        off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
+        self._cache.kv.zero_()
+        # of the logits' range: an untrained model's are so small that a wrong mask would hide in an absolute bound
+        tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
+        if not off <= tolerance:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: logits through the slot cache differ from the plain "
+                f"forward by {off:.3g} (tolerance {tolerance:.3g}); serve this model with vLLM"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

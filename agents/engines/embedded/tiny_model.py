@@ -1,0 +1,103 @@
+"""A chat model that fits in a test: a character-level tokenizer with a chat template, and an untrained transformer.
+
+Both are made from scratch, need no download and save like any other model (`save_pretrained`). A message costs one role
+token, its characters and one end token, nothing else, since on a CPU every token is paid for. This module knows nothing
+of training.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Literal, cast
+
+from ....tapes.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+Size = Literal["micro", "tiny", "small", "base"]
+
+SPECIAL = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+"""Ids 0 to 6. `<|end|>` ends every message, and so is the id that a model samples to end its turn."""
+
+ALPHABET = "\n\t" + "".join(sorted(string.printable[:95]))
+"""The characters that have an id of their own: newline, tab and printable ASCII. Any other reads as `<|unk|>`."""
+
+CHAT_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{% set f = tool['function'] or tool %}{{ f['name'] }}("
+    "{{ f['parameters']['properties'] | join(', ') }}): {{ f['description'] }}\n{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] or '' }}"
+    "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] or () %}{% set f = call['function'] or call %}"
+    "{{ f['name'] }} {{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}"
+    "{% endfor %}{% endif %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "micro": (32, 2, 2, 64),
+    "tiny": (64, 2, 4, 160),
+    "small": (96, 3, 4, 256),
+    "base": (128, 4, 4, 320),
+}
+"""Size -> (width, layers, heads, feed-forward width)."""
+
+
+def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet`, after the special tokens; with a chat template that shows tools."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingExtra(error.name or "transformers", "train", "the character-level tokenizer") from None
+    vocab = {token: id for id, token in enumerate([*SPECIAL, *dict.fromkeys(alphabet)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        eos_token="<|end|>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed: int = 0, context: int = 512
+) -> LlamaForCausalLM:
+    """An untrained Llama of under a million parameters in float32, embeddings tied; equal for equal arguments.
+
+    With `char_tokenizer`: micro 24 k, tiny 0.10 M, small 0.34 M, base 0.77 M parameters.
+    """
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise MissingExtra(error.name or "torch", "train", "the tiny model") from None
+    if size not in _SHAPES:
+        raise ValueError(f"size={size!r} is none of {', '.join(_SHAPES)}")
+    width, layers, heads, feed_forward = _SHAPES[size]
+    end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=feed_forward,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        # At this width the usual 0.02 wastes the first hundred updates on growing the weights.
+        initializer_range=0.1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, pad
+    return model.eval()

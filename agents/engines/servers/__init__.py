@@ -1,0 +1,4 @@
+"""Engines that ask a server: vLLM, SGLang, vLLM in this process, and hosted models through litellm.
+
+Imports the engine protocol, `agents.engines.transport` and `agents.engines.weights`.
+"""

@@ -1,0 +1,277 @@
+"""A vLLM server of one's own, started with the flags that make its answers training data, and stopped for sure.
+
+It listens on loopback unless told otherwise; a server for others needs an API key, and even so the routes for weights
+know none: they are on (`control`) on loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from ....tapes.errors import TapereelError
+from ..transport.http_channel import Server, ServerFailed
+from .vllm_inprocess import TRANSFER, lora_options
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OURS = ("--host", "--port", "--uds", "--model", "--api-key")
+"""Flags of vLLM that are no options: they decide who reaches the server, and with which key."""
+_NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
+_VERSION = """
+from importlib.metadata import distributions
+print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
+"""
+
+
+class ServerStart(TapereelError, RuntimeError):
+    """The server didn't come up: says with which command, and the end of what it printed."""
+
+
+class LocalServer:
+    """A vLLM server process. `async with LocalServer(folder) as url:`"""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        python: str = sys.executable,
+        control: bool = True,
+        transfer: bool = False,
+        lora_rank: int | None = None,
+        key_variable: str | None = None,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        patience: float = 600.0,
+    ) -> None:
+        """`python` is the interpreter that has vLLM. `options` are further flags of its server. `control` turns on the
+        routes that take weights; `transfer` adds vLLM's weight-transfer routes with our backend, for which that
+        interpreter needs this package too, `lora_rank` room for adapters of that rank. `port` 0 takes a free one. What
+        the server prints goes to `log` (default: a temporary file). It must be up within `patience` seconds."""
+        if host not in LOOPBACK and key_variable is None:
+            raise ValueError(
+                f"a server at {host} can be reached by others: name the environment variable with its API "
+                "key (key_variable=, --key)"
+            )
+        if host not in LOOPBACK and control:
+            raise ValueError(
+                f"a server at {host} would take weights from whoever reaches it; serve those routes on "
+                "loopback, or turn them off (control=False, --no-weights)"
+            )
+        if not control and (transfer or lora_rank is not None):
+            raise ValueError(
+                "transfer and adapters are ways to take weights, which control=False (--no-weights) turns "
+                "off: leave one of the two out"
+            )
+        ours = sorted({word.partition("=")[0] for word in options if _is_ours(word)})
+        if ours:
+            raise ValueError(
+                f"options {', '.join(ours)}: the model, the address and the variable that holds the key "
+                "are arguments, since they decide who can reach the server"
+            )
+        if lora_rank is not None:
+            lora_options(lora_rank)
+        if key_variable is not None and not os.environ.get(key_variable):
+            raise ValueError(f"the environment variable {key_variable} with the API key is not set")
+        self.model, self.host, self.port = Path(model), host, port or _free_port(host)
+        self._python, self._control, self._options = python, control, tuple(options)
+        self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
+        self._transfer, self._lora_rank = transfer, lora_rank
+        self._log_path = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        """What is started."""
+        return [
+            self._python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.model),
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+            "--enable-scale-out",
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+            *self._whole_prompts,
+            *self._ways,
+            *self._options,
+        ]
+
+    @cached_property
+    def _whole_prompts(self) -> list[str]:
+        """vLLM's CPU build dies of a prompt with a seed that it reads in parts: it can't wind the generator back."""
+        device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
+        if device is None:
+            asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
+            device = "cpu" if "cpu" in asked.stdout or sys.platform == "darwin" else ""
+        return ["--no-enable-chunked-prefill"] if device == "cpu" else []
+
+    @property
+    def _ways(self) -> list[str]:
+        """Flags of the ways to take weights, beside reloading, which needs none."""
+        flags = []
+        if self._transfer:
+            flags = [
+                "--worker-extension-cls",
+                TRANSFER["worker_extension_cls"],
+                "--weight-transfer-config",
+                json.dumps(TRANSFER["weight_transfer_config"]),
+            ]
+        if self._lora_rank is not None:
+            room = lora_options(self._lora_rank)
+            flags += [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(room["max_lora_rank"]),
+                "--max-loras",
+                str(room["max_loras"]),
+            ]
+        return flags
+
+    async def start(self) -> str:
+        """Start it and wait until it answers; its address. ServerStart."""
+        self._check_port()
+        self._spawn()
+        try:
+            await self._up()
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def _check_port(self) -> None:
+        """Whoever listens there already would be taken for it."""
+        with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise ServerStart(
+                    f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
+                    "Choose another port (port=, --port; 0 takes a free one)"
+                ) from error
+
+    def _spawn(self) -> None:
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora_rank is not None else {}),
+            **self._environment,
+        }
+        if self._key_variable is not None:
+            environment["VLLM_API_KEY"] = os.environ[self._key_variable]
+        self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
+
+    async def _up(self) -> None:
+        assert self._process is not None
+        server, deadline = Server(self.url), time.monotonic() + self._patience
+        try:
+            while True:
+                if self._process.poll() is not None:
+                    if _NO_VLLM in self.printed():
+                        raise ServerStart(
+                            f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
+                            "interpreter that has it (--python)"
+                        )
+                    raise ServerStart(
+                        f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n{self.printed()}"
+                    )
+                with contextlib.suppress(ServerFailed):
+                    await server.get("/health", seconds=5.0)
+                    return
+                if time.monotonic() > deadline:
+                    raise ServerStart(
+                        f"{' '.join(self.command)}\nwas not up after {self._patience:g} s:\n{self.printed()}"
+                    )
+                await asyncio.sleep(0.25)
+        finally:
+            await server.close()
+
+    def printed(self, end: int = 4000) -> str:
+        """The end of what the server printed."""
+        if self._log is None:
+            return ""
+        with open(self._log_path, "rb") if self._log_path else contextlib.nullcontext(self._log) as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - end))
+            return log.read().decode(errors="replace")
+
+    def wait(self) -> int:
+        """Until it ends by itself; its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process.wait()
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End it and all it started, by force after `grace` seconds."""
+        if self._process is None:
+            return
+        for signal, wait in ((15, grace), (9, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal)
+            try:
+                self._process.wait(wait)
+            except subprocess.TimeoutExpired:
+                continue
+            if signal == 15:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, 9)  # engine processes that outlived their parent
+            break
+        self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def __aenter__(self) -> str:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+
+def _is_ours(word: str) -> bool:
+    """Whether a word of the command is one of our flags, in any spelling that vLLM takes: `--api_key=`, `--hos`."""
+    name = word.partition("=")[0].replace("_", "-")
+    return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

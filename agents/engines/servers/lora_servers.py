@@ -1,0 +1,193 @@
+"""LoRA adapters for vLLM servers: each version is an adapter under its own name, and the base never changes.
+
+Contract. A completion is sampled by the adapter that was current when it was sent, from its first token to its last,
+so nothing is paused, no cache goes stale, and its one span names that version. Old adapters are unloaded when no
+request uses them. A publish that fails leaves the current version as it was, and is raised.
+
+The servers run with `--enable-lora` (`tapereel serve --lora RANK`). Nothing here imports peft: an adapter is a folder
+in its format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine import EngineError
+from ..transport.http_channel import Channel, ServerFailed
+from ..transport.wire import Sampled
+from ..weights.weight_config import AdapterConfig
+from ..weights.weight_sync import PublishFailed, PublishMode
+from .server_engine import Flight, RemoteEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OWN = ("lora_A", "lora_B")
+
+
+def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of a peft model's state, by the names of an adapter file. ValueError where there are none."""
+    found = {
+        name.replace(".default.", "."): tensor
+        for name, tensor in state.items()
+        if any(f".{own}." in name for own in _OWN)
+    }
+    if not found:
+        raise ValueError(
+            f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
+            "adapters (engine.lora), or publish whole weights (engine.publish=reload)"
+        )
+    return found
+
+
+def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
+    """The adapters of `state` in `folder`, in peft's format; complete or not there at all."""
+    from safetensors.torch import save_file
+
+    found = adapters_in(state)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()},
+        partial / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in found})
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "bias": "none",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+        "inference_mode": True,
+    }
+    (partial / "adapter_config.json").write_text(json.dumps(about, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.replace(folder)
+
+
+class AdapterEngine(RemoteEngine):
+    """Samples from vLLM servers, with one adapter for each version. Made by `connect(..., publish="lora")`."""
+
+    def __init__(
+        self, *args: Any, adapters: AdapterConfig, base_label: str, control_seconds: float = 120.0, **more: Any
+    ) -> None:
+        """As `RemoteEngine`; `adapters` describes what is published, `base_label` is what the servers call the weights
+        under them. Every call of the control plane is bounded by `control_seconds`."""
+        super().__init__(*args, **more)
+        self._adapters = adapters
+        self._control_seconds = control_seconds
+        self._base_label = base_label
+        self._current: str | None = None
+        self._uses: Counter[str] = Counter()
+        """Requests under way, by adapter."""
+        self._loaded: dict[str, Path] = {}
+
+    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
+        """Make the adapters in `state` what is sampled from; requests under way end with those they began with.
+        ValueError, before anything has changed; PublishFailed, after which the version is the one before."""
+        self._check_version(version)
+        if mode not in ("drain", "abort"):
+            raise ValueError(
+                f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
+                "are published with drain (it ends with it) or abort (it ends now)"
+            )
+        async with self._publishing:
+            folder = self._folder_of(version)
+            await asyncio.to_thread(write_adapter, state, folder, self._adapters, self._model_folder)
+            with self.stats.timed("publish"):
+                await self._load(version, folder)
+            self._note_version(version)
+            self._loaded[version] = folder
+            self.version = self._current = version
+            self.stats.publishes += 1
+            if mode == "abort":
+                await self._end_older()
+            await self._unload_idle()
+
+    async def close(self) -> None:
+        """Unload the adapters and close the connections; requests under way fail."""
+        try:
+            for version in self._loaded:
+                for server in self._servers:
+                    await self._unload(server, version)
+        except ServerFailed as error:
+            if error.status is not None:  # else the server is gone, and its adapters with it
+                raise
+        finally:
+            await super().close()
+
+    async def _load(self, version: str, folder: Path) -> None:
+        body = {"lora_name": version, "lora_path": str(folder)}
+        results = await asyncio.gather(
+            *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
+        )
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        if failed is None:
+            return
+        if not isinstance(failed, Exception):
+            raise failed
+        for server, result in zip(self._servers, results, strict=True):
+            if not isinstance(result, BaseException):
+                await self._unload(server, version)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        raise PublishFailed(
+            f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
+            "on. The servers need `--enable-lora` with a max_lora_rank of at least "
+            f"{self._adapters.rank}: tapereel serve --lora {self._adapters.rank}"
+        ) from failed
+
+    async def _end_older(self) -> None:
+        """End what older adapters sample: each answer has what was sampled by then."""
+        for flight in [flight for flight in self._flights.values() if flight.version != self.version]:
+            await flight.server.post(*self._dialect.abort(flight.id), seconds=self._control_seconds)
+
+    async def _unload_idle(self) -> None:
+        """Adapters that no request uses go; the others when a later version is published."""
+        for version in [v for v in self._loaded if v != self._current and not self._uses[v]]:
+            for server in self._servers:
+                await self._unload(server, version)
+            await asyncio.to_thread(shutil.rmtree, self._loaded.pop(version), True)
+
+    async def _unload(self, server: Channel, version: str) -> None:
+        try:
+            await self._control(server, "/v1/unload_lora_adapter", {"lora_name": version})
+        except ServerFailed as error:
+            if error.status != 404:  # it isn't there any more
+                raise
+
+    async def _control(self, server: Channel, route: str, body: Any) -> None:
+        await server.post(route, body, seconds=self._control_seconds, fresh=True, plain=True)
+
+    @contextmanager
+    def _sampling_with(self) -> Iterator[tuple[str, str]]:
+        name = self._current
+        if name is None:
+            yield self.capabilities.model, self.version
+            return
+        self._uses[name] += 1
+        try:
+            yield name, name
+        finally:
+            self._uses[name] -= 1
+
+    def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
+        labels = {version for version, _, _ in found.spans or ()}
+        if labels - {self._base_label}:
+            raise EngineError(
+                f"the base weights under the adapters are {sorted(labels)} now, they were "
+                f"{self._base_label!r}; does someone else publish to the server?"
+            )
+        return replace(found, spans=((flight.version, 0, len(found.ids)),) if found.ids else ())

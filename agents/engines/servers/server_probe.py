@@ -1,0 +1,129 @@
+"""What a server can do, found out before the first token is recorded, and refused with the remedy.
+
+Which kind it is, which route takes token ids, whether answers name versions, whether it takes weights. The log-prob
+mode is in no answer of a server, so it is measured: the gap between the two likeliest tokens grows tenfold at
+temperature 0.1 if log-probs are taken after temperature, and stays if they are taken before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ....tapes.errors import TapereelError
+from ....tapes.records import Sampling
+from ..engine import EngineError, Request
+from ..transport.http_channel import Channel, ServerFailed
+from ..transport.wire import BadAnswer, Dialect, field, same_prompt
+from .server_engine import Capabilities, answered, weight_version
+from .sglang import SGLangGenerate
+from .vllm import Completions, Generate
+from .vllm_chat import Chat
+
+if TYPE_CHECKING:
+    from ...rendering.renderer import Renderer
+
+SHARP = 0.1
+"""The temperature of the measurement."""
+LISTED = 5
+"""Log-probs asked for, more than the two needed: the sampled token may take the place of the least of them."""
+REFUSED = (401, 403, 404, 405, 501)
+"""How servers say that a route is off."""
+
+
+class NotTrainable(TapereelError, RuntimeError):
+    """The server doesn't give what RL needs: token ids, log-probs of the sampled tokens, one model on all servers."""
+
+
+async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilities]:
+    """The dialect to speak with `server`, and what it can do. NotTrainable, EngineError."""
+    kind, dialects = await _kind(server, renderer)
+    models = await server.get("/v1/models", seconds=30.0)
+    model, context = field(models, "data", 0, "id"), field(models, "data", 0).get("max_model_len")
+    request, refused = _question(renderer, 1.0), []
+    for dialect in dialects:
+        body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
+        try:
+            answer = await answered(server, dialect, body)
+        except ServerFailed as error:
+            if error.status not in REFUSED:
+                raise
+            refused.append(str(error))
+            continue
+        try:
+            said = dialect.parse(answer)
+            assert request.prompt is not None
+            same_prompt(request.prompt, said.prompt)
+        except EngineError as error:
+            raise NotTrainable(f"{server} answers without what RL needs: {error}") from error
+        capabilities = Capabilities(
+            server=kind,
+            model=model,
+            context=context,
+            route=dialect.route,
+            logprobs=await _logprobs_mode(server, dialect, renderer, model),
+            versions=said.spans is not None,
+            takes_weights=await _takes_weights(server),
+        )
+        return dialect, capabilities
+    raise NotTrainable(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
+
+
+async def _kind(server: Channel, renderer: Renderer) -> tuple[str, list[Dialect]]:
+    """Kind and version of the server, and what may be spoken with it, the best first."""
+    try:
+        about = await server.get("/version", seconds=30.0)
+        return f"vLLM {field(about, 'version')}", [Generate(), Completions(), Chat(renderer.template_kwargs)]
+    except ServerFailed as error:
+        if error.status not in (404, 405):
+            raise
+    try:
+        about = await server.get("/server_info", seconds=30.0)
+    except ServerFailed as error:
+        if error.status in (404, 405):
+            raise NotTrainable(
+                f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
+                "which can be imitated and not reinforced, take engine.kind=litellm"
+            ) from error
+        raise
+    return f"SGLang {field(about, 'version')}", [SGLangGenerate()]
+
+
+def _question(renderer: Renderer, temperature: float) -> Request:
+    messages: list[Any] = [{"role": "user", "content": "1"}]
+    return Request(
+        messages=messages,
+        prompt=renderer.prompt(messages).ids,
+        seed=1,
+        sampling=Sampling(temperature=temperature, max_tokens=1),
+    )
+
+
+async def _logprobs_mode(
+    server: Channel, dialect: Dialect, renderer: Renderer, model: str
+) -> Literal["processed", "raw"]:
+    gap, sharp = [await _gap(server, dialect, _question(renderer, t), model) for t in (1.0, SHARP)]
+    for mode, expected in (("processed", gap / SHARP), ("raw", gap)):
+        if abs(sharp - expected) <= 0.02 * abs(expected) + 1e-4:
+            return "processed" if mode == "processed" else "raw"
+    raise NotTrainable(
+        f"the two likeliest tokens of {server} are {gap:.6f} nats apart at temperature 1, {sharp:.6f} "
+        f"at {SHARP}: its log-probs are neither from before nor from after temperature"
+    )
+
+
+async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) -> float:
+    """Nats between the two likeliest first tokens, as the server gives them."""
+    body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
+    answer = await answered(server, dialect, dialect.listing(body, LISTED))
+    values = dialect.listed(answer)
+    if len(values) < 2:
+        raise BadAnswer(f"asked for two log-probs, {server} gave {values!r}")
+    first, second = sorted(values, reverse=True)[:2]
+    return first - second
+
+
+async def _takes_weights(server: Channel) -> bool:
+    try:
+        return await weight_version(server) is not None
+    except EngineError:
+        return False

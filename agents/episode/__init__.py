@@ -1,0 +1,4 @@
+"""One episode: the agent, its model calls, limits, the recorder, and the rollout that closes the tape.
+
+Imports the engine protocol and `agents.rendering`.
+"""

@@ -1,0 +1,118 @@
+"""Agent: a function from the tape so far to the next steps. Its state is its tape, and nothing else.
+
+Locals inside one `act` are hidden state, so resume, fork and replay cut at turns. Knows nothing of engines' insides,
+files or training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, JsonValue, TypeAdapter
+
+from ...tapes import Step, Tape
+from ...tapes.common.redact import hide
+from ...tapes.records import Identity
+from .llm import LLM
+
+_json: TypeAdapter[Any] = TypeAdapter(JsonValue)
+
+
+class Agent:
+    """Subclass, and write `async def act(self, tape, llm)` with `yield`: any thoughts, then one Action.
+
+    The class name in lower case is the agent's name on the tape; set `name` to choose another.
+    """
+
+    name: str = ""
+
+    patience: ClassVar[float] = 0.0
+    """Seconds for which a replay holds an answer back for one that was recorded before it: of an agent that asks from
+    elsewhere, and several things at once."""
+
+    def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+        """One turn. Written as `async def act(...)` with `yield`, which makes it an async generator."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} must define `async def act(self, tape, llm)` with `yield`"
+        )
+
+    @property
+    def path(self) -> str:
+        """The name under which this agent speaks when it is the outermost one."""
+        return self.name or type(self).__name__.lower()
+
+    def identity(self) -> Identity:
+        """Name, class and configuration, as written in `begin`."""
+        return Identity(name=self.path, cls=qualified(type(self)), config=configuration(self))
+
+
+class FunctionAgent(Agent):
+    """An agent made of one async generator function `(tape, llm) -> steps`."""
+
+    def __init__(self, function: Callable[[Tape, LLM], AsyncIterator[Step]], name: str = "") -> None:
+        self.function = function
+        self.name = name or function.__name__
+
+    def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+        return self.function(tape, llm)
+
+    def identity(self) -> Identity:
+        return Identity(name=self.path, cls=qualified(self.function))
+
+
+def agent(function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> FunctionAgent:
+    """Decorator: a plain `async def` generator is an agent.
+
+    ```python
+    @agent
+    async def greeter(tape: Tape, llm: LLM):
+        yield Answer(text=(await llm(tape)).text)
+    ```
+    """
+    return FunctionAgent(function)
+
+
+async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+    """Let a sub-agent speak: `async for step in delegate("searcher", self.searcher, tape, llm): yield step`.
+
+    Its steps and calls carry the path `<this agent>/<name>`, so one agent of several can be told apart and trained.
+    """
+    if not name or "/" in name or name == "env":
+        raise ValueError(f"a sub-agent's name must be non-empty, without '/', and not 'env': {name!r}")
+    path = f"{tape.scope}/{name}" if tape.scope else name
+    steps = agent.act(tape.now().within(path), llm)
+    try:
+        async for step in steps:
+            llm.spoke(step, path)
+            yield step
+    finally:
+        close = getattr(steps, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def qualified(thing: Any) -> str:
+    """`module:qualname` of a class or function."""
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def configuration(thing: Any) -> dict[str, JsonValue]:
+    """The public attributes of an instance that are plain values, without secrets; sub-agents and models by their own
+    configuration."""
+    config: dict[str, JsonValue] = {}
+    for key, value in vars(thing).items():
+        if key.startswith("_") or key == "name":
+            continue
+        if isinstance(value, Agent):
+            config[key] = value.identity().model_dump(mode="json")
+        elif isinstance(value, BaseModel):
+            config[key] = value.model_dump(mode="json")
+        elif isinstance(value, type) or callable(value):
+            config[key] = qualified(value) if hasattr(value, "__qualname__") else qualified(type(value))
+        else:
+            try:
+                config[key] = _json.validate_python(list(value) if isinstance(value, tuple) else value)
+            except ValueError:
+                config[key] = f"<{type(value).__qualname__}>"
+    return hide(config)

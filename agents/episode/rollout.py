@@ -1,0 +1,444 @@
+"""Rollout: one episode from `reset` to `end`, behind one boundary.
+
+A bad episode is data, not a crash: whatever the agent, the environment or the model does wrong becomes a typed end on
+the tape. Two things do raise: a failing store, since what can't be recorded must not go on; and cancellation by the
+caller, after the tape was closed as `cancelled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import platform
+import random
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pydantic import JsonValue
+
+from ...envs.environment import Environment, Outcome, RestoreMismatch
+from ...envs.rewards import RewardFailed
+from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
+from ...tapes.common.redact import without_secrets
+from ...tapes.journal import Journal
+from ...tapes.log import new_tape_id, step_record
+from ...tapes.messages import ENV
+from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
+from ...tapes.tape import Ending
+from ..engines.engine import Engine
+from .agent import Agent, configuration, qualified
+from .agent_threads import Caller
+from .guard import Guard, acting, is_of_the_user
+from .limits import LimitReached, Limits
+from .llm import LLM, ModelFailed, RenderFailed, derive_seed
+from .recorder import Recorder
+
+log = logging.getLogger("tapereel.rollout")
+
+EnvironmentFactory = Callable[[], Environment[Any]]
+
+
+class AgentFault(Exception):
+    """The agent broke the contract of `act`: it yielded no Action, or something that is no step of its own."""
+
+
+class EnvironmentFault(Exception):
+    """The environment broke its contract: a wrong type, or no answer in time."""
+
+
+async def rollout(
+    agent: Agent,
+    env: Environment[Any] | EnvironmentFactory,
+    task: Any,
+    *,
+    engine: Engine | None = None,
+    seed: int = 0,
+    env_seed: int | None = None,
+    group: str | None = None,
+    attempt: int = 0,
+    split: str = "train",
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    journal: Journal | None = None,
+    fork: Tape | None = None,
+    unverified: str | None = None,
+    tape_id: str | None = None,
+    retries: int = 2,
+    guard: bool = False,
+) -> Tape:
+    """Run one episode of `agent` in `env` on `task`, and give its closed tape.
+
+    `env` is an instance for this one episode, or a factory of one. A bare value as a task is its private part: `reset`
+    sees it, the agent never. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
+    `fork` is a view made by `tape.at_turn(k)`: the environment is restored to it and the episode goes on from there.
+    Where it doesn't come back to the recorded state, the episode ends with that, unless `unverified` says why it may go
+    on all the same, which is recorded.
+    With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
+    is durable before it is carried out. With `guard` an agent that uses a clock, randomness, a socket or a process by
+    itself, which no replay could give it again, fails with an error that names the line. Raises StoreFailed and
+    CancelledError; nothing else comes out of an episode.
+    """
+    episode = Episode(
+        agent,
+        env if isinstance(env, Environment) else env(),
+        Task.of(task),
+        engine=engine,
+        seed=seed,
+        env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
+        group=group,
+        attempt=attempt,
+        split=split,
+        limits=limits or Limits(),
+        sampling=sampling or Sampling(),
+        journal=journal,
+        fork=fork,
+        unverified=unverified,
+        tape_id=tape_id or new_tape_id(),
+        retries=retries,
+    )
+    with Guard() if guard else contextlib.nullcontext():
+        return await episode.run()
+
+
+class Episode:
+    """One episode of a rollout. `await episode.run()` once."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        env: Environment[Any],
+        task: Task,
+        *,
+        engine: Engine | None,
+        seed: int,
+        env_seed: int,
+        group: str | None,
+        attempt: int,
+        split: str,
+        limits: Limits,
+        sampling: Sampling,
+        journal: Journal | None,
+        fork: Tape | None,
+        tape_id: str,
+        retries: int,
+        recorder: Callable[..., Recorder] = Recorder,
+        unverified: str | None = None,
+    ) -> None:
+        self.agent = agent
+        self.env = env
+        self.task = task
+        self.limits = limits
+        self.fork = fork
+        self.unverified = unverified
+        self.started = time.perf_counter()
+        parent = None
+        if fork is not None:
+            parent = Parent(
+                tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified
+            )
+        begin = Begin(
+            tape=tape_id,
+            task=task,
+            task_hash=task.hash,
+            agent=agent.identity(),
+            env=_environment_identity(env),
+            env_seed=env_seed,
+            seed=seed,
+            group=group,
+            attempt=attempt,
+            split=split,
+            parent=parent,
+            versions=_versions(engine),
+            sampling=sampling,
+            limits=_told(limits, engine),
+            at=time.time(),
+        )
+        self.recorder = recorder(begin, journal, fork)
+        self.llm = LLM(self.recorder, engine, seed=seed, limits=limits, sampling=sampling, retries=retries)
+        if fork is not None:
+            self.llm.inherit(fork)
+        self.call = Caller(env, limits.environment_seconds)
+        self.env_seed = env_seed
+
+    @property
+    def log(self) -> Any:
+        return self.recorder.log
+
+    async def run(self) -> Tape:
+        status, cause, cancelled = Status.ERROR, None, None
+        try:
+            status, cause = await self._bounded()
+        except asyncio.CancelledError as error:
+            status, cause, cancelled = Status.CANCELLED, None, error
+        except StoreFailed:
+            raise
+        except Exception as error:  # the boundary: the fault becomes the tape's end
+            status, cause = Status.ERROR, _cause(CauseType.OURS, error)
+        finally:
+            self.llm.close()
+        try:
+            status, cause = await self._score_all(status, cause)
+        except asyncio.CancelledError as error:
+            status, cause, cancelled = Status.CANCELLED, None, error
+        try:
+            status, cause = await self._wind_up(status, cause)
+        except asyncio.CancelledError as error:  # in the midst of closing: the tape gets its end all the same
+            status, cause, cancelled = Status.CANCELLED, None, error
+        self.recorder.write(self._end(status, cause))
+        if cause is not None and status is Status.ERROR:
+            self._warn(cause)
+        if cancelled is not None:
+            raise cancelled
+        await self.recorder.durable()
+        return Tape(self.log)
+
+    def _warn(self, cause: Cause) -> None:
+        """A warning for each distinct fault, not for each episode; an agent's own, scored, is training data."""
+        taught = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
+        if not taught and _first_time(cause.type.value, cause.error, cause.frame):
+            log.warning(
+                "an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
+                cause.type.value,
+                cause.error,
+                cause.message,
+                cause.frame or "no frame",
+            )
+
+    async def _bounded(self) -> tuple[Status, Cause | None]:
+        timer = asyncio.timeout(self.limits.seconds)
+        try:
+            async with timer:
+                return await self._episode()
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            message = f"the episode took longer than {self.limits.seconds} s"
+            return Status.LIMIT, Cause(type=CauseType.SECONDS, message=message)
+
+    async def _episode(self) -> tuple[Status, Cause | None]:
+        failure = await self._reset()
+        if failure is not None:
+            return failure
+        while True:
+            turns = self.log.turn
+            if self.limits.turns is not None and turns >= self.limits.turns:
+                return Status.LIMIT, Cause(type=CauseType.TURNS, message=f"{turns} turns taken")
+            action, ended = await self._act()
+            if ended is not None:
+                return ended
+            assert action is not None
+            if self.env.effect != "pure" or self.recorder.every_turn:
+                await self.recorder.durable()
+            ended = await self._react(action)
+            if ended is not None:
+                return ended
+
+    async def _reset(self) -> tuple[Status, Cause | None] | None:
+        self.env.rng = random.Random(self.env_seed)
+        try:
+            if self.fork is not None:
+                return await self._restore(self.fork)
+            observation = await self.call("reset", self.task.given)
+            if not isinstance(observation, Observation):
+                raise EnvironmentFault(f"reset must give an Observation, not {type(observation).__name__}")
+            self._record(observation, ENV, ())
+        except (StoreFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        return None
+
+    async def _restore(self, fork: Tape) -> None:
+        try:
+            await self.call("restore", self.task.given, fork)
+        except RestoreMismatch:
+            if self.unverified is None:
+                raise
+
+    async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
+        """One turn of the agent: its Action, or how the episode ends."""
+        view = Tape(self.log, scope=self.agent.path, agent_view=True)
+        try:
+            action = await self._turn(self.agent.act(view, self.llm))
+        except (StoreFailed, asyncio.CancelledError):
+            raise
+        except LimitReached as reached:
+            return None, self._limit(reached)
+        except ModelFailed as error:
+            return None, (Status.ERROR, _cause(CauseType.MODEL, error))
+        except RenderFailed as error:
+            return None, (Status.ERROR, _cause(CauseType.ENVIRONMENT, error))
+        except Exception as error:
+            return None, (Status.ERROR, _cause(CauseType.AGENT, error))
+        finally:
+            self.llm.end_turn()
+        if action is None:
+            return None, self._limit(self.llm.latched) if self.llm.latched is not None else _no_action(self.agent)
+        return action, None
+
+    async def _turn(self, steps: AsyncIterator[Step]) -> Action | None:
+        if not hasattr(steps, "__aiter__"):
+            close = getattr(steps, "close", None)
+            if close is not None:
+                close()  # a coroutine that will never be awaited
+            raise AgentFault(
+                f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
+            )
+        with acting(self.agent):
+            try:
+                async for step in steps:
+                    if not isinstance(step, Step) or isinstance(step, Observation):
+                        raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
+                    path, calls = self.llm.attribute(step, self.agent.path)
+                    self._record(step, path, calls)
+                    if isinstance(step, Action):
+                        return step
+            except SystemExit as error:  # would end the process, and every other episode with it
+                raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
+            finally:
+                close = getattr(steps, "aclose", None)
+                if close is not None:
+                    await close()
+        return None
+
+    def _limit(self, reached: LimitReached) -> tuple[Status, Cause | None]:
+        return Status.LIMIT, Cause(type=reached.limit, message=str(reached))
+
+    async def _react(self, action: Action) -> tuple[Status, Cause | None] | None:
+        at = len(self.log.entries) - 1
+        try:
+            outcome = await self.call("step", action)
+            if not isinstance(outcome, Outcome):
+                raise EnvironmentFault(f"step must give an Outcome, not {type(outcome).__name__}")
+            self._score(outcome, at)
+            if outcome.observation is not None:
+                self._record(outcome.observation, ENV, ())
+        except (StoreFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        if outcome.terminated:
+            return Status.FINISHED, None
+        if outcome.truncated:
+            return Status.TRUNCATED, None
+        if self.llm.latched is not None:
+            return self._limit(self.llm.latched)
+        return None
+
+    def _end(self, status: Status, cause: Cause | None) -> End:
+        return End(
+            tape=self.recorder.tape,
+            status=status,
+            cause=cause,
+            seconds=time.perf_counter() - self.started,
+            at=time.time(),
+        )
+
+    async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
+        """The last word on scoring: the environment's own, then that of the sources that look at the whole tape."""
+        if not trains(status, cause.type if cause is not None else None):
+            return status, cause
+        try:
+            outcome = await self.call("finish", status)
+            if outcome is not None:
+                if not isinstance(outcome, Outcome):
+                    raise EnvironmentFault(f"finish must give an Outcome or None, not {type(outcome).__name__}")
+                self._score(outcome, None)
+            if self.env.rewards is not None:
+                records = await self.env.rewards.score(Ending(self.log, self._end(status, cause)))
+                for record in records:
+                    self.recorder.write(record)
+                failed = next((r.evidence for r in records if r.value != r.value), None)
+                if isinstance(failed, dict):
+                    raise RewardFailed(str(failed["failed"]))
+        except StoreFailed:
+            raise
+        except Exception as error:
+            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        return status, cause
+
+    async def _wind_up(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
+        """Let the environment close. Its failure is the episode's end only where nothing worse was."""
+        try:
+            await self.call("close")
+        except Exception as error:
+            if status not in (Status.ERROR, Status.CANCELLED):
+                status, cause = Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        finally:
+            self.call.stop()
+        return status, cause
+
+    def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
+        if by != ENV and not calls:
+            calls = self.llm.authored(Tape(self.log), step, by)
+        self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))
+
+    def _score(self, outcome: Outcome, step: int | None) -> None:
+        metrics = len(outcome.metrics)
+        components = list(outcome.components())
+        for k, (name, value) in enumerate(components):
+            weight = 1.0 if k < len(components) - metrics else 0.0
+            self.recorder.write(
+                Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
+            )
+
+
+def _told(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
+    """The limits as the tape tells them: those that are set, the engine's own context among them."""
+    told = limits.model_dump(exclude_none=True)
+    contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
+    return {**told, "context": min(contexts)} if contexts else told
+
+
+def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
+    return Status.ERROR, _cause(CauseType.AGENT, AgentFault(f"{type(agent).__qualname__}.act ended without an Action"))
+
+
+def _cause(kind: CauseType, error: BaseException) -> Cause:
+    frames = traceback.extract_tb(error.__traceback__)
+    # What a library refused is mended where the user's code asked for it.
+    at = next((f for f in reversed(frames) if is_of_the_user(f.filename)), frames[-1] if frames else None)
+    frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
+    return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
+
+
+def _clean(text: str) -> str:
+    """At most 2,000 characters, and no lone surrogates, which JSON can't hold."""
+    return text[:2000].encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+_reported: set[tuple[str | None, ...]] = set()
+
+
+def _first_time(*fault: str | None) -> bool:
+    if fault in _reported or len(_reported) > 1000:
+        return False
+    _reported.add(fault)
+    return True
+
+
+def _environment_identity(env: Environment[Any]) -> Identity:
+    config = configuration(env)
+    if env.rewards is not None:
+        config["rewards"] = list(env.rewards.names)
+    return Identity(name=type(env).__name__, cls=qualified(type(env)), config=config, effect=env.effect)
+
+
+@functools.lru_cache(maxsize=1)
+def _package_versions() -> tuple[tuple[str, str], ...]:
+    from importlib.metadata import version
+
+    return (("package", version("tapereel")), ("python", platform.python_version()))
+
+
+def _versions(engine: Engine | None) -> dict[str, str]:
+    versions = dict(_package_versions())
+    renderer = engine.renderer if engine is not None else None
+    if renderer is not None:
+        versions["tokenizer"] = renderer.tokenizer_hash
+        versions["chat_template"] = renderer.template_hash
+    return versions

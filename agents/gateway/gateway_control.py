@@ -1,0 +1,381 @@
+"""Control routes: tapes that somebody outside begins, scores and ends, each an ordinary rollout in the gateway.
+
+    POST /tapereel/tapes                  {"task": ..., "group", "attempt", "agent", "seed", "split", "budget": {...}}
+    GET  /tapereel/tapes/TAPE             how it stands, or how it ended
+    POST /tapereel/tapes/TAPE/rewards     {"rewards": {"name": 1.0}, "metrics": {...}}
+    POST /tapereel/tapes/TAPE/end         {"status": finished | truncated | error | cancelled, "message", "answer"}
+    POST /tapereel/pause, /tapereel/resume   around a change of weights
+
+All of them need the admin token. A tape that nobody asks on for a while ends by itself. What a request to the model is
+served with is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+from pydantic_core import to_json
+
+from ...envs import Environment, Outcome
+from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
+from ...tapes.errors import TapereelError
+from ...tapes.journal import Journal
+from ...tapes.log import new_tape_id
+from ..engines.engine import Engine
+from ..episode.agent import Agent
+from ..episode.limits import LimitReached, Limits
+from ..episode.llm import LLM
+from ..episode.rollout import rollout
+from .gateway_server import Gateway, knows
+from .gateway_session import Session
+from .openai_protocol import Refused
+
+log = logging.getLogger("tapereel.gateway")
+
+REMEMBERED = 10_000
+"""Tapes that have ended of which it is still told how."""
+_Route = Callable[[web.Request], Awaitable[Any]]
+Ending = Literal["finished", "truncated", "error", "cancelled"]
+
+
+class ClientFailed(TapereelError, RuntimeError):
+    """Whoever began the tape said that its agent failed."""
+
+
+class Budget(BaseModel):
+    """What one tape may use; reaching it ends the tape as a limit. None: as the gateway's own limits say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    calls: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+    """Sampled."""
+    context: int | None = Field(default=None, ge=2)
+    seconds: float | None = Field(default=None, gt=0)
+    """From begin to end."""
+    idle: float | None = Field(default=None, gt=0)
+    """Without a request."""
+
+
+class BeginTape(BaseModel):
+    """The body of a request that begins a tape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    task: JsonValue = None
+    """What the agent is to do; or {"public", "private", "id"}, of which `public` is what the tape shows as its first
+    observation."""
+    group: str | None = Field(default=None, max_length=200)
+    attempt: int = Field(default=0, ge=0)
+    agent: str = Field(default="agent", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    budget: Budget = Budget()
+
+
+class ScoreTape(BaseModel):
+    """The body of a request that scores a tape; a name given twice has the last value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    rewards: dict[str, FiniteFloat] = {}
+    metrics: dict[str, FiniteFloat] = {}
+
+
+class EndTape(BaseModel):
+    """The body of a request that ends a tape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    status: Ending = "finished"
+    message: str = Field(default="", max_length=2000)
+    """Of an error: what went wrong."""
+    answer: str | None = None
+    """The agent's final answer; None: what the model said last."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """One tape under way."""
+
+    id: str
+    ready: asyncio.Future[tuple[Session, str]]
+    end: asyncio.Future[EndTape]
+    scores: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    task: asyncio.Task[Tape] | None = None
+    llm: LLM | None = None
+
+
+class Client(Agent):
+    """The agent whose program is elsewhere; it acts once, by asking."""
+
+    def __init__(self, name: str, open_: _Open, gateway: Gateway, idle: float) -> None:
+        self.name, self._open, self._gateway, self._idle = name, open_, gateway, idle
+
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+        session, end = Session(tape, llm), self._open.end
+        key = self._gateway.open(session)
+        self._open.llm = llm
+        self._open.ready.set_result((session, key))
+        end.add_done_callback(lambda _: session.over())
+        session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())
+        watch = asyncio.ensure_future(_idle(session, self._idle))
+        said = ""
+        try:
+            async for exchange in session.exchanges():
+                said = exchange.answered
+                yield exchange
+            yield Answer(text=_ending(session, end, self._idle, said))
+        finally:
+            self._gateway.shut(key)
+            watch.cancel()
+            await session.close()
+
+
+def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
+    """The answer with which the tape ends, or why it ends without one."""
+    if session.broken.done():
+        session.broken.result()
+    if session.limited is not None:
+        raise session.limited
+    if not end.done():
+        raise LimitReached(CauseType.SECONDS, f"no request for {idle:g} s")
+    told = end.result()
+    if told.status == "error":
+        raise ClientFailed(told.message or "no message was given")
+    return said if told.answer is None else told.answer
+
+
+async def _idle(session: Session, seconds: float) -> None:
+    """Returns when the session was left alone for so long, and is over by that."""
+    while True:
+        left = session.heard_at + seconds - time.monotonic()
+        if left <= 0 and not session.busy:
+            return session.over()
+        await asyncio.sleep(left if left > 0 else seconds)
+
+
+class Elsewhere(Environment[Answer]):
+    """The world of the client, of which no more is known than what it says."""
+
+    def __init__(self, open_: _Open) -> None:
+        self._open = open_
+
+    async def reset(self, task: Task) -> Text:
+        return Text(text=task.public if isinstance(task.public, str) else json.dumps(task.public))
+
+    async def step(self, action: Answer) -> Outcome:
+        truncated = self._open.end.done() and self._open.end.result().status == "truncated"
+        return Outcome(terminated=not truncated, truncated=truncated)
+
+    async def finish(self, status: Status) -> Outcome:
+        return Outcome(reward=dict(self._open.scores) or None, metrics=dict(self._open.metrics))
+
+
+class Control:
+    """The tapes that were begun from outside. Given to one `Gateway`; `close` ends what is open."""
+
+    def __init__(
+        self,
+        token: str,
+        engine: Engine,
+        *,
+        journal: Journal | None,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        idle: float = 300.0,
+        split: str = "train",
+        most: int = 4096,
+    ) -> None:
+        """`token` is the admin's. `most`: tapes open at once."""
+        if len(token) < 16:
+            raise ValueError("the admin token has fewer than 16 characters, which can be guessed; give a longer one")
+        self.token = token
+        """The admin's."""
+        self._engine, self._journal = engine, journal
+        self._limits, self._sampling = limits or Limits(), sampling or Sampling()
+        self._idle, self._split, self._most = idle, split, most
+        self._open: dict[str, _Open] = {}
+        self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._closed = False
+
+    def add_routes(self, app: web.Application, gateway: Gateway) -> None:
+        """Called by the gateway."""
+
+        async def begin(request: web.Request) -> Any:
+            return await self.begin(await _body(request, gateway, BeginTape), gateway, gateway.url_for(request))
+
+        async def score(request: web.Request) -> Any:
+            return self.score(request.match_info["tape"], await _body(request, gateway, ScoreTape))
+
+        async def end(request: web.Request) -> Any:
+            return await self.end(request.match_info["tape"], await _body(request, gateway, EndTape))
+
+        async def tell(request: web.Request) -> Any:
+            return self.tell(request.match_info["tape"])
+
+        async def pause(request: web.Request) -> Any:
+            gateway.pause()
+            return {"paused": True}
+
+        async def resume(request: web.Request) -> Any:
+            return {"paused": gateway.resume()}
+
+        tape = "/tapereel/tapes/{tape:[0-9a-f]{8,64}}"
+        app.router.add_get(tape, self._route(tell))
+        for path, route in (
+            ("/tapereel/tapes", begin),
+            (f"{tape}/rewards", score),
+            (f"{tape}/end", end),
+            ("/tapereel/pause", pause),
+            ("/tapereel/resume", resume),
+        ):
+            app.router.add_post(path, self._route(route))
+
+    def _route(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            if not knows(request, self.token):
+                raise Refused(
+                    401, "the admin token is needed here", kind="authentication_error", code="invalid_api_key"
+                )
+            return web.Response(body=to_json(await route(request)), content_type="application/json")
+
+        return handler
+
+    async def begin(self, told: BeginTape, gateway: Gateway, url: str) -> dict[str, Any]:
+        """Begin a tape; its id, its key and where to ask, which is `url`."""
+        if self._closed:
+            raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
+        if len(self._open) >= self._most:
+            raise Refused(
+                429,
+                f"{self._most} tapes are open, which is the most; end some",
+                kind="rate_limit_error",
+                code="too_many_tapes",
+                headers={"Retry-After": "1"},
+            )
+        loop = asyncio.get_running_loop()
+        new = _Open(new_tape_id(), loop.create_future(), loop.create_future())
+        budget = told.budget.model_dump(exclude_none=True, exclude={"idle"})
+        new.task = loop.create_task(
+            rollout(
+                Client(told.agent, new, gateway, told.budget.idle or self._idle),
+                Elsewhere(new),
+                _task(told.task),
+                engine=self._engine,
+                seed=told.seed,
+                group=told.group,
+                attempt=told.attempt,
+                split=told.split or self._split,
+                limits=self._limits.model_copy(update=budget),
+                sampling=self._sampling,
+                journal=self._journal,
+                tape_id=new.id,
+            )
+        )
+        self._open[new.id] = new
+        new.task.add_done_callback(lambda task: self._over(new, task))
+        await asyncio.wait((new.ready, new.task), return_when=asyncio.FIRST_COMPLETED)
+        if not new.ready.done():
+            new.task.result()  # StoreFailed; nothing else ends an episode before it acts
+            raise Refused(500, f"tape {new.id} ended before it began to ask", kind="server_error")
+        return {"tape": new.id, "key": new.ready.result()[1], "base_url": url}
+
+    def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
+        del self._open[open_.id]
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            log.error("tape %s was not closed: %s: %s", open_.id, type(failure).__name__, failure)
+        status = "cancelled" if task.cancelled() else "failed" if failure is not None else task.result().status
+        cause = task.result().cause if not task.cancelled() and failure is None else None
+        self._done[open_.id] = {
+            **_use_of(open_),
+            "status": status,
+            "cause": cause.model_dump() if cause is not None else None,
+            "reward": task.result().reward if failure is None and not task.cancelled() else None,
+        }
+        if len(self._done) > REMEMBERED:
+            self._done.popitem(last=False)
+
+    def score(self, tape: str, told: ScoreTape) -> dict[str, Any]:
+        """Set named rewards and metrics of an open tape."""
+        open_ = self._the(tape)
+        open_.scores.update(told.rewards)
+        open_.metrics.update(told.metrics)
+        return {"tape": tape, "rewards": open_.scores, "metrics": open_.metrics}
+
+    async def end(self, tape: str, told: EndTape) -> dict[str, Any]:
+        """End a tape; how it ended, once that is written."""
+        open_ = self._the(tape)
+        assert open_.task is not None
+        if open_.end.done():
+            raise Refused(409, f"tape {tape} is being ended already", code="tape_ended")
+        if told.status == "cancelled":
+            open_.task.cancel()
+        else:
+            open_.end.set_result(told)
+        await asyncio.wait([open_.task])
+        if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
+            raise error
+        return self.tell(tape)
+
+    def tell(self, tape: str) -> dict[str, Any]:
+        """How a tape stands, or how it ended."""
+        if tape in self._done:
+            return self._done[tape]
+        return {**_use_of(self._the(tape)), "status": "running", "cause": None, "reward": None}
+
+    def _the(self, tape: str) -> _Open:
+        if tape in self._open:
+            return self._open[tape]
+        if tape in self._done:
+            raise Refused(409, f"tape {tape} has ended; score it later with `tapereel rescore`", code="tape_ended")
+        raise Refused(404, f"there is no open tape {tape}", code="not_found")
+
+    async def close(self) -> None:
+        """End what is open as cancelled, and begin nothing more."""
+        self._closed = True
+        tasks = [open_.task for open_ in self._open.values() if open_.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _use_of(open_: _Open) -> dict[str, Any]:
+    llm = open_.llm
+    return {
+        "tape": open_.id,
+        "calls": llm.asked if llm is not None else 0,
+        "sampled_tokens": llm.sampled if llm is not None else 0,
+    }
+
+
+def _task(told: JsonValue) -> Task:
+    if isinstance(told, dict) and told and set(told) <= {"public", "private", "id"}:
+        try:
+            return Task.model_validate(told)
+        except ValidationError as error:
+            raise _invalid(error) from None
+    return Task(public=told)
+
+
+async def _body(request: web.Request, gateway: Gateway, model: Any) -> Any:
+    try:
+        told = model.model_validate_json(await gateway.read(request) or b"{}")
+    except ValidationError as error:
+        raise _invalid(error) from None
+    gateway.without_keys(told.model_dump())
+    return told
+
+
+def _invalid(error: ValidationError) -> Refused:
+    found = error.errors(include_input=False, include_url=False)[0]
+    place = ".".join(map(str, found["loc"]))
+    return Refused(400, f"{place or 'the body'}: {found['msg']}", param=place or None)

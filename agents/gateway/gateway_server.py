@@ -1,0 +1,426 @@
+"""The gateway's server: an OpenAI-compatible address whose API keys are tapes.
+
+    GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
+    /tapereel/tapes/...         begin, score and end tapes     with the admin token (`control.py`)
+
+A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback unless told
+otherwise. Bodies, headers and the time that either may take are bounded. What is refused is logged, without the key.
+What a request means is decided in `session.py`, what it may say in `protocol.py`, what may be sent of an answer that is
+still sampled in `streaming.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic_core import to_json
+
+from ...tapes import StoreFailed
+from ...tapes.common.extras import raise_missing
+from ...tapes.common.redact import bearer, guard_log, without_secrets
+from .gateway_session import Session, ended
+from .linking import USES, Use
+from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
+from .streaming import Live
+
+try:
+    from aiohttp import web
+except ModuleNotFoundError as _error:
+    raise_missing(_error, "the gateway")
+
+log = logging.getLogger("tapereel.gateway")
+
+REMEMBERED = 10_000
+"""Keys of ended tapes that are told from keys that never were."""
+USE_HEADER = "X-Tapereel-Use"
+PREFIX = "sk-tape-"
+"""What every key of a tape begins with."""
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where one listens that listens on every address -> where it is found from the same machine."""
+_HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ControlRoutes(Protocol):
+    """Routes under an admin token that begin, score and end tapes; `gateway_control.Control` is the implementation."""
+
+    token: str
+    """The admin token."""
+
+    def add_routes(self, app: web.Application, gateway: Gateway, /) -> None:
+        """Add the routes to the gateway's application."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a client may cost the gateway."""
+
+    body: int = 8 * 1024 * 1024
+    """Bytes of a request."""
+    body_seconds: float = 30.0
+    """In which all of it must have come."""
+    header_seconds: float = 30.0
+    """In which a request's headers must have come, counted from the connection or from the answer before."""
+    write_seconds: float = 60.0
+    """In which a client must have taken what it is sent; of a stream, each piece."""
+    quiet_seconds: float = 15.0
+    """Without anything to send in a stream, after which a comment is sent, so that nobody takes it for dead."""
+    hold_seconds: float = 60.0
+    """How long a request is held while weights change, before it is refused with 429 and Retry-After."""
+
+
+class Gateway:
+    """`async with Gateway().serving() as gateway:`; then `key = gateway.open(session)`, `gateway.url`. Single use."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        model: str = "policy",
+        bounds: Bounds = Bounds(),
+        control: ControlRoutes | None = None,
+    ) -> None:
+        """`model` is the name that /v1/models tells; requests may call it what they like. `control`: routes that begin
+        tapes; without it tapes are opened from inside this process only."""
+        self.host, self.port, self.model, self.bounds = host, 0, model, bounds
+        self._control = control
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._paused = 0
+        self._resumed = asyncio.Event()
+        self.answered = 0
+        """Requests that were answered with a completion."""
+        self.held = 0
+        """Requests that wait for weights to be changed."""
+        self.refused = 0
+        """Requests that were refused, for whatever reason."""
+
+    @property
+    def url(self) -> str:
+        """What `OPENAI_BASE_URL` should be, for whoever is on this machine."""
+        host = EVERYWHERE.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+
+    def url_for(self, request: web.Request) -> str:
+        """The same for whoever sent the request: where it listens on every address, that by which they came. A `Host`
+        that is no plain name or address with our port, as behind a proxy, is not believed."""
+        if self.host not in EVERYWHERE:
+            return self.url
+        found = _HOST.fullmatch(request.headers.get("Host", ""))
+        if found is not None and found[2] == str(self.port):
+            return f"http://{found[0]}/v1"
+        return f"http://{socket.gethostname()}:{self.port}/v1"
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
+        """Serves inside; `port` 0 takes a free one."""
+        guard_log("aiohttp.server")  # which quotes the headers that it can't read
+        runner = web.AppRunner(
+            self.application(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self.bounds.header_seconds,
+            lingering_time=0.5,
+            auto_decompress=False,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, port).start()
+            self.port = runner.addresses[0][1]
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._errors], client_max_size=self.bounds.body)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        if self._control is not None:
+            self._control.add_routes(app, self)
+        return app
+
+    # Keys
+
+    def open(self, session: Session) -> str:
+        """A new key, which opens this session until `shut`."""
+        key = f"{PREFIX}{secrets.token_urlsafe(24)}"
+        self._sessions[_digest(key)] = session
+        return key
+
+    def shut(self, key: str) -> None:
+        """The key opens nothing from now on."""
+        digest = _digest(key)
+        if self._sessions.pop(digest, None) is not None:
+            self._ended[digest] = None
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def without_keys(self, *values: Any) -> None:
+        """Refused where a text in these JSON values, which would be recorded, holds a tape's key or the admin token."""
+        admin = self._control.token if self._control is not None else None
+        for text in _texts(values):
+            if admin is not None and admin in text:
+                raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
+            if PREFIX in text and any(
+                _digest(key) in self._sessions or _digest(key) in self._ended for key in set(_KEY.findall(text))
+            ):
+                raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
+
+    def _session(self, request: web.Request) -> Session:
+        key = bearer(request.headers.get("Authorization"))
+        # By digest: how long the look-up takes says nothing of a key that is there.
+        session = self._sessions.get(_digest(key))
+        if session is not None:
+            return session
+        if _digest(key) in self._ended:
+            raise ended()
+        raise Refused(401, "this is no key of a tape here", kind="authentication_error", code="invalid_api_key")
+
+    # Weights
+
+    def pause(self) -> None:
+        """Weights change: requests are held, then refused with 429, until `resume` was called as often."""
+        self._paused += 1
+        self._resumed.clear()
+
+    def resume(self) -> bool:
+        """As before `pause`; whether somebody else still pauses."""
+        self._paused = max(self._paused - 1, 0)
+        if not self._paused:
+            self._resumed.set()
+        return self._paused > 0
+
+    async def _steady(self, session: Session) -> None:
+        if not self._paused and not session.changing:
+            return
+        deadline = time.monotonic() + self.bounds.hold_seconds
+        self.held += 1
+        session.held += 1
+        try:
+            await self._until(deadline, session)
+        finally:
+            self.held -= 1
+            session.held -= 1
+            session.heard_at = time.monotonic()
+
+    async def _until(self, deadline: float, session: Session) -> None:
+        while self._paused or session.changing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Refused(
+                    429,
+                    "the model's weights are being replaced; ask again in a moment",
+                    kind="rate_limit_error",
+                    code="weights_changing",
+                    headers={"Retry-After": "1"},
+                )
+            # An engine says nothing when it is done, so it is looked at now and again.
+            try:
+                await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
+            except TimeoutError:
+                continue
+
+    # Requests
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as error:
+            return self._refuse(request, error)
+        except web.HTTPException as error:
+            told = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
+            return self._refuse(request, Refused(error.status, told, code=_CODES.get(error.status)))
+        except StoreFailed as error:
+            return self._refuse(request, _store_failed(error))
+
+    def _count(self, request: web.Request, error: Refused) -> None:
+        self.refused += 1
+        known = [self._control.token] if self._control is not None else []
+        log.info(
+            "refused %s %r from %s: %d %s",
+            request.method,
+            without_secrets(request.path, known)[:100],
+            request.remote,
+            error.status,
+            without_secrets(str(error), known),
+        )
+
+    def _refuse(self, request: web.Request, error: Refused) -> web.Response:
+        self._count(request, error)
+        response = web.Response(
+            status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
+        )
+        if not request.content.is_eof():
+            # What is left of the body is not worth reading.
+            response.force_close()
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return _json({"object": "list", "data": [_about(self.model)]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        """Of any name, as requests may call it what they like."""
+        self._session(request)
+        return _json(_about(request.match_info["model"]))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = await self.read(request)
+        asked = read_request(body)
+        self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
+        use = _use(request)
+        await self._steady(session)
+        if asked.stream:
+            return await self._stream(request, session, asked, use)
+        answer = await session.ask(asked, use=use)
+        self.answered += 1
+        response = _json(answer.body())
+        await self._write(request, response, None)
+        return response
+
+    async def _stream(
+        self, request: web.Request, session: Session, asked: ChatRequest, use: Use | None
+    ) -> web.StreamResponse:
+        """The answer as it is sampled. Nothing is sent before the first token: an error until then has its status."""
+        live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
+        asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
+        asking.add_done_callback(lambda _: live.moved.set())
+        try:
+            while True:
+                quiet = await live.quiet(self.bounds.quiet_seconds if response.prepared else None)
+                if asking.done():
+                    break
+                data = b":\n\n" if quiet else _events(_taken(live, asked, response.prepared))
+                if data and not await self._write(request, response, data):
+                    return response
+            answer = await asking
+            last = (*_taken(live, asked, response.prepared), *answer.chunks(live.sent, usage=asked.usage))
+            if await self._write(request, response, _events(last) + b"data: [DONE]\n\n"):
+                self.answered += 1
+        except (Refused, StoreFailed) as error:
+            if not response.prepared:
+                raise
+            told = error if isinstance(error, Refused) else _store_failed(error)
+            self._count(request, told)
+            await self._write(request, response, _events([told.body]))
+        finally:
+            # Where the client has gone, or takes nothing, what was sampled is recorded before this returns.
+            asking.cancel()
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.exception()
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes | None) -> bool:
+        """Send this, or all of the response where there is none; whether the client took it."""
+        try:
+            async with asyncio.timeout(self.bounds.write_seconds):
+                await response.prepare(request)
+                await (response.write_eof() if data is None else response.write(data))
+            return True
+        except TimeoutError:
+            log.info("%s did not take its answer in %g s", request.remote, self.bounds.write_seconds)
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            log.info("%s has gone", request.remote)
+        return False
+
+    async def read(self, request: web.Request) -> bytes:
+        """The body, within the bounds. Refused."""
+        if request.content_length is not None and request.content_length > self.bounds.body:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self.bounds.body_seconds):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise Refused(
+                408, f"the body had not come after {self.bounds.body_seconds:g} s", headers={"Connection": "close"}
+            ) from None
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"a request has at most {self.bounds.body} bytes here", code="request_too_large")
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def knows(request: web.Request, token: str) -> bool:
+    """Whether the request brings this token; takes as long whatever it brings."""
+    return hmac.compare_digest(bearer(request.headers.get("Authorization")).encode(), token.encode())
+
+
+def _about(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names too."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            left += one
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _use(request: web.Request) -> Use | None:
+    told = request.headers.get(USE_HEADER)
+    if told is None:
+        return None
+    use: Use | None = next((use for use in USES if use == told.lower()), None)
+    if use is None:
+        raise Refused(400, f"{USE_HEADER} is one of {', '.join(USES)}, not {told[:50]!r}", param=USE_HEADER)
+    return use
+
+
+def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, Any]]:
+    """The chunks of what may be sent now: the role before anything else, then text."""
+    head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
+    deltas = [] if begun else [{"role": "assistant", "content": ""}]
+    text = live.take()
+    if text:
+        deltas.append({"content": text})
+    return [{**head, "choices": [delta(more)]} for more in deltas]
+
+
+def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+
+
+def _store_failed(error: StoreFailed) -> Refused:
+    return Refused(500, str(error), kind="server_error", code="store_failed", headers={"x-should-retry": "false"})
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=to_json(value), content_type="application/json")

@@ -1,0 +1,272 @@
+"""One tape, open to a program outside: its requests go through the episode's door, and come back as answers.
+
+The program knows nothing of tapes, so what the door asks of an agent is made up here: which conversation a request
+belongs to (by its first messages, so that questions asked at once may come in any order), and which recorded answer an
+assistant's message is. Whatever ends a request, its tokens are on the tape. It knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ...tapes import Sampling, StoreFailed, Tape
+from ...tapes.records import Call, Message
+from ...tapes.steps import Exchange
+from ..episode.limits import LimitReached
+from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
+from .linking import Use, label_calls
+from .openai_protocol import ChatAnswer, ChatRequest, Refused, read_calls, token_logprobs
+from .streaming import Live
+
+SHOWN = 2000
+"""Characters of an exchange that its step shows; the call has all of them."""
+
+
+class Session:
+    """`answer = await session.ask(request)`, as often as the program likes, until it is closed. Single use."""
+
+    def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
+        """`follow`: temperature and top_p are what the program asks for, where it does; False: the run's own hold."""
+        self._tape, self._llm, self._follow = tape, llm, follow
+        self._engine: Any = llm._engine
+        self._asking: set[asyncio.Task[ChatAnswer]] = set()
+        self._numbers: Counter[str] = Counter()
+        self._sent: dict[str, tuple[Message, Message]] = {}
+        """Id of a tool call that was sent -> (the message as it was sent, as it is recorded)."""
+        self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
+        self._told: dict[str, Use] = {}
+        self.closed = False
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what must end the episode, whatever the program makes of it: a store that fails, a replay that is
+        over, an error of our own."""
+        self.failed: ModelFailed | None = None
+        """The engine's last failure, unless it has answered since."""
+        self.limited: LimitReached | None = None
+        """The limit for which a request was refused; what the program makes of that doesn't change how it ends."""
+        self.heard_at = time.monotonic()
+        """When the last request came or was answered."""
+        self.held = 0
+        """Requests that wait for weights to be changed; they come to `ask` then."""
+
+    @property
+    def id(self) -> str:
+        """Of the tape."""
+        return self._tape.id
+
+    @property
+    def busy(self) -> int:
+        """Requests under way, or held."""
+        return len(self._asking) + self.held
+
+    @property
+    def changing(self) -> bool:
+        """Whether the engine's weights are being replaced, and questions would only wait."""
+        return bool(getattr(self._engine, "changing", False))
+
+    async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
+        """The model's answer, recorded. `use`: what the program says the call is to training. `live` hears it.
+
+        When cancelled, what was sampled so far is recorded before this returns. Raises Refused.
+        """
+        if self.closed:
+            raise ended()
+        asking = asyncio.ensure_future(self._ask(request, use, live))
+        self._asking.add(asking)
+        self.heard_at = time.monotonic()
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+            raise ended() from None
+        except (Refused, StoreFailed):
+            raise
+        except LimitReached as error:
+            raise _limit(error) from None
+        except RenderFailed as error:
+            raise Refused(400, str(error), param="messages") from None
+        except ModelFailed as error:
+            raise Refused(502, str(error), kind="server_error", code="model_failed") from None
+        except BaseException as error:
+            raise Refused(
+                500,
+                f"the episode is over: {type(error).__name__}",
+                kind="server_error",
+                headers={"x-should-retry": "false"},
+            ) from error
+        finally:
+            self._asking.discard(asking)
+            self.heard_at = time.monotonic()
+
+    async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
+        messages = [self._recorded(message) for message in request.messages]
+        conversation = _conversation(messages)
+        self._numbers[conversation] += 1
+        name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
+        sampling = self._sampling(request)
+        if live is not None:
+            live.open(f"chatcmpl-{name}", self._engine.renderer)
+        try:
+            reply = await self._llm(
+                self._tape,
+                messages=messages,
+                tools=request.tools,
+                conversation=conversation,
+                sampling=sampling,
+                max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens),
+                seed=request.seed,
+                listener=live,
+            )
+        except ModelFailed as error:
+            self.failed = error
+            raise
+        except LimitReached as error:
+            self.limited = error
+            raise
+        except (RenderFailed, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            if not self.broken.done():
+                self.broken.set_exception(error)
+            raise
+        self.failed = None
+        if use is not None:
+            self._told[reply.call] = use
+        answer = self._answer(request, reply, name, live)
+        if live is not None and not live.end(answer.text):
+            self._told[reply.call] = "discarded"
+            raise Refused(
+                502,
+                "the model failed in the midst of this answer and answered otherwise when it was asked "
+                "again; ask again",
+                kind="server_error",
+                code="answer_changed",
+            )
+        return answer
+
+    def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
+        call = self._llm._recorder.log.call(reply.call)
+        text, tools = read_calls(reply.tool_calls, reply.text, name) if request.tools else (reply.text, ())
+        answer = ChatAnswer(
+            id=f"chatcmpl-{name}",
+            model=request.model,
+            text=text,
+            finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop",
+            tool_calls=tools,
+            prompt_tokens=call.usage.prompt_tokens or 0,
+            completion_tokens=call.usage.completion_tokens or 0,
+            logprobs=self._logprobs(call) if request.logprobs else None,
+            prompt_ids=list(self._record.call_prompt(call)) if request.token_ids and call.prompt is not None else None,
+            ids=list(call.completion) if request.token_ids and call.completion is not None else None,
+            created=live.created if live is not None else int(time.time()),
+        )
+        for tool in tools:
+            self._sent[tool["id"]] = (_plain(answer.message), call.reply)
+        exchange = Exchange(asked=_asked(call), answered=_short(call.text or json.dumps(call.tool_calls or "")))
+        self._llm.read_from(exchange, reply.call)
+        self._exchanges.put_nowait(exchange)
+        if reply.finish == "abort":
+            raise Refused(503, "the engine was stopped in the midst of the answer", kind="server_error")
+        return answer
+
+    async def exchanges(self) -> AsyncIterator[Exchange]:
+        """Each question with its answer, in the order of the answers, until the session is over."""
+        while (exchange := await self._exchanges.get()) is not None:
+            yield exchange
+
+    def over(self) -> None:
+        """Nothing more is asked: `exchanges` ends behind those that were answered."""
+        self.closed = True
+        self._exchanges.put_nowait(None)
+
+    async def close(self) -> None:
+        """Give up what is under way, which is recorded, and say which calls are the agent's. Never asked again."""
+        self.closed = True
+        for asking in self._asking:
+            asking.cancel()
+        if self._asking:
+            await asyncio.wait(self._asking)
+        if self.broken.done():
+            self.broken.exception()  # it was seen, or the episode ended before it mattered
+        else:
+            self.broken.cancel()
+            for label in label_calls(self._record, self._told):
+                self._llm._recorder.add_layer(label)
+
+    # Inside
+
+    @property
+    def _record(self) -> Tape:
+        return Tape(self._llm._recorder.log)
+
+    def _recorded(self, message: Message) -> Message:
+        """The message as it is on the tape, where it is an answer of ours with tool calls."""
+        calls = message.get("tool_calls") or ()
+        sent = self._sent.get(calls[0]["id"]) if calls else None
+        if sent is not None and sent[0] == message:
+            return sent[1]
+        return {**message, "role": "system"} if message["role"] == "developer" else message
+
+    def _sampling(self, request: ChatRequest) -> Sampling:
+        own = self._llm._sampling
+        asked: dict[str, Any] = {}
+        if self._follow:
+            asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
+        if request.stop:
+            asked["extra"] = {**own.extra, "stop": list(request.stop)}
+        return own.model_copy(update=asked) if asked else own
+
+    def _logprobs(self, call: Call) -> list[dict[str, Any]] | None:
+        renderer = self._engine.renderer
+        if call.completion is None or call.logprobs is None or renderer is None:
+            return None
+        return token_logprobs([renderer.decode([id]) for id in call.completion], call.logprobs)
+
+
+def ended() -> Refused:
+    """The tape that a key stands for takes no more requests."""
+    return Refused(
+        403,
+        "the tape of this key has ended",
+        kind="permission_error",
+        code="tape_ended",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _limit(error: LimitReached) -> Refused:
+    if error.limit == "context":
+        return Refused(400, str(error), code="context_length_exceeded", param="messages")
+    return Refused(
+        429,
+        f"this tape's budget is spent: {error}",
+        kind="insufficient_quota",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _conversation(messages: list[Message]) -> str:
+    """A name by the messages up to the first that isn't the system's: the same for all that grows from them."""
+    n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
+    return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _plain(message: Message) -> Message:
+    """A message as it is read when a client sends it back."""
+    return {**message, "content": message["content"] or ""}
+
+
+def _asked(call: Call) -> str:
+    return _short("\n".join(f"{message['role']}: {_short(message['content'])}" for message in call.messages))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

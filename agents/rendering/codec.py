@@ -1,0 +1,192 @@
+"""Text to token ids and back, with control tokens only where the chat template wrote them.
+
+A *control token* is an added token that is special, or that the chat template spells out. Content that happens to
+contain the text of one is broken behind its first character by a private mark; text is encoded piece by piece between
+marks, so no tokenizer can read the text as the token. This module knows nothing of messages that were sampled, of
+tracks or of engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from ...tapes.errors import TapereelError, UsageError
+
+_MARK = "\ufdd0"
+_BREAK = _MARK + "1"
+_LITERAL = _MARK + "0"
+"""The mark is a Unicode noncharacter; where content has one of its own it is written as `_LITERAL`."""
+
+
+class RenderError(TapereelError, ValueError):
+    """A conversation can't be turned into tokens; says which message and what to do."""
+
+
+class NoChatTemplate(RenderError, UsageError):
+    """The tokenizer has no chat template."""
+
+
+class SpecialText(RenderError):
+    """Content holds the text of a control token, and the renderer was told to refuse it (or can't split it)."""
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a transformers fast tokenizer."""
+
+    chat_template: Any
+
+    @property
+    def backend_tokenizer(self) -> Any: ...
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+class Codec:
+    """Encodes and decodes with a tokenizer's backend, apart from whatever else uses the tokenizer."""
+
+    def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
+        """`literals` is the text that the chat template itself writes."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RenderError(
+                f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
+                "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
+            )
+        # A copy: padding, truncation and special-splitting are state of the backend that other callers switch.
+        self._backend = type(backend).from_str(backend.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = False
+        self._refuse = special_text == "refuse"
+        self.hash: str = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        """SHA-256 (hex) of the tokenizer as its library serialises it."""
+        self.control: dict[str, int] = {
+            token.content: id
+            for id, token in self._backend.get_added_tokens_decoder().items()
+            if not token.content.isspace() and (token.special or token.content in literals)
+        }
+        """Text of each control token -> its id."""
+        self.special: frozenset[str] = frozenset(
+            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
+        )
+        """Those that the tokenizer itself calls special."""
+        unknown = str(tokenizer.special_tokens_map.get("unk_token"))
+        self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
+        """Ids that plain text never gives; the unknown token is what some plain text gives."""
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids = frozenset(id for id in ids if id is not None)
+        """Ids of single bytes, where the tokenizer has them: what a run of them reads as hangs on all of it."""
+        self._pattern = _any_of(self.control)
+        self._newline = self._raw("\n")
+
+    def pattern(self, tokens: Iterable[str]) -> re.Pattern[str]:
+        """Matches any of these control tokens; longer ones first."""
+        return _any_of(tokens)
+
+    def controls(self, text: str) -> list[str]:
+        """The control tokens in marked text, in order."""
+        return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
+
+    def token(self, id: int) -> str:
+        """Text of one id."""
+        return self._backend.id_to_token(id) or ""
+
+    def mark(self, value: Any, where: str, only: re.Pattern[str] | None = None) -> Any:
+        """`value` (text, or nested lists and dicts of it) with every control token in it broken; the same object when
+        there is none. `where` names the place in an error. With `only`, just the tokens that it matches are broken, and
+        never refused: the value is an answer, which the model may have sampled."""
+        if isinstance(value, str):
+            return self._mark_text(value, where, only)
+        if isinstance(value, Mapping):
+            items = {self.mark(k, where, only): self.mark(v, where, only) for k, v in value.items()}
+            return items if items != value else value
+        if isinstance(value, list | tuple):
+            parts = [self.mark(part, where, only) for part in value]
+            return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+        return value
+
+    def encode(self, text: str, *, after: int | None = None) -> list[int]:
+        """Ids of marked text: of a whole prompt, or of what follows the id `after` in one."""
+        pieces = text.split(_BREAK)
+        first = pieces[0].replace(_LITERAL, _MARK)
+        ids = self._raw(first) if after is None else self._following(first, after)
+        for piece in pieces[1:]:
+            ids += self._middle(piece.replace(_LITERAL, _MARK))
+        if sum(id in self._ids for id in ids) > len(self.controls(text)):
+            read = [self.token(id) for id in ids if id in self._ids]
+            raise SpecialText(
+                f"the tokenizer reads control tokens into text that holds none: {read} from "
+                f"{text[-200:]!r}; it normalises text before it looks for added tokens: make them "
+                "AddedToken(normalized=False)"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, control tokens spelled out; a character that was cut reads as U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def _mark_text(self, text: str, where: str, only: re.Pattern[str] | None) -> str:
+        pattern, refuse = only or self._pattern, self._refuse and only is None
+        if _MARK in text:
+            text = text.replace(_MARK, _LITERAL)
+        while (found := pattern.search(text)) is not None:
+            token = found.group()
+            if refuse or len(token) == 1:
+                why = "special_text='refuse'" if refuse else "a single character can't be split"
+                raise SpecialText(
+                    f"{where} holds the text of the control token {token!r}, which must not reach the "
+                    f"model as that token ({why}); escape or drop it"
+                    + (", or let the renderer encode it as plain text with special_text='split'" if refuse else "")
+                )
+            text = pattern.sub(lambda m: m.group()[0] + _BREAK + m.group()[1:], text)
+        return text
+
+    def _raw(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+
+    def _following(self, text: str, after: int) -> list[int]:
+        """As if encoded right behind `after`: SentencePiece puts a space before a text's first word, and some control
+        tokens swallow the white space behind them."""
+        if after not in self._ids:
+            return self._middle(text)
+        ids = self._raw(self.token(after) + text)
+        return ids[1:] if ids[:1] == [after] else self._middle(text)
+
+    def _middle(self, text: str) -> list[int]:
+        ids = self._raw("\n" + text)
+        n = len(self._newline)
+        return ids[n:] if ids[:n] == self._newline else self._raw(text)
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    # In this order a token stands before those that it starts with.
+    return re.compile("|".join(map(re.escape, sorted(tokens, reverse=True))) or "(?!)")
+
+
+def plain(text: str) -> str:
+    """Marked text as it was before it was marked."""
+    return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
+
+
+def common_prefix(a: array[int], b: array[int]) -> int:
+    """How many leading ids two int32 arrays share."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 (hex) over parts as canonical JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -1,0 +1,375 @@
+"""Token in, token out: the prompt of the next call is the ids of an earlier one plus the ids of what came after.
+
+The template is rendered in full for every prompt, since only then can it be seen whether it rewrote history. Where it
+did not, the ids of the earlier prompt and the *sampled* completion are kept as they are, in whatever way they were
+tokenized, and only the text behind them is encoded. Where it did, `history` decides:
+
+- `sampled` keeps what was sampled, as long as nothing but earlier answers was rewritten (thinking dropped, white space
+  trimmed); a change of anything else (tools, system prompt, observations) starts a new row;
+- `template` starts a new row at every rewrite, so that the model always reads what the template says.
+
+A new row says why in `Rendered.split`. The end of an answer that was cut off (by length or by a canceller) is added as
+context; no id is ever put into a completion. This module knows nothing of tapes, doors or weights.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...tapes.arrays import ints
+from ...tapes.records import Message
+from ..episode.listening import Spoken
+from .codec import (
+    ChatTokenizer,
+    Codec,
+    NoChatTemplate,
+    RenderError,
+    SpecialText,
+    common_prefix,
+    digest,
+    plain,
+)
+from .template import Template, template_text
+
+_BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
+"""Unicode noncharacters, one of which stands for the text of answers where that must not matter."""
+
+__all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Track:
+    """One conversation up to and including the answer of one call. Made by `Renderer.track` or `Renderer.retrack`."""
+
+    call: str
+    """Id of the call that gave the last answer."""
+    messages: tuple[Message, ...]
+    """The conversation, that answer included."""
+    ids: array[int]
+    """All ids, prompt and completion (int32)."""
+    completion: array[int]
+    """The last of `ids`: what was sampled (int32), with the turn-ending id if the answer came to its end."""
+    tools: tuple[dict[str, Any], ...] | None
+    """The tools that were offered; None for none."""
+    text: str
+    """The prompt as the template rendered it; control-token text of content is marked in it."""
+    marked: tuple[Message, ...]
+    """`messages`, control-token text marked."""
+    marked_tools: Any
+    """`tools`, control-token text marked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendered:
+    """The prompt of one call, as what it adds to an earlier one: ids = base.ids[:keep] + new."""
+
+    base: Track | None
+    """The track that `keep` and `keep_messages` count in; None when nothing is shared."""
+    keep: int
+    """Leading ids shared with the base. All of them: the call extends it. Fewer: a new row, and storage saved."""
+    keep_messages: int
+    """Leading messages shared with the base."""
+    ids: array[int]
+    """All prompt ids (int32)."""
+    new: array[int]
+    """The ids after the kept ones (int32)."""
+    split: str | None
+    """Why a new row starts although there are earlier tracks; None when the base is extended, or for the first."""
+    messages: tuple[Message, ...]
+    """All messages of the prompt."""
+    tools: tuple[dict[str, Any], ...] | None
+    text: str
+    """As `Track.text`."""
+    marked: tuple[Message, ...]
+    """As `Track.marked`, of the prompt's messages."""
+    marked_tools: Any
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """The messages after the kept ones."""
+        return self.messages[self.keep_messages :]
+
+
+class Renderer:
+    """Turns conversations into token ids for one tokenizer and its chat template, and completions back into text.
+
+    Holds no conversation: the tracks are the caller's. Safe to share between threads and episodes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        history: Literal["sampled", "template"] = "sampled",
+        special_text: Literal["split", "refuse"] = "split",
+        template_kwargs: Mapping[str, Any] | None = None,
+        end_tokens: Sequence[str] = (),
+    ) -> None:
+        """`template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
+        template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
+        for name, value, known in (
+            ("history", history, ("sampled", "template")),
+            ("special_text", special_text, ("split", "refuse")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
+        self.history = history
+        self.special_text = special_text
+        self.template_kwargs: Mapping[str, Any] = dict(template_kwargs or {})
+        """What the template is given beside messages and tools."""
+        self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
+        self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
+        self._framing = self._codec.pattern(self._template.framing)
+        self.end_ids: tuple[int, ...] = self._template.end_ids
+        """Ids that end an answer, the template's own first."""
+        self._before_end = self._template.ending.removesuffix(self._template.end_text)
+        self.tokenizer_hash: str = self._codec.hash
+        """SHA-256 (hex) of the tokenizer."""
+        self.template_hash: str = self._template.hash
+        """SHA-256 (hex) of the chat template and its arguments."""
+        self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text)
+        """SHA-256 (hex) of all that decides how authored text becomes ids."""
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, tracks: Sequence[Track] = ()
+    ) -> Rendered:
+        """The ids that ask for the next answer to `messages`, spliced onto the track that shares most of them."""
+        messages, tools = tuple(messages), tuple(tools) if tools else None
+        base, shared = _longest(messages, tools, tracks)
+        marked, marked_tools = self._mark(messages, tools, base, shared)
+        text = self._template.render(marked, marked_tools)
+        tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
+        if base is not None:
+            tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
+        if base is not None and tail is not None:
+            new = ints(self._codec.encode(tail, after=self.end_ids[0]))
+            keep, ids = len(base.ids), base.ids + new
+        else:
+            ids = ints(self._codec.encode(text))
+            keep = common_prefix(base.ids, ids) if base is not None else 0
+            new = ids[keep:]
+            if base is not None and keep == len(base.ids):
+                split = None
+        return Rendered(
+            base=base,
+            keep=keep,
+            keep_messages=shared,
+            ids=ids,
+            new=new,
+            split=split,
+            messages=messages,
+            tools=tools,
+            text=text,
+            marked=marked,
+            marked_tools=marked_tools,
+        )
+
+    def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
+        """The conversation after `completion` was sampled for `rendered`; later prompts quote it as `reply`."""
+        completion = ints(completion)
+        return Track(
+            call=call,
+            messages=(*rendered.messages, reply),
+            ids=rendered.ids + completion,
+            completion=completion,
+            tools=rendered.tools,
+            text=rendered.text,
+            marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
+            marked_tools=rendered.marked_tools,
+        )
+
+    def retrack(
+        self,
+        *,
+        call: str,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        ids: array[int],
+        completion: array[int],
+    ) -> Track:
+        """The track of a recorded call: `messages` with its reply, `ids` with its completion."""
+        messages, tools = tuple(messages), tuple(tools) if tools else None
+        marked, marked_tools = self._mark(messages, tools, None, 0)
+        return Track(
+            call=call,
+            messages=messages,
+            ids=ids,
+            completion=completion,
+            tools=tools,
+            marked=marked,
+            marked_tools=marked_tools,
+            text=self._template.render(marked[:-1], marked_tools),
+        )
+
+    def completion(self, rendered: Rendered, reply: Message) -> array[int]:
+        """The ids an engine would have sampled to say `reply`, the turn-ending one included: for text that nobody
+        sampled."""
+        said = self._mark_one(reply, len(rendered.messages))
+        full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
+        ending = self._template.ending
+        if full.startswith(rendered.text):
+            body = full[len(rendered.text) :]
+            content = said.get("content")
+            if not ending and isinstance(content, str) and body.startswith(content):
+                body = content
+            body = body.partition(ending)[0] if ending else body
+        elif not reply.get("tool_calls") and isinstance(said.get("content"), str):
+            body = said["content"]
+        else:
+            raise RenderError(
+                "the chat template shows the last answer's tool calls in another place than where it "
+                f"asks for an answer ({rendered.text[-40:]!r} is not in {full[-200:]!r}); give the "
+                "answer as plain content, in the form in which the model writes tool calls"
+            )
+        if any(body.endswith(self._codec.token(end)) for end in self.end_ids):
+            ending = ""  # a call of a tool may end otherwise
+        ids = self._codec.encode(body + ending, after=rendered.ids[-1] if rendered.ids else None)
+        return ints(ids if ids[-1:] and ids[-1] in self.end_ids else [*ids, self.end_ids[0]])
+
+    def authored(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[array[int], array[int]]:
+        """(prompt ids, completion ids) of an answer that nobody sampled."""
+        rendered = self.prompt(messages, tools)
+        return rendered.ids, self.completion(rendered, reply)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a completion without what ends the answer; every other control token is spelled out."""
+        n = len(ids)
+        while n and ids[n - 1] in self.end_ids:
+            n -= 1
+        text = self._codec.decode(ids[:n])
+        return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
+
+    def spoken(self) -> Spoken:
+        """Reads one completion while it is sampled; what it says adds up to what `decode` says."""
+        return Spoken(self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end)
+
+    def probe(self) -> list[str]:
+        """What this template would change of history or can't take, a sentence each; for a report at start."""
+        return self._template.findings()
+
+    def _mark(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, base: Track | None, shared: int
+    ) -> tuple[tuple[Message, ...], Any]:
+        known = base.marked[:shared] if base is not None else ()
+        marked = (*known, *(self._mark_one(messages[i], i) for i in range(len(known), len(messages))))
+        if base is not None and tools == base.tools:
+            return marked, base.marked_tools
+        return marked, self._codec.mark(tools, "a tool's definition") if tools else None
+
+    def _mark_one(self, message: Message, index: int) -> Message:
+        """An answer may hold the control tokens that belong inside answers (thinking, tool calls), nothing else may."""
+        role = message.get("role")
+        only = self._framing if role == "assistant" else None
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, str) and part.get("type") != "text":
+                    raise RenderError(
+                        f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
+                        "renderer takes text only"
+                    )
+        if len(message) == 2 and isinstance(content, str):
+            text = self._codec.mark(content, f"message {index} ({role})", only)
+            return message if text is content else {"role": role, "content": text}
+        return self._codec.mark(message, f"message {index} ({role})", only)
+
+    def _ended(self, base: Track) -> int | None:
+        """The id that ended the base's answer; None when it was cut off."""
+        last = base.completion[-1] if len(base.completion) else None
+        return last if last in self.end_ids else None
+
+    def _continue(
+        self,
+        base: Track,
+        shared: int,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...] | None,
+        marked: tuple[Message, ...],
+        marked_tools: Any,
+        text: str,
+    ) -> tuple[str | None, str | None]:
+        """(the text behind the base's ids, None), or (None, why a new row starts)."""
+        if shared < len(base.messages):
+            if shared == len(messages):
+                return None, f"goes back to message {shared} of an earlier conversation"
+            return None, f"message {shared} ({messages[shared].get('role')}) differs from the earlier conversation's"
+        if tools != base.tools:
+            return None, "the tools changed"
+        ended = self._ended(base)
+        said = self._codec.decode(base.completion if ended is None else base.completion[:-1])
+        said = self._codec.mark(said, "the last answer", self._framing)
+        stop = "" if ended is None else self._codec.token(ended)
+        # SentencePiece drops the space before the first word of an answer when it is decoded on its own.
+        for shown in (base.text + said + stop, f"{base.text} {said}{stop}"):
+            if text.startswith(shown) and (stop or text.startswith(self._template.closing, len(shown))):
+                return text[len(shown) :], None
+        if self.history == "sampled":
+            return self._behind_rewritten(base, marked, marked_tools, text)
+        return None, _difference(base.text + said + (stop or self._template.closing), text, len(base.text))
+
+    def _behind_rewritten(
+        self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
+    ) -> tuple[str | None, str | None]:
+        """What follows the base's answer when the template rewrote earlier answers.
+
+        The base's answers are blanked, so that what differs between its prompt and this one is not their text.
+        """
+        blank = next((char for char in _BLANKS if char not in text), None)
+        if blank is None:
+            return None, "the template rewrote history, and content uses every character that could stand for an answer"
+        last = len(base.messages) - 1
+        skeleton = [
+            {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
+        ]
+        full = self._template.render(skeleton, marked_tools)
+        # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
+        head = self._template.render(skeleton[:last], marked_tools)
+        if not full.startswith(head):
+            head = self._template.render(skeleton[:last], marked_tools, prompt=False)
+        if not full.startswith(head):
+            return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
+        # Some templates show no text beside a tool call; then the answer starts where the head ends.
+        rest = full[max(full.find(blank, len(head)) + 1, len(head)) :]
+        ended = self._ended(base)
+        closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
+        if stop and not closing.endswith(stop) and stop in rest:
+            closing = stop  # as behind the call of a tool
+        found = rest.find(closing)
+        if found < 0:
+            return None, "the end of the last answer can't be found in the template's text"
+        return rest[found if ended is None else found + len(closing) :], None
+
+
+def _longest(
+    messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, tracks: Sequence[Track]
+) -> tuple[Track | None, int]:
+    """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
+    The same tools, then the later track, break a tie."""
+    best: tuple[bool, int, bool, int] | None = None
+    for place, track in enumerate(tracks):
+        n = len(track.messages)
+        if n <= len(messages) and messages[n - 1] == track.messages[n - 1] and messages[:n] == track.messages:
+            rank = (True, n, track.tools == tools, place)
+        elif best is None or not best[0]:
+            rank = (False, _shared(messages, track.messages), track.tools == tools, place)
+        else:
+            continue
+        if rank[1] and (best is None or rank > best):
+            best = rank
+    return (tracks[best[3]], best[1]) if best is not None else (None, 0)
+
+
+def _shared(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _difference(before: str, now: str, prompt_end: int) -> str:
+    at = next((i for i, (x, y) in enumerate(zip(before, now, strict=False)) if x != y), min(len(before), len(now)))
+    what = "the earlier prompt" if at < prompt_end else "the last answer"
+    was, became = plain(before[at : at + 24]), plain(now[at : at + 24])
+    return f"the template rewrote {what}: {was!r} became {became!r}"

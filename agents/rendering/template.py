@@ -1,0 +1,255 @@
+"""A chat template and what can be found out by asking it: how it ends an answer, how it frames turns, what it rewrites.
+
+Nothing here is guessed from a model's name: small conversations are rendered and read. This module knows nothing of
+token ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...tapes.errors import MissingExtra
+from ...tapes.records import Message
+from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, digest
+
+_THINKING = "<think>\nWhy.\n</think>\n\nSo."
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+_CALL: dict[str, Any] = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": {"key": "pear"}},
+}
+
+
+def template_text(tokenizer: ChatTokenizer) -> str:
+    """The template, or all of them; raises NoChatTemplate when there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise NoChatTemplate(
+            f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
+            "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
+            "template (tapereel.agents.engines.embedded.tiny_model has a short one)"
+        )
+    if isinstance(template, Mapping) and "default" not in template:
+        raise NoChatTemplate(
+            f"the tokenizer has the chat templates {', '.join(map(repr, sorted(template)))} and none "
+            "named 'default'; set tokenizer.chat_template to the one to use"
+        )
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True, ensure_ascii=False)
+
+
+class Template:
+    """One chat template with fixed keyword arguments."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, Any], end_tokens: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._codec = codec
+        self._kwargs = dict(kwargs)
+        self._source = template_text(tokenizer)
+        # Held here, so that what is rendered is what the hash says whatever becomes of the tokenizer's own.
+        template = tokenizer.chat_template
+        self._by_name: dict[str, str] = dict(template) if isinstance(template, Mapping) else {"default": template}
+        try:
+            from jinja2.exceptions import TemplateError
+        except ImportError:
+            raise MissingExtra("jinja2", "train", "a chat template") from None
+        self._refusals = (TemplateError, TypeError, KeyError, ValueError)
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self.hash: str = digest(self._source, self._kwargs, special)
+        """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
+        self.end_text, self.closing, self.ending = self._find_closing()
+        """The control token that ends an answer ("" when the template writes none), the text from an earlier answer's
+        last character through what ends it, and that of the conversation's last answer. Nearly always both end with the
+        token; Harmony (gpt-oss) ends the last answer with `<|return|>` and shows the earlier ones with `<|end|>`."""
+        self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
+        """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
+        # What some templates write only behind a finished conversation (Phi-3: the end of sequence).
+        whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
+        self._at_end = ended[len(_common(whole, ended)) :]
+        self.framing: frozenset[str] = self._find_framing()
+        """Control tokens that frame turns. Inside an answer they can only be text."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str:
+        """Text of a conversation; `prompt` adds what asks for the next answer."""
+        if not messages:
+            raise RenderError("a prompt needs at least one message; got none")
+        template = self._by_name.get("tool_use") if tools else None
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=template or self._by_name["default"],
+                **self._kwargs,
+            )
+        except self._refusals as error:
+            roles = "/".join(str(message.get("role")) for message in messages[-6:])
+            raise RenderError(
+                f"the chat template refused {len(messages)} messages (roles end in {roles}): {error}; "
+                "Renderer.probe() lists what this template can't take"
+            ) from error
+
+    def findings(self) -> list[str]:
+        """What this template would change of history or can't take, a sentence each."""
+        found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
+        if "strftime_now" in self._source:
+            found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
+        if not self.closing:
+            found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")
+        return found
+
+    def _try(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True
+    ) -> str | None:
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except RenderError:
+            return None
+
+    def _find_closing(self) -> tuple[str, str, str]:
+        user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
+        opening = self.render([user], prompt=False).partition("Qx")[0]
+        last = self.render([user, answer], prompt=False).partition("Ax")[2]
+        between = self.render([user, answer, next_user], prompt=False).partition("Ax")[2].partition("Rx")[0]
+        for token in self._codec.controls(between)[:1]:
+            closing = between[: between.index(token) + len(token)]
+            if token in last or token not in opening:
+                return token, closing, closing
+            final = self._codec.controls(last)
+            # What closes every message is no mark of the next one's role.
+            if final and self.render([user], prompt=False).partition("Qx")[2].startswith(token):
+                return final[0], closing, last[: last.index(final[0]) + len(final[0])]
+        return "", "", ""
+
+    def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
+        eos = self._tokenizer.special_tokens_map.get("eos_token")
+        for name in more:
+            if name not in self._codec.control:
+                raise RenderError(
+                    f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
+                    f"{', '.join(sorted(self._codec.control)[:40])}"
+                )
+        names = [self.end_text, str(eos) if eos is not None else "", self._end_of_call(), *more]
+        ids = tuple(dict.fromkeys(self._codec.control[name] for name in names if name in self._codec.control))
+        if not ids:
+            raise RenderError(
+                "nothing ends an answer: the chat template writes no control token after one and the "
+                "tokenizer has no eos_token; set tokenizer.eos_token"
+            )
+        return ids
+
+    def _end_of_call(self) -> str:
+        """The control token behind an answer that calls a tool; "" where the template shows none."""
+        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
+        behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
+        found = self._codec.controls(behind[2]) if behind[0] else []
+        return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
+
+    def _find_framing(self) -> frozenset[str]:
+        q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
+        tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        calling = {**a, "tool_calls": [_CALL]}
+        texts = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
+        for asked, last_word in ((a, "Ax"), (calling, "pear")):
+            behind = (self._try([q, asked, tool], prompt=False) or "").rpartition(last_word)[2]
+            # What stands between the call and the end of the answer belongs to the answer.
+            texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
+        special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
+        found = {token for text in texts if text for token in self._codec.controls(text)}
+        found |= {self._codec.token(end) for end in self.end_ids}
+        return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
+
+    def _opens_answers(self) -> set[str]:
+        """Control tokens with which the template itself begins an answer (`<think>`): they belong into answers."""
+        asking = self.render([_say("user", "Qx")])
+        history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
+        opening: set[str] = set()
+        for text in (asking, history):
+            tokens = self._codec.controls(text)
+            last = max((i for i, token in enumerate(tokens) if token in self._codec.special), default=-1)
+            opening.update(tokens[last + 1 :])
+        return opening
+
+    def _answer_findings(self) -> list[str]:
+        q, r = _say("user", "Qx"), _say("user", "Rx")
+        found: list[str] = []
+        for answer, what in (
+            (_THINKING, "drops or rewrites the thinking of earlier answers"),
+            (" Ax \n", "drops white space around earlier answers"),
+        ):
+            text = self._try([q, _say("assistant", answer), r])
+            if text is not None and answer not in text:
+                found.append(what)
+        asking, history = self.render([q]), self.render([q, _say("assistant", "Ax"), r])
+        if not history.startswith(asking):
+            shared = len(_common(asking, history))
+            found.append(f"asks for an answer with {asking[shared:]!r}, which history doesn't have")
+        return found
+
+    def _role_findings(self) -> list[str]:
+        q, a = _say("user", "Qx"), _say("assistant", "Ax")
+        found: list[str] = []
+        system = self._try([_say("system", "Sx"), q])
+        if system is None:
+            found.append("refuses system messages")
+        elif "Sx" not in system:
+            found.append("drops system messages")
+        else:
+            asked = [_say("system", "Sx"), q]
+            now, later = self._try(asked, prompt=False), self._try([*asked, a, _say("user", "Rx")])
+            if now is None or later is None or not later.startswith(now.removesuffix(self._at_end)):
+                found.append("moves the system message as the conversation grows, which starts a new row each time")
+        for messages, what in (
+            ([q, a, a, q], "two answers in a row"),
+            ([q, q], "two user messages in a row"),
+            ([q, a, _say("tool", "Tx")], "tool results after an answer without tool calls"),
+        ):
+            if self._try(messages) is None:
+                found.append(f"refuses {what}")
+        return found
+
+    def _tool_findings(self) -> list[str]:
+        q = _say("user", "Qx")
+        offered = self._try([q], [_TOOL])
+        if offered is None or "lookup" not in offered:
+            return ["doesn't show the tools to the model"]
+        calling = {**_say("assistant", "Ax"), "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        later = self._try([q, calling, result, _say("assistant", "Bx"), _say("user", "Rx")], [_TOOL])
+        if later is None:
+            return ["refuses a tool call and its result"]
+        found = [
+            what
+            for text, what in (
+                ("pear", "drops earlier tool calls"),
+                ("Tx", "drops earlier tool results"),
+                ("Ax", "drops the text beside a tool call"),
+            )
+            if text not in later
+        ]
+        first = (self._try([q], [_TOOL], prompt=False) or "").removesuffix(self._at_end)
+        if not later.startswith(first):
+            found.append("moves the tools as the conversation grows, which starts a new row each time")
+        return found
+
+
+def _say(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _common(a: str, b: str) -> str:
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]

@@ -1,0 +1,167 @@
+"""Branch: an episode that was recorded goes on from one of its turns, otherwise than it did.
+
+The environment is restored first and compared with what is recorded. Only where it comes back to that state is
+anything rolled out; each continuation is a tape of its own, whose `begin` pins the parent's digest and the turn.
+Whoever insists may go on from a prefix that can't be verified; why it can't is recorded on every continuation.
+Where tapes are kept is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from ...envs.environment import Environment, RestoreMismatch
+from ...tapes import Sampling, Status, Tape
+from ...tapes.errors import TapereelError
+from ...tapes.journal import Journal
+from ...tapes.steps import Unknown
+from ..engines.engine import Engine
+from ..episode.agent import Agent
+from ..episode.agent_threads import Caller
+from ..episode.limits import Limits
+from ..episode.llm import derive_seed
+from ..episode.rollout import rollout
+from ..runs.group import Group, fill
+
+SPLIT = "branch"
+"""What continuations are recorded for unless the caller says otherwise: to be looked at, not to be trained on."""
+
+
+class PrefixUnverified(TapereelError, ValueError):
+    """The turns before the branch can't be verified, and nothing was rolled out."""
+
+    def __init__(self, reason: str, *, diverged: bool) -> None:
+        super().__init__(f"the episode can't be taken up there: {reason}")
+        self.reason = reason
+        self.diverged = diverged
+        """True: the environment answers otherwise than recorded. False: it can't be told."""
+
+
+async def branch(
+    tape: Tape,
+    turn: int,
+    agent: Agent,
+    env: Callable[[], Environment[Any]],
+    *,
+    engine: Engine | None = None,
+    n: int = 1,
+    seed: int | None = None,
+    env_seed: int | None = None,
+    sampling: Sampling | None = None,
+    limits: Limits | None = None,
+    split: str = SPLIT,
+    journal: Journal | None = None,
+    concurrency: int = 16,
+    unverified: bool = False,
+) -> list[Tape]:
+    """Go on from `tape` after its first `turn` turns, `n` times, as one group; gives the continuations' closed tapes.
+
+    What isn't given is as it was recorded, the seeds included: the first continuation by the same agent and model is
+    the recorded one, so that whatever differs is due to what was changed. `seed` is that of the first continuation;
+    the others' are derived from it. Another `env_seed` will do only where the environment comes to the same state
+    under it. An attempt that ends in a way that can't be trained on is made once more, and both are given back.
+    PrefixUnverified, before anything is rolled out, where the environment doesn't come back to the recorded state or
+    acts on the world; `unverified` goes on all the same. ValueError where the tape has no such turn.
+    """
+    if n < 1 or concurrency < 1:
+        raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
+    prefix = cut(tape, turn)
+    begin = tape.begin
+    limits = limits or recorded_limits(tape)
+    env_seed = begin.env_seed if env_seed is None else env_seed
+    doubt = await doubt_of(tape, turn, env, env_seed=env_seed, limits=limits)
+    if doubt is not None and not unverified:
+        raise doubt
+    group = Group(0, begin.task, n)
+    name = f"branch/{prefix.id}/{turn}/{uuid.uuid4().hex[:8]}"
+    base = begin.seed if seed is None else seed
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(attempt: int, again: int) -> Tape:
+        own = base if attempt == again == 0 else derive_seed(base, "branch", turn, attempt, again)
+        async with gate:
+            return await rollout(
+                agent,
+                env,
+                begin.task,
+                engine=engine,
+                seed=own,
+                env_seed=env_seed,
+                group=name,
+                attempt=attempt,
+                split=split,
+                limits=limits,
+                sampling=sampling or begin.sampling,
+                journal=journal,
+                fork=prefix,
+                unverified=doubt.reason if doubt is not None else None,
+            )
+
+    await fill(group, one)
+    return [made for _, tapes in sorted(group.tapes.items()) for made in tapes]
+
+
+def cut(tape: Tape, turn: int) -> Tape:
+    """The prefix of `turn` turns. ValueError where the tape has none, or the episode was over by then."""
+    prefix = tape.at_turn(turn)
+    if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
+        raise ValueError(
+            f"tape {tape.id} ended as {tape.status} with turn {turn - 1}, counted from 0: there is no "
+            f"turn {turn} to take up"
+        )
+    return prefix
+
+
+def recorded_limits(tape: Tape) -> Limits:
+    """The limits that the episode had; the usual ones where the tape doesn't tell."""
+    told = tape.begin.limits
+    return Limits() if told is None else Limits.model_validate({**dict.fromkeys(Limits.model_fields), **told})
+
+
+async def doubt_of(
+    tape: Tape,
+    turn: int,
+    make: Callable[[], Environment[Any]],
+    *,
+    env_seed: int | None = None,
+    limits: Limits | None = None,
+) -> PrefixUnverified | None:
+    """Why the first `turn` turns can't be verified; None where a fresh environment came back to what is recorded.
+
+    Raises PrefixUnverified itself where the environment can't be restored at all, so that nothing can go on there.
+    """
+    begin, prefix = tape.begin, cut(tape, turn)
+    unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
+    if unknown is not None:
+        raise PrefixUnverified(
+            f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does",
+            diverged=False,
+        )
+    env = make()
+    if "irreversible" in (env.effect, begin.env.effect):
+        await env.close()
+        return PrefixUnverified(
+            f"{type(env).__name__} is irreversible: to restore it would do to the world again what "
+            "its actions did once",
+            diverged=False,
+        )
+    env.rng = random.Random(begin.env_seed if env_seed is None else env_seed)
+    call = Caller(env, (limits or recorded_limits(tape)).environment_seconds)
+    try:
+        await call("restore", begin.task.given, prefix)
+    except RestoreMismatch as error:
+        return PrefixUnverified(str(error), diverged=True)
+    except Exception as error:
+        raise PrefixUnverified(
+            f"{type(env).__name__} can't be restored, it raised {type(error).__name__}: {error}", diverged=True
+        ) from error
+    finally:
+        try:
+            await call("close")
+        finally:
+            call.stop()
+    return None

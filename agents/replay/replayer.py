@@ -1,0 +1,280 @@
+"""Replay: the agent's code runs again on a recorded tape, with no model, no network and no environment.
+
+The episode is an ordinary rollout whose engine gives the recorded answers and whose environment gives the recorded
+observations. Every request and every step is compared with the recorded one, position by position within each agent's
+path, and the first difference ends it. Rewards are hidden from agents, so they take no part; `rescore` and `reexec`
+speak of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from typing import Any
+
+from ...envs.environment import Environment, Outcome
+from ...tapes import Action, Observation, Sampling, Status, Tape
+from ...tapes.audit.verdict import Likely, Verdict, differences, diverged, plain, unverifiable, verified
+from ...tapes.messages import ENV
+from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord
+from ...tapes.steps import Unknown
+from ..engines.engine import Completion, Request
+from ..episode.agent import Agent
+from ..episode.guard import Guard
+from ..episode.limits import Limits
+from ..episode.recorder import Recorder
+from ..episode.rollout import Episode
+from .replay_engine import Diverged, ReplayEngine, recorded_answer
+from .script import Script
+
+SECONDS = 60.0
+"""Wall clock that one tape's replay may take."""
+
+
+async def replay(
+    tape: Tape,
+    agent: Agent,
+    *,
+    renderer: Any | None = None,
+    turn: int | None = None,
+    guard: bool = True,
+    seconds: float = SECONDS,
+) -> Verdict:
+    """Run `agent` again on `tape`, or on that turn of it alone, and compare.
+
+    With the renderer of the recorded model, token ids are compared too. With `guard`, a clock, randomness, a socket or
+    a process that the agent uses by itself is a divergence, named by its line.
+    """
+    unable = _unable(tape, turn)
+    if unable is not None:
+        return unverifiable("replay", tape.id, unable)
+    script = Script(tape, turn)
+    watch = Guard()
+    try:
+        if guard:
+            with watch:
+                await _play(script, agent, renderer, seconds)
+        else:
+            await _play(script, agent, renderer, seconds)
+    except TimeoutError:
+        return unverifiable(
+            "replay",
+            tape.id,
+            f"the agent had not come to the end after {seconds:g} s: it waits for "
+            "what no tape can give, or for an answer that was given up",
+            checked=script.checked,
+        )
+    if watch.first is not None:
+        hit = watch.first
+        script.found = script.divergence(
+            hit.what, None, hit.what, Likely.NONDETERMINISM, hit.sentence, by=agent.path, where=hit.where
+        )
+    more: dict[str, Any] = {"checked": script.checked, "not_checked": tuple(script.notes)}
+    return verified("replay", tape.id, **more) if script.found is None else diverged("replay", script.found, **more)
+
+
+def _unable(tape: Tape, turn: int | None) -> str | None:
+    """Why the tape, or that turn of it, can't be played again; None where it can."""
+    unknown = next((step for step in tape if isinstance(step, Unknown)), None)
+    if unknown is not None:
+        return (
+            f"nothing that is imported defines the step kind {unknown.original!r}, so the agent can't be shown "
+            "what it saw: name the module that does"
+        )
+    begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
+    turns = len(tape.log.cuts)
+    if turn is not None and not begun <= turn < turns:
+        owner = f"; the first {begun} are its parent's" if begun else ""
+        return f"it has no turn {turn}: it has {turns} turns, counted from 0{owner}"
+    return None
+
+
+async def _play(script: Script, agent: Agent, renderer: Any | None, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await _episode(script, agent, renderer).run()
+    except BaseException as error:
+        # Over itself, or a group of errors with it inside, where the agent made a TaskGroup.
+        if not script.over or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError):
+            raise
+
+
+def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
+    """The rollout that runs the agent again."""
+    begin, tape = script.tape.begin, script.tape
+    if all(call.prompt is None for call in script.calls):
+        renderer = None
+    # The clock of the recording isn't that of the replay.
+    limits = {"turns": None, **(begin.limits or {}), "seconds": None, "environment_seconds": None}
+    if begin.limits is None:
+        script.notes["limits and sampling: this tape doesn't tell what the run asked for"] = None
+    if renderer is None and any(call.prompt is not None for call in script.calls):
+        script.notes["token ids: the recording's tokenizer isn't at hand, so messages alone are compared"] = None
+    engine = _Engine(script, renderer)
+    engine.patience = agent.patience
+    episode = _Episode(
+        agent,
+        _World(script),
+        begin.task,
+        engine=engine,
+        seed=begin.seed,
+        env_seed=begin.env_seed,
+        group=begin.group,
+        attempt=begin.attempt,
+        split=begin.split,
+        limits=Limits.model_validate(limits),
+        sampling=begin.sampling or Sampling(),
+        journal=None,
+        fork=script.prefix,
+        tape_id=tape.id,
+        retries=0,
+        recorder=lambda made, journal, parent: _Checker(made, script, parent),
+    )
+    given = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
+    episode.llm.sampled = sum(
+        len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in given
+    )
+    episode.llm.asked = len(given)
+    if script.prefix is not None:
+        for who, n in script.numbers():
+            episode.llm.number(who, n - 1)
+    return episode
+
+
+class _Episode(Episode):
+    def _warn(self, cause: Cause) -> None:
+        """The fault is the recorded one, which was reported then, or the verdict tells it."""
+
+
+class _Engine(ReplayEngine):
+    """Gives the recorded answers; a request that isn't the recorded one ends the replay."""
+
+    def __init__(self, script: Script, renderer: Any | None) -> None:
+        super().__init__(script.tape, renderer=renderer)
+        self._script = script
+        self.skip(script.answered)
+
+    async def complete(self, request: Request) -> Completion:
+        script = self._script
+        if script.over:
+            raise script.end()
+        try:
+            tape, call = self.take(request)
+            if call.finish == "cancelled" and script.cut_off and script.turns[call.call] > script.last:
+                raise script.beyond(request.path, "asks the model", None)
+            self.check(tape, call, request)
+        except Diverged as error:
+            known = any(call.by == request.path for call in script.tape.calls)
+            if error.divergence.cause is Likely.EXHAUSTED and known:
+                raise script.beyond(request.path, "asks the model", plain(list(request.messages)[-1:])) from error
+            found = error.divergence
+            if found.turn is None:
+                found = found.model_copy(update={"turn": script.turn})
+            raise script.end(found) from error
+        script.asked(call, tokens=request.prompt is not None and call.prompt is not None)
+        return await self.answer(call, request)
+
+
+class _World(Environment[Any]):
+    """Gives the recorded observations."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def reset(self, task: Any) -> Observation:
+        first = next(iter(self._script.steps[ENV]), None)
+        if first is None or not isinstance(first[1].step, Observation):
+            self._script.notes["the agent, which never came to speak: the environment failed before"] = None
+            raise self._script.end()
+        return first[1].step
+
+    async def restore(self, task: Any, tape: Tape) -> None:
+        """It is where the tape says it is."""
+
+    async def step(self, action: Action) -> Outcome:
+        script = self._script
+        turn = script.turn - 1
+        seen = script.reactions.get(turn)
+        ends = turn >= script.last and not script.partial
+        if ends and script.cut_off:
+            raise script.end()
+        status = script.tape.status if ends else None
+        return Outcome(seen, terminated=status is Status.FINISHED, truncated=status is Status.TRUNCATED)
+
+
+class _Checker(Recorder):
+    """Compares what would be recorded with what was, and gives it the time at which it was."""
+
+    def __init__(self, begin: Begin, script: Script, parent: Tape | None) -> None:
+        super().__init__(begin.model_copy(update={"at": script.tape.begin.at}), None, parent)
+        self._script = script
+        self._meant: dict[str, str] = {}
+        """Call id of the replay -> that of the recorded call."""
+        self._sampled = {(call.by, call.seed): call for call in script.calls if call.engine != "authored"}
+        self._authored: dict[str, deque[Call]] = defaultdict(deque)
+        for call in script.calls:
+            if call.engine == "authored":
+                self._authored[call.by].append(call)
+
+    def new_call_id(self) -> str:
+        # None that the tape has: a replay of one turn stands on the calls of the turns before.
+        self._calls += 1
+        return f"{self.tape}/replay.{self._calls}"
+
+    def write(self, record: Record) -> None:
+        script = self._script
+        if script.over:
+            raise script.end()
+        if isinstance(record, End):
+            raise script.ended(record)
+        if isinstance(record, Call):
+            then = self._call(record)
+            self._meant[record.call] = then.call
+            at = then.at
+        elif isinstance(record, StepRecord) and record.by != ENV:
+            at = script.stepped(record, [self._meant.get(call, call) for call, _, _ in record.calls]).at
+        else:
+            at = script.steps[ENV].popleft()[1].at
+        super().write(record.model_copy(update={"at": at}))
+
+    def _call(self, record: Call) -> Call:
+        """The recorded call that this one repeats."""
+        script, by = self._script, record.by
+        if record.engine != "authored":
+            then = self._sampled[by, record.seed]
+            if then.conversation != record.conversation:
+                raise script.end(
+                    script.divergence(
+                        "conversation",
+                        then.conversation,
+                        record.conversation,
+                        Likely.CODE,
+                        f"call {then.call} by {by!r} belongs to another conversation",
+                        by=by,
+                        call=then,
+                    )
+                )
+            if record.completion is not None and record.completion != then.completion:
+                raise script.end(
+                    script.divergence(
+                        "completion",
+                        list(then.completion or ()),
+                        list(record.completion),
+                        Likely.RENDERING,
+                        f"call {then.call} by {by!r}: the same answer is other token ids",
+                        by=by,
+                        call=then,
+                    )
+                )
+            return then
+        if not self._authored[by]:
+            raise script.beyond(by, "says something of its own", record.text)
+        then = self._authored[by].popleft()
+        was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}
+        now = {"messages": Tape(self.log).call_messages(record), "text": record.text, "tool_calls": record.tool_calls}
+        for found in differences(was, now):
+            raise script.end(
+                script.divergence(*found, Likely.CODE, f"{by!r} says something else of its own", by=by, call=then)
+            )
+        script.asked(then, tokens=False)
+        return then

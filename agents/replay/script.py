@@ -1,0 +1,339 @@
+"""Script: what a tape holds, read as the script of a replay, and how far the replay has come.
+
+Decides whether each request, step and end is the recorded one, and if it isn't, where they part and why that is likely.
+It runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+from ...tapes import Action, CauseType, Misread, Observation, Status, Step, Tape, Thought
+from ...tapes.audit.verdict import Divergence, Likely, clipped, differences, plain
+from ...tapes.log import Entry
+from ...tapes.messages import ENV
+from ...tapes.records import Call, End, StepRecord
+from ..episode.clock import asker, derive_seed
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_FROM_OUTSIDE = {
+    (Status.ERROR, CauseType.ENVIRONMENT),
+    (Status.ERROR, CauseType.OURS),
+    (Status.LIMIT, CauseType.SECONDS),
+    (Status.CANCELLED, None),
+    (Status.CRASHED, None),
+    (None, None),
+}
+"""(status, cause) of ends that came from outside the agent, in whatever it was doing."""
+
+
+class Over(BaseException):
+    """The replay is over: it diverged, or the tape ends here. Not an Exception, so that agents let it pass."""
+
+
+class Script:
+    """One replay of one tape. Single use."""
+
+    def __init__(self, tape: Tape, only: int | None = None) -> None:
+        """The whole tape, or the turn `only` of it; of a fork, what is its own."""
+        self.tape, self.only = tape, only
+        log = tape.log
+        begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
+        self.last = log.turn - 1
+        """The last whole turn."""
+        self.partial = log._in_turn
+        """Whether the tape ends in the midst of a turn of the agent's."""
+        self.turn = begun if only is None else only
+        """The turn that is being played."""
+        cut = log.cuts[only] if only is not None and only > begun else None
+        self.prefix = tape.at_turn(only) if cut is not None and only is not None else tape.parent
+        """What came before, which isn't played; None where nothing did."""
+        steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
+        self.answered = [call for at, call in log.call_order if at < records]
+        """The tape's own calls before that."""
+        starts = [cut.records for cut in log.cuts[begun:]]
+        self.turns = {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in log.call_order}
+        """Call -> the turn in which it was made."""
+        self.calls = [call for at, call in log.call_order if at >= records]
+        self.due: dict[int, dict[str, Call]] = defaultdict(dict)
+        """Turn -> the calls that the agent has yet to make in it."""
+        for call in self.calls:
+            if call.finish != "cancelled":  # the agent may well give up before it asks
+                self.due[self.turns[call.call]][call.call] = call
+        self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
+        """By path: (index, entry) of what is still to come."""
+        self.reactions: dict[int, Observation] = {}
+        for index, entry in enumerate(tape.entries[steps:], start=steps):
+            self.steps[entry.by].append((index, entry))
+            if entry.by == ENV and index > 0 and isinstance(entry.step, Observation):
+                self.reactions[entry.turn] = entry.step
+        self.over = False
+        self.found: Divergence | None = None
+        self.checked = {"calls": 0, "prompts": 0, "steps": 0}
+        self.notes: dict[str, None] = {}
+        """What isn't checked."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the end came from outside, in the midst of whatever the agent did."""
+        cause = self.tape.cause.type if self.tape.cause is not None else None
+        untold = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
+        return (self.tape.status, cause) in _FROM_OUTSIDE or untold or cause is CauseType.CONTEXT
+
+    def numbers(self) -> Iterator[tuple[str, int]]:
+        """(asker, how many questions it had asked) before the first that is to be asked: the seeds tell."""
+        most = len(self.tape.log.call_order) + 1024
+        first: dict[str, int] = {}
+        for call in self.calls:
+            if call.seed is not None:
+                first.setdefault(asker(call.by, call.conversation), call.seed)
+        for who, seed in first.items():
+            found = (n for n in range(most) if derive_seed(self.tape.begin.seed, who, n) == seed)
+            n = next(found, None)
+            if n is not None:
+                yield who, n
+
+    # How it ends
+
+    def end(self, found: Divergence | None = None) -> Over:
+        """Diverged, or at the end of what was recorded. Raise what it gives."""
+        if not self.over:
+            self.found = found
+        self.over = True
+        return Over()
+
+    def beyond(self, by: str, does: str, observed: Any) -> Over:
+        """The agent does something where nothing of it is recorded any more."""
+        if self.cut_off and self.turn > self.last:
+            self.notes[f"turn {self.turn}, in the midst of which the episode was cut off"] = None
+            return self.end()
+        tape = self.tape
+        how = tape.cause.message if tape.cause is not None else tape.status or "nothing: it is open"
+        return self.end(
+            self.divergence(
+                "call" if "asks" in does else "step",
+                None,
+                observed,
+                Likely.EXHAUSTED,
+                f"{by!r} {does}, where nothing of it is recorded any more (the tape ends with: {how})",
+                by=by,
+            )
+        )
+
+    def divergence(
+        self,
+        field: str,
+        recorded: Any,
+        observed: Any,
+        cause: Likely,
+        sentence: str,
+        *,
+        by: str | None = None,
+        step: int | None = None,
+        call: Call | None = None,
+        where: str | None = None,
+    ) -> Divergence:
+        """A difference at the turn that is being played, or at a step or call."""
+        then, now = clipped(recorded, observed)
+        turn, at = self.turn, record_of_step(self.tape, step)
+        if call is not None:
+            turn, at = self.turns[call.call], record_of_call(self.tape, call)
+        return Divergence(
+            tape=self.tape.id,
+            turn=turn,
+            record=at,
+            step=step,
+            call=call.call if call is not None else None,
+            by=by,
+            field=field,
+            recorded=then,
+            observed=now,
+            cause=cause,
+            sentence=sentence,
+            where=where,
+        )
+
+    # What happens
+
+    def asked(self, call: Call, *, tokens: bool) -> None:
+        """A question was the recorded one, down to the token ids where they could be compared."""
+        self.checked["calls"] += 1
+        self.checked["prompts"] += tokens
+        self.due[self.turns[call.call]].pop(call.call, None)
+
+    def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
+        """The agent yielded a step, read from these calls: the recorded one at its place, or the replay is over."""
+        by = record.by
+        if not self.steps[by]:
+            raise self._nobody(record)
+        index, entry = self.steps[by][0]
+        found = next(_step_differences(entry, record), None)
+        then = [call for call, _, _ in entry.calls]
+        if found is not None:
+            cause, told = self._blame(record, entry, same_calls=calls == then)
+            raise self.end(self.divergence(*found, cause, f"step {index} by {by!r}: {told}", by=by, step=index))
+        if calls != then:
+            raise self.end(
+                self.divergence(
+                    "calls",
+                    then,
+                    calls,
+                    Likely.ORDER,
+                    f"step {index} by {by!r} is read from another call than the recorded one",
+                    by=by,
+                    step=index,
+                )
+            )
+        self.steps[by].popleft()
+        self.checked["steps"] += 1
+        if isinstance(record.content, Action):
+            self._turn_over()
+        return entry
+
+    def ended(self, end: End) -> Over:
+        """The episode came to its end."""
+        if self.cut_off:
+            return self.end()
+        then, now = _what_ended(self.tape.end), _what_ended(end)
+        if then == now:
+            return self.end(self._left(self.turn))
+        cause = end.cause
+        told = end.status.value if cause is None else f"{end.status.value}: {cause.error}: {cause.message}"
+        found = next(differences(then, now, "end"))
+        heard = any(self.turns[call.call] == self.turn for call in self.calls) and not self.due[self.turn]
+        blame = Likely.PARSER if heard and cause is not None and cause.type is CauseType.AGENT else Likely.CODE
+        if cause is not None and cause.error == "RenderFailed":
+            blame = Likely.RENDERING
+        return self.end(
+            self.divergence(
+                *found,
+                blame,
+                f"the episode ends here ({told}); recorded: {_told(then)}",
+                where=cause.frame if cause is not None else None,
+            )
+        )
+
+    def _turn_over(self) -> None:
+        """The turn's Action was yielded: all that was recorded in the turn must have come."""
+        left = self._left(self.turn)
+        if left is not None:
+            raise self.end(left)
+        self.turn += 1
+        if self.only is not None:
+            raise self.end()
+
+    def _left(self, turn: int) -> Divergence | None:
+        """What was recorded up to the end of that turn, and didn't come."""
+        call = next(iter(self.due[turn].values()), None)
+        if call is not None:
+            asked = plain(self.tape.call_messages(call)[-1:])
+            return self.divergence(
+                "call",
+                asked,
+                None,
+                Likely.CODE,
+                f"call {call.call} by {call.by!r} was recorded and isn't made now",
+                by=call.by,
+                call=call,
+            )
+        for by, steps in self.steps.items():
+            if by != ENV and steps and steps[0][1].turn <= turn:
+                index, entry = steps[0]
+                told = f"step {index} by {by!r} ({entry.step.kind}) was recorded and isn't yielded now"
+                return self.divergence("step", str(entry.step), None, Likely.CODE, told, by=by, step=index)
+        return None
+
+    def _nobody(self, record: StepRecord) -> Over:
+        known = sorted({entry.by for entry in self.tape.entries} - {ENV})
+        if record.by in known or not known:
+            return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
+        return self.end(
+            self.divergence(
+                "by",
+                known,
+                record.by,
+                Likely.CODE,
+                f"{record.by!r} speaks, who never did on this tape ({', '.join(known)} did)",
+                by=record.by,
+            )
+        )
+
+    def _blame(self, record: StepRecord, entry: Entry, *, same_calls: bool) -> tuple[Likely, str]:
+        others = list(self.steps[record.by])[1:]
+        what = f"recorded as {str(entry.step)[:200]!r}, now {str(record.content)[:200]!r}"
+        if any(next(_step_differences(other, record), None) is None for _, other in others):
+            return Likely.ORDER, f"the steps come in another order, {what}"
+        heard = same_calls and entry.calls and self.tape.call(entry.calls[-1][0]).engine != "authored"
+        thought = isinstance(record.content, Thought) and not isinstance(record.content, Misread)
+        if heard and thought and not self._is_read(record.content, entry):
+            return Likely.CODE, f"the agent thinks something that isn't in the model's answer, {what}"
+        if heard:
+            return Likely.PARSER, f"the model's answer is the recorded one and is read otherwise, {what}"
+        return Likely.CODE, f"the agent does something else, {what}"
+
+    def _is_read(self, step: Step, entry: Entry) -> bool:
+        """Whether a text of the step may have been read from the answers behind the recorded one: it is in one of them,
+        or the other way round."""
+        answers = [self.tape.call(call) for call, _, _ in entry.calls]
+        heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
+        texts = [call.text.casefold() for call in answers if call.text]
+        said = [str(leaf).casefold() for leaf in _leaves(step.model_dump(mode="json"))]
+        return any(leaf and (any(leaf in one for one in heard) or any(one in leaf for one in texts)) for leaf in said)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    elif value is not None and not isinstance(value, bool):
+        yield value
+
+
+def record_of_call(tape: Tape, call: Call) -> int | None:
+    """Index of the call's record in the tape; None for a call of its parent."""
+    return next((at for at, one in tape.log.call_order if one.call == call.call), None)
+
+
+def record_of_step(tape: Tape, step: int | None) -> int | None:
+    """Index of the step's record in the tape; None for a step of its parent."""
+    if step is None or step < tape.inherited:
+        return None
+    own = (at for at, body in enumerate(tape.bodies) if body.startswith(b'{"t":"step"'))
+    return next((at for k, at in enumerate(own) if k == step - tape.inherited), None)
+
+
+def turn_of(tape: Tape, record: int | None) -> int | None:
+    """The turn of the record with that index: of the agent's that it belongs to."""
+    if record is None:
+        return None
+    begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
+    return begun + max(0, bisect_right([cut.records for cut in tape.log.cuts[begun:]], record) - 1)
+
+
+def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, Any, Any]]:
+    step = record.content
+    if entry.step.kind != step.kind:
+        yield "kind", entry.step.kind, step.kind
+    elif entry.step != step:
+        yield from differences(entry.step.model_dump(mode="json"), step.model_dump(mode="json"), step.kind)
+
+
+def _what_ended(end: End | None) -> dict[str, Any]:
+    """What of an end must be the same: not the seconds, nor the line of a traceback."""
+    if end is None:
+        return {"status": None, "cause": None}
+    cause = end.cause
+    if cause is None:
+        return {"status": end.status.value, "cause": None}
+    message = _ADDRESS.sub("0x", cause.message or "")
+    return {"status": end.status.value, "cause": {"type": cause.type.value, "error": cause.error, "message": message}}
+
+
+def _told(end: dict[str, Any]) -> str:
+    cause = end["cause"]
+    return end["status"] if cause is None else f"{end['status']}: {cause['error']}: {cause['message']}"

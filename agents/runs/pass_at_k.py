@@ -1,0 +1,225 @@
+"""What an evaluation says, and how sure it is of it: mean reward, pass@k, and the difference of two evaluations.
+
+Attempts at one task are not independent, tasks are: every number is a mean over tasks of what each task's attempts
+give, and every interval is about which tasks were drawn. An attempt that nobody scored is neither a success nor zero:
+it is counted and left out.
+
+    pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k),   n scored attempts of the task, c of them successes
+
+    (Chen et al. 2021, arXiv 2107.03374, as a product, so that no factorial overflows)
+
+1. A task with fewer than k scored attempts has no unbiased estimate; it is left out of pass@k, and counted as `short`.
+2. The interval of pass@k is Wilson's, with an effective number of tasks p (1 - p) / (s^2 / N), at least N. s^2 is the
+   variance of the tasks' estimates, drawn by one part in N to the largest there can be, p (1 - p): few tasks that agree
+   prove little. For one attempt per task that is Wilson's own interval.
+3. The interval of a mean reward, and of a difference, is the percentile bootstrap over tasks, its tails widened for few
+   tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
+
+Standard library only. It knows nothing of tapes and engines.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import NormalDist, fmean, variance
+
+from pydantic import Field
+
+from ...tapes.errors import TapereelError
+from ...tapes.value import Value
+
+LEVEL = 0.95
+"""Of every interval."""
+RESAMPLES = 2000
+"""Of a bootstrap."""
+
+
+class NothingInCommon(TapereelError, ValueError):
+    """Two evaluations that share no scored task."""
+
+
+class Interval(Value):
+    """A number and where it lies with a confidence of 95 %."""
+
+    value: float
+    low: float | None
+    """None, as `high`, where one task alone says nothing of the others."""
+    high: float | None
+    tasks: int
+    """How many it is a mean over."""
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class Scores(Value):
+    """What an evaluation came to."""
+
+    reward: Interval | None
+    """Mean over tasks of the mean reward of their scored attempts; None when nothing was scored."""
+    pass_at: dict[int, Interval | None] = Field(default_factory=dict)
+    """k -> pass@k; None when no task has k scored attempts."""
+    short: dict[int, int] = Field(default_factory=dict)
+    """k -> tasks with scored attempts, but fewer than k of them."""
+    success: float
+    """The least reward of a success."""
+    tasks: int
+    attempts: int
+    unscored: int
+    """Attempts without a reward."""
+    by_label: dict[str, Scores] = Field(default_factory=dict)
+    """The same for the tasks of each label; empty where tasks have none."""
+
+
+class Comparison(Value):
+    """One evaluation less another, task by task, on the tasks that both scored."""
+
+    reward: Interval
+    pass_at: dict[int, Interval | None] = Field(default_factory=dict)
+    only_first: int
+    """Tasks that only the first scored; they take no part."""
+    only_second: int
+
+
+Rewards = Mapping[str, Sequence[float | None]]
+"""task -> the rewards of its attempts; None for one that is unscored."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of the chance that one of k attempts succeeds, from n attempts with c successes.
+
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(
+            f"there is no pass@{k} of {c} successes in {n} attempts: 0 <= successes <= attempts and 1 <= k <= attempts"
+        )
+    return 1.0 if n - c < k else 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def check_k(k: Sequence[int], attempts: int) -> None:
+    """ValueError where pass@k for these takes other than `attempts` attempts allow."""
+    if k and not 1 <= min(k) <= max(k) <= attempts:
+        raise ValueError(f"pass@k for k = {', '.join(map(str, k))} takes 1 <= k <= attempts, and attempts = {attempts}")
+
+
+def wilson(p: float, n: float, level: float = LEVEL) -> tuple[float, float]:
+    """Wilson's interval of a share p of n independent trials; n may be an effective number."""
+    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    centre, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
+    low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
+    return (0.0 if p == 0 else max(0.0, low)), (1.0 if p == 1 else min(1.0, high))
+
+
+def share_interval(values: Sequence[float]) -> Interval | None:
+    """The mean of one number in [0, 1] per task, with the interval of note 2; None without values."""
+    if not values:
+        return None
+    n, p = len(values), fmean(values)
+    most = p * (1 - p)
+    spread = ((n - 1) * variance(values) + most) / n if n > 1 else most
+    low, high = wilson(p, n * max(1.0, most / spread) if spread > 0 else n)
+    return Interval(value=p, low=low, high=high, tasks=n)
+
+
+def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
+    """The mean of one number per task, with the expanded percentile interval of `resamples` draws of as many tasks."""
+    if not values:
+        return None
+    n, mean = len(values), fmean(values)
+    if n == 1:
+        return Interval(value=mean, low=None, high=None, tasks=1)
+    draw = random.Random(seed).choices
+    means = sorted(sum(draw(values, k=n)) / n for _ in range(resamples))
+    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _student((1 + LEVEL) / 2, n - 1))
+    return Interval(value=mean, low=_quantile(means, tail), high=_quantile(means, 1 - tail), tasks=n)
+
+
+def _student(q: float, freedom: int) -> float:
+    """Quantile of Student's t (Abramowitz and Stegun 26.7.5); 1 % too small at 3 degrees of freedom."""
+    z = NormalDist().inv_cdf(q)
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / freedom ** (k + 1) for k, term in enumerate(terms))
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def evaluate_rewards(
+    rewards: Rewards,
+    *,
+    k: Iterable[int] = (),
+    success: float = 1.0,
+    seed: int = 0,
+    labels: Mapping[str, str] | None = None,
+) -> Scores:
+    """What these rewards come to. success: the least reward of a success. labels: task -> label, for a part each."""
+    known = _known(rewards)
+    wanted = sorted(set(k))
+    pass_at = {n: share_interval(list(_passes(known, n, success).values())) for n in wanted}
+    parts: dict[str, dict[str, Sequence[float | None]]] = {}
+    for task, label in (labels or {}).items():
+        parts.setdefault(label, {})[task] = rewards[task]
+    return Scores(
+        reward=bootstrap([fmean(own) for own in known.values()], seed=seed),
+        pass_at=pass_at,
+        short={n: sum(len(own) < n for own in known.values()) for n in wanted},
+        success=success,
+        tasks=len(rewards),
+        attempts=sum(map(len, rewards.values())),
+        unscored=sum(r is None for own in rewards.values() for r in own),
+        by_label={
+            label: evaluate_rewards(part, k=wanted, success=success, seed=seed) for label, part in sorted(parts.items())
+        },
+    )
+
+
+def standard_error(rewards: Rewards) -> float | None:
+    """Of the mean over tasks of their mean reward; None below two scored tasks."""
+    means = [fmean(own) for own in _known(rewards).values()]
+    return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
+
+
+def compare(
+    first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
+) -> Comparison:
+    """First less second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""
+    one, two = _known(first), _known(second)
+    if not one.keys() & two.keys():
+        raise NothingInCommon(
+            f"the evaluations scored {len(one)} and {len(two)} tasks, none of them the same: compare "
+            "evaluations on the same tasks"
+        )
+
+    def difference(of: Callable[[Mapping[str, Sequence[float]]], Mapping[str, float]]) -> Interval | None:
+        a, b = of(one), of(two)
+        return bootstrap([a[task] - b[task] for task in a if task in b], seed=seed)
+
+    reward = difference(lambda known: {task: fmean(own) for task, own in known.items()})
+    assert reward is not None
+    return Comparison(
+        reward=reward,
+        pass_at={n: difference(lambda known, n=n: _passes(known, n, success)) for n in sorted(set(k))},
+        only_first=len(one.keys() - two.keys()),
+        only_second=len(two.keys() - one.keys()),
+    )
+
+
+def _known(rewards: Rewards) -> dict[str, list[float]]:
+    """The tasks with a scored attempt."""
+    known = {task: [r for r in own if r is not None] for task, own in rewards.items()}
+    return {task: own for task, own in known.items() if own}
+
+
+def _passes(known: Mapping[str, Sequence[float]], k: int, success: float) -> dict[str, float]:
+    """pass@k of each task that has k attempts."""
+    return {
+        task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items() if len(own) >= k
+    }

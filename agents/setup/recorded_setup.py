@@ -1,0 +1,80 @@
+"""What a run directory says of how its tapes were recorded: which agent, which environment, which tokenizer.
+
+Code that a run's configuration names is imported, as going on with that run would. Names that stand on tapes are never
+looked up, since a tape may come from anywhere; the demo's agent is known by its name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...envs.adapters.calculator import read_action
+from ...envs.load_named import load_named
+from ...tapes.errors import UsageError
+from ...tapes.records import Identity
+from ...tapes.store.run_directory import CONFIG, recorded_settings
+from ..episode.agent import Agent, qualified
+from ..episode.chat import ChatAgent
+from .setup import load_agent
+
+
+def tokenizer_folder(run: str | Path) -> str | None:
+    """Where the run keeps its tokenizer: in its newest checkpoint, else in the model that it was begun with."""
+    saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
+    if saved:
+        return str(saved[-1].parent)
+    folders = (recorded_settings(run).get(("engine", key)) for key in ("model", "tokenizer"))
+    return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
+
+
+def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
+    """The renderer by the run's configuration, for the tokenizer in `folder` (default: the run's); None without one."""
+    folder = folder or tokenizer_folder(run)
+    if folder is None:
+        return None
+    from ..engines.embedded.pretrained import load_tokenizer
+    from .engine_config import RendererConfig
+
+    told = {
+        keys[2]: value
+        for keys, value in recorded_settings(run).items()
+        if len(keys) == 3 and keys[:2] == ("engine", "renderer")
+    }
+    return RendererConfig.model_validate(told).make(load_tokenizer(folder))
+
+
+def recorded_agent(run: str | Path, name: str | None, identity: Identity | None) -> Agent:
+    """The agent called `name`, else the one that the run's configuration names, else Tapereel's own on the tape.
+
+    UsageError where none of these is there.
+    """
+    told = name or recorded_settings(run).get(("agent",))
+    if isinstance(told, str):
+        return load_agent(told)
+    own = _own(identity) if identity is not None else None
+    if own is not None:
+        return own
+    told = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
+    raise UsageError(f"which agent? {run} has no {CONFIG} that names one: give --agent module:name{told}")
+
+
+def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
+    """Import what defines the steps on the tapes: the things called `names`, and the environment of the run's
+    configuration."""
+    told = recorded_settings(run).get(("env",))
+    for name in (*names, *([told] if isinstance(told, str) else [])):
+        load_named(name)
+
+
+def _own(identity: Identity) -> Agent | None:
+    """The demo's agent, a `ChatAgent` that reads with the calculator's `read_action`; None for any other. No name that
+    stands on a tape is looked up."""
+    if identity.cls != qualified(ChatAgent) or identity.config.get("parse") != qualified(read_action):
+        return None
+    known: dict[str, Any] = {
+        key: identity.config[key]
+        for key in ("system", "misreads", "temperature", "max_tokens")
+        if key in identity.config
+    }
+    return ChatAgent(**known, parse=read_action, name=identity.name)

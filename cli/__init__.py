@@ -1,0 +1,9 @@
+"""The command line: one thin module per verb.
+
+A verb reads its arguments, calls one library function that a Python user can call too, and prints the answer.
+`command.main` finds the verb. No library module imports this package.
+"""
+
+from .command import VERBS, load, main, verb_parser
+
+__all__ = ["VERBS", "load", "main", "verb_parser"]

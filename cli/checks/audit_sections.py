@@ -1,0 +1,286 @@
+"""An audit to read: the same sections as terminal tables and as Markdown.
+
+A section with nothing in it is one line that says so. What a tape put into a cell is neither obeyed by a terminal nor
+taken for Markdown. This module knows nothing of files or records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...tapes.audit.auditor import Audit, Spent
+from ...tapes.common.text import safe
+from ...tapes.store.books import Books
+from ..console import table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST = 20
+"""Rows of a table; all are in the JSON."""
+UNKNOWN = "?"
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table and the sentences below it."""
+
+    title: str
+    headings: tuple[str, ...]
+    """As of `console.table`: `#` begins those of numbers."""
+    rows: Sequence[tuple[str, ...]]
+    empty: str = "none"
+    """What is said in place of a table without rows."""
+    notes: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    """Headings of columns whose lines may break."""
+
+
+def terminal(sections: Iterable[Section]) -> list[RenderableType]:
+    """For `console.answer`."""
+    shown: list[RenderableType] = []
+    for section in sections:
+        if section.rows:
+            made = table(*section.headings, fold=section.wide)
+            made.title, made.title_justify = section.title, "left"
+            for row in section.rows:
+                made.add_row(*(safe(cell) for cell in row))
+            shown.append(made)
+        else:
+            shown.append(f"{section.title}: {section.empty}")
+        shown += [safe(note) for note in section.notes]
+    return shown
+
+
+def markdown(title: str, sections: Iterable[Section], verdict: str) -> str:
+    """One document."""
+    lines = [f"# {_cell(title)}", "", _cell(verdict)]
+    for section in sections:
+        lines += ["", f"## {_cell(section.title)}", ""]
+        if section.rows:
+            names = [heading.removeprefix("#") for heading in section.headings]
+            rules = ["---:" if heading.startswith("#") else "---" for heading in section.headings]
+            lines += [_line(map(_cell, names)), _line(rules), *(_line(map(_cell, row)) for row in section.rows)]
+        else:
+            lines.append(_cell(section.empty))
+        for note in section.notes:
+            lines += ["", _cell(note)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\1", " ".join(safe(text).split()))
+
+
+def sections(books: Books, audit: Audit) -> list[Section]:
+    """Everything, in the order in which it is read."""
+    return [
+        _tokens(books),
+        _ends(books, audit),
+        _lengths(audit, "turns"),
+        _lengths(audit, "tokens"),
+        *_costs(audit),
+        _components(audit),
+        _earned(audit),
+        _anomalies(audit),
+    ]
+
+
+def _tokens(books: Books) -> Section:
+    rows = [
+        (place.replace("_", " "), f"{n:,}", _share(n / books.sampled if books.sampled else None))
+        for place, n in books.tokens.items()
+    ]
+    rows += [("together", f"{sum(books.tokens.values()):,}", ""), ("sampled", f"{books.sampled:,}", "")]
+    notes = [
+        f"beside these: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
+        f"{books.applied:,} token-updates applied"
+    ]
+    if books.textual:
+        notes.append(f"{books.textual:,} calls of engines that give text only: their tokens can't be counted")
+    return Section("sampled tokens", ("tokens", "#number", "#share"), rows, notes=tuple(notes))
+
+
+def _ends(books: Books, audit: Audit) -> Section:
+    rows = [
+        (
+            end.status if end.cause is None else f"{end.status} ({end.cause})",
+            f"{end.episodes:,}",
+            f"{end.unscored:,}",
+            "if scored" if end.trainable else "never",
+            f"{end.sampled:,}",
+            f"{end.seconds:,.1f}",
+            _some(end.tapes),
+        )
+        for end in audit.ends
+    ]
+    told = (
+        f"{audit.tapes:,} episodes began, {audit.tapes - audit.open:,} ended and {audit.open:,} are open; "
+        f"{audit.unscored:,} of those that ended are unscored, which is not 0"
+    )
+    whole = f"the whole run: {books.begun:,} began, {books.ended:,} ended, {books.open:,} are open"
+    notes = (told,) if audit.tapes == books.begun else (told, whole)
+    return Section(
+        "how episodes ended",
+        ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
+        rows,
+        "no episode ended",
+        notes,
+        wide=("tapes",),
+    )
+
+
+def _lengths(audit: Audit, length: str) -> Section:
+    rows = [
+        (name, f"{ended:,}", f"{lost:,}", _share(lost / ended)) for name, (ended, lost) in audit.lost_by(length).items()
+    ]
+    return Section(
+        f"attrition by length in {length}", (length, "#ended", "#never trained on", "#share"), rows, "no episode ended"
+    )
+
+
+def _costs(audit: Audit) -> list[Section]:
+    by_path: dict[tuple[str, str], list[Spent]] = {}
+    by_version: dict[str, list[Spent]] = {}
+    for one in audit.spent:
+        by_path.setdefault((one.by, one.engine), []).append(one)
+        if one.version is not None:
+            by_version.setdefault(one.version, []).append(one)
+    headings = ("#calls", "#prompt", "#completion", "#seconds", "#USD")
+    paths = [(by, engine or UNKNOWN, *_spent(parts)) for (by, engine), parts in by_path.items()]
+    versions = [(version, *_spent(parts)) for version, parts in by_version.items()]
+    notes = tuple(
+        f"{n:,} of {sum(one.calls for one in audit.spent):,} calls {why}"
+        for n, why in (
+            (sum(one.uncounted for one in audit.spent), "don't say how many tokens they took"),
+            (sum(one.untimed for one in audit.spent), "have no time"),
+            (sum(one.unpriced for one in audit.spent), "have no price"),
+        )
+        if n
+    )
+    return [
+        Section(
+            "cost by agent and engine",
+            ("agent", "engine", *headings),
+            paths[:MOST],
+            "no calls",
+            (*notes, *_more(len(paths), "agents and engines")),
+        ),
+        Section(
+            "cost by policy version",
+            ("version", *headings),
+            versions[-MOST:],
+            "no call names a version",
+            _more(len(versions), "versions, the oldest"),
+        ),
+    ]
+
+
+def _spent(parts: Sequence[Spent]) -> tuple[str, ...]:
+    prompt, completion = _sum(one.prompt for one in parts), _sum(one.completion for one in parts)
+    seconds, cost = _sum(one.seconds for one in parts), _sum(one.cost for one in parts)
+    return (
+        f"{sum(one.calls for one in parts):,}",
+        _number(prompt, ",.0f"),
+        _number(completion, ",.0f"),
+        _number(seconds, ",.1f"),
+        _number(cost, ",.4f"),
+    )
+
+
+def _components(audit: Audit) -> Section:
+    rows = [
+        (
+            one.name if one.layer is None else f"{one.name} (layer {one.layer or 'without a name'})",
+            f"{one.scores:,}",
+            _number(one.low, ".4g"),
+            _number(one.mean, ".4g"),
+            _number(one.high, ".4g"),
+            "metric" if one.metric else f"{one.total:,.2f}",
+            _share(one.share),
+            f"{one.evidence:,}",
+        )
+        for one in audit.components
+    ]
+    unknown = sum(one.unknown for one in audit.components)
+    notes = (f"{unknown:,} values are no number and in none of the sums",) if unknown else ()
+    return Section(
+        "reward by component",
+        ("component", "#scores", "#low", "#mean", "#high", "#total", "#share", "#with evidence"),
+        rows[:MOST],
+        "nothing was scored",
+        (*notes, *_more(len(rows), "components")),
+    )
+
+
+def _earned(audit: Audit) -> Section:
+    rows = [
+        (
+            one.name,
+            one.kind if one.kind is not None else "(the episode)",
+            f"{one.scores:,}",
+            f"{one.mean:.4g}",
+            f"{one.total:,.2f}",
+            _share(one.share),
+            _some(one.tapes),
+        )
+        for one in audit.earned
+    ]
+    return Section(
+        "what earned it",
+        ("component", "action", "#scores", "#mean", "#total", "#share", "most on tapes"),
+        rows[:MOST],
+        "nothing was scored",
+        _more(len(rows), "actions"),
+        wide=("most on tapes",),
+    )
+
+
+def _anomalies(audit: Audit) -> Section:
+    rows = [
+        (
+            f"{one.kind}: {one.what}" if one.what else one.kind,
+            f"{one.count:,}",
+            "" if one.of is None else f"{one.of:,}",
+            one.detail,
+            _some(one.tapes),
+        )
+        for one in audit.anomalies
+    ]
+    return Section(
+        "anomalies",
+        ("anomaly", "#number", "#of", "what it is", "tapes"),
+        rows[:MOST],
+        "nothing odd was found",
+        _more(len(rows), "anomalies"),
+        wide=("anomaly", "what it is", "tapes"),
+    )
+
+
+def _more(n: int, what: str) -> tuple[str, ...]:
+    return (f"{n - MOST:,} more {what}: --json has all",) if n > MOST else ()
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _number(value: float | None, how: str) -> str:
+    return UNKNOWN if value is None else format(value, how)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _some(tapes: Sequence[str]) -> str:
+    return " ".join(tapes[:3])

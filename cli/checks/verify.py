@@ -1,0 +1,53 @@
+"""`tapereel verify`: are the bytes of a run as they were written, and do its books close? It changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...tapes.common.text import counted, safe
+from ...tapes.errors import UsageError
+from ...tapes.store.verifier import Report, verify
+from ..console import Exit, answer
+
+EXAMPLE = """
+tapereel verify runs/demo
+tapereel verify runs/demo --pin 000001-95550a:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae
+tapereel verify runs/demo --pin elsewhere/pins.json --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="PIN",
+        help="a head kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        report = verify(args.run, pins=args.pin)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    answer(args, {"verdict": report.verdict, **report.model_dump()}, *map(safe, _lines(report)))
+    return report.exit_code
+
+
+def _lines(report: Report) -> list[str]:
+    lines = [
+        f"{report.run}: {report.verdict}",
+        f"{counted(len(report.segments), 'segment')}, {counted(report.records, 'record')}, "
+        f"{counted(report.episodes, 'episode')} ({report.open:,} open), "
+        f"{counted(report.books.sampled, 'token')} sampled, {counted(report.media, 'media file')}, "
+        f"{counted(report.pins, 'pin')} compared",
+    ]
+    if report.head is not None and report.exit_code == Exit.HOLDS:
+        lines.append(f"head {report.head}   (keep it elsewhere; give it back as --pin)")
+    lines += [f"broken: {text}" for text in report.broken]
+    lines += [f"torn: {text}" for text in report.torn]
+    lines += [f"missing: segment {name}, which nothing pins" for name in report.holes]
+    lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
+    return [*lines, *(f"not checked: {text}" for text in report.not_checked)]

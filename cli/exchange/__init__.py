@@ -1,0 +1,1 @@
+"""Verbs that export tapes to other formats and import traces of other systems as tapes."""

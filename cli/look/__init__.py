@@ -1,0 +1,1 @@
+"""Verbs that show a run: as tables in the terminal, in the browser, and token by token."""

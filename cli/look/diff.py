@@ -1,0 +1,223 @@
+"""`tapereel diff`: where two tapes part, or what two runs made of the same tasks. It reads tapes and runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...tapes.common.text import number, safe
+from ...tapes.errors import UsageError
+from ..console import answer, table
+from ..progress_bars import live_progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ...tapes.audit.compare import RunDiff, TapeDiff
+    from ...tapes.store.store import Store
+    from ...tapes.tape import Tape
+    from ...tapes.transcript import StepLine
+
+EXAMPLE = """
+tapereel diff runs/digits 019a3c 019a41
+tapereel diff runs/digits:019a3c runs/digits-again:019a41
+tapereel diff runs/digits-passk runs/digits-later --split eval --markdown
+tapereel diff runs/digits runs/digits --split eval-before-sampled --against-split eval-after-sampled
+"""
+
+SHOWN = 20
+"""Steps, or tasks of each kind of change, that are shown to people; `--json` has them all."""
+CLIP = 300
+"""Characters of one text that are shown to people."""
+
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Headings and rows of one table."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="RUN|RUN:TAPE|TAPE",
+        help="two runs; two tapes as RUN:TAPE, or as files of one tape each; or a run and two tapes "
+        "of it (the first characters of an id will do)",
+    )
+    parser.add_argument("--split", help="of two runs, only the tapes of this split")
+    parser.add_argument("--against-split", metavar="SPLIT", help="only the second run's of this one (that of --split)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, and print what differs."""
+    with ExitStack() as stack:
+        found = _compare(args, stack)
+    from ...tapes.audit.compare import TapeDiff
+
+    parts = list(_tape_parts(found) if isinstance(found, TapeDiff) else _run_parts(found))
+    if args.markdown:
+        answer(args, found, "\n\n".join(_markdown(part) for part in parts))
+    else:
+        answer(args, found, *(_shown(part) for part in parts))
+    return found.exit_code
+
+
+def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
+    from ...tapes.audit.compare import diff_runs, diff_tapes
+
+    words: list[str] = args.what
+    stores: dict[str, Store] = {}
+    if len(words) == 3:
+        words = [f"{words[0]}:{name}" for name in words[1:]]
+    if len(words) != 2:
+        raise UsageError(f"diff takes two runs, two tapes, or a run and two of its tapes, not {len(words)} words")
+    runs = [Path(word).is_dir() for word in words]
+    if len(args.what) == 2 and all(runs):
+        first, second = (_store(word, stores, stack) for word in words)
+        with live_progress() as progress:
+            return diff_runs(first, second, args.split, against_split=args.against_split, progress=progress)
+    if len(args.what) == 2 and any(runs):
+        raise UsageError(f"{words[0]} and {words[1]} are a run and a tape: name two runs, or two tapes as RUN:TAPE")
+    if args.split is not None or args.against_split is not None:
+        raise UsageError("--split and --against-split choose tapes of two runs; two tapes were named")
+    return diff_tapes(*(_tape(word, stores, stack) for word in words))
+
+
+def _store(path: str, stores: dict[str, Store], stack: ExitStack) -> Store:
+    from ...tapes.store.store import Store
+
+    if path not in stores:
+        stores[path] = stack.enter_context(Store.open(path))
+    return stores[path]
+
+
+def _tape(word: str, stores: dict[str, Store], stack: ExitStack) -> Tape:
+    from ...tapes.tape import Tape
+
+    if Path(word).is_file():
+        return Tape.model_validate_json(Path(word).read_bytes())
+    path, colon, name = word.rpartition(":")
+    if not colon or not name:
+        raise UsageError(f"{word!r} is neither a run directory nor a file; a tape is named as RUN:TAPE")
+    return _store(path, stores, stack).tape(name)
+
+
+# What people see
+
+
+def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
+    a, b = found.first, found.second
+    if not found.same_task:
+        yield "The tapes are of two tasks."
+    yield (
+        ("", a.id, b.id),
+        [
+            ("status", a.status, b.status),
+            ("reward", number(a.reward), number(b.reward)),
+            ("turns", str(a.turns), str(b.turns)),
+            ("forked from", a.parent or "", b.parent or ""),
+            *((setting.field, _value(setting.first), _value(setting.second)) for setting in found.settings),
+        ],
+    )
+    if found.parting is None:
+        yield f"Nothing that happened differs: {found.shared} steps, {found.shared_turns} turns."
+        return
+    p = found.parting
+    where = "in how they end" if p.step is None else f"at step {p.step}, turn {p.turn}, by {p.by}"
+    yield (
+        f"{found.shared} steps are alike ({found.shared_turns} whole turns); the tapes part {where}: {p.field} is "
+        f"{_value(p.first)} and {_value(p.second)}"
+    )
+    if found.steps:
+        yield (
+            ("step", "first", "second"),
+            [(str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps[:SHOWN])],
+        )
+    if len(found.steps) > SHOWN:
+        yield f"and {len(found.steps) - SHOWN:,} more steps: --json has them all"
+
+
+def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
+    from ...tapes.audit.compare import SHOWN_FIRST
+
+    splits = ["" if split is None else f", split {split}" for split in found.splits]
+    yield f"{found.first}{splits[0]}, and {found.second}{splits[1]}"
+    for change in SHOWN_FIRST:
+        tasks = [task for task in found.tasks if task.change == change]
+        if tasks:
+            yield (
+                ("task", "change", "first", "second", "tapes", "part at"),
+                [
+                    (
+                        task.name or task.task[:12],
+                        change.replace("_", " "),
+                        number(task.first),
+                        number(task.second),
+                        " ".join(task.tapes or ()),
+                        _place(task.parting),
+                    )
+                    for task in tasks[:SHOWN]
+                ],
+            )
+        if len(tasks) > SHOWN:
+            yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has them all"
+    told = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
+    yield f"{sum(found.counts.values()):,} tasks, as the second run has them: {told}"
+    if found.mean_first is not None and found.mean_second is not None:
+        yield (
+            f"mean reward on the {found.scored:,} tasks that both scored: {found.mean_first:.3f} and "
+            f"{found.mean_second:.3f} ({found.mean_second - found.mean_first:+.3f}); tapereel eval "
+            "--against has intervals"
+        )
+
+
+def _place(parting: Any) -> str:
+    if parting is None:
+        return ""
+    return parting.field if parting.turn is None else f"turn {parting.turn}: {parting.field}"
+
+
+def _step(line: StepLine | None) -> str:
+    if line is None:
+        return ""
+    earned = "".join(f"  [{name} {number(value)}]" for name, value in line.rewards.items())
+    return f"{line.by} {line.kind}: {_cut(line.text)}{earned}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CLIP else f"{text[:CLIP]}…"
+
+
+def _value(value: Any) -> str:
+    return "nothing" if value is None else _cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def _shown(part: str | Rows) -> RenderableType:
+    if isinstance(part, str):
+        return safe(part)
+    headings, rows = part
+    made = table(*headings, fold=headings)
+    for row in rows:
+        made.add_row(*map(safe, row))
+    return made
+
+
+def _markdown(part: str | Rows) -> str:
+    """Text of tapes stays text: neither markup nor HTML, and one cell is one line."""
+    if isinstance(part, str):
+        return _escaped(part)
+    headings, rows = part
+    lines: Sequence[Sequence[str]] = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(
+        "| " + " | ".join(_escaped(cell) if k != 1 else cell for cell in line) + " |" for k, line in enumerate(lines)
+    )
+
+
+def _escaped(text: str) -> str:
+    text = html.escape(safe(text), quote=False).replace("\n", " ")
+    return "".join(f"\\{c}" if c in "\\`*_[]|" else c for c in text)

@@ -1,0 +1,279 @@
+"""`tapereel show`: the tapes of a run as a list, or one tape to read. Nothing is written and nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic_core import from_json
+
+from ...tapes.common.text import counted, number, safe
+from ...tapes.errors import UsageError
+from ...tapes.records import Status
+from ...tapes.tape import Tape
+from ...tapes.transcript import (
+    CallLine,
+    StepLine,
+    TapeSummary,
+    call_lines,
+    episode_rewards,
+    step_lines,
+    summarise,
+)
+from ..console import Exit, answer, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from ...tapes.store.store import Store, Summary
+
+EXAMPLE = """
+tapereel show runs/demo
+tapereel show runs/demo --split eval --status finished --last 50
+tapereel show runs/demo 019a3c --calls
+tapereel show runs/demo --taught runs/demo/checkpoints/update-000440
+tapereel show tape.json --json
+"""
+
+LONGEST = 4000
+"""Characters of a step that are shown where nobody asks for all."""
+TASK = 16
+"""Characters of a task's name in a list."""
+RUNNING = "running"
+"""In place of a status, for a tape without an end."""
+_STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
+_STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory, or a tape written as one JSON document")
+    parser.add_argument("tape", nargs="?", help="id of a tape, or the start of one; without it, the tapes are listed")
+    parser.add_argument(
+        "--status",
+        choices=[*(status.value for status in Status), RUNNING],
+        metavar="STATUS",
+        help="list only tapes that ended so (`finished`, `error`, ...) or are `running`",
+    )
+    parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
+    parser.add_argument("--last", type=int, default=20, metavar="N", help="list the newest N that fit (default 20)")
+    parser.add_argument(
+        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (its directory) was trained on"
+    )
+    parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help=f"show every step of a tape whole, not only its first {LONGEST:,} characters",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.last < 0:
+        raise UsageError(f"--last is {args.last}; it must be 0 or more")
+    path = Path(args.run)
+    if path.is_file():
+        if args.tape is not None:
+            raise UsageError(f"{path} is one tape; name no other beside it")
+        try:
+            document = from_json(path.read_bytes())
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{path} is no tape that was written as JSON: {error}") from error
+        if not isinstance(document, dict) or "records" not in document:
+            raise UsageError(f"{path} is no tape that was written as JSON: it has no `records`")
+        _show_tape(args, Tape.model_validate(document))
+        return Exit.HOLDS
+    from ...tapes.store.store import Store
+
+    with Store.open(path) as store:
+        if args.tape is not None:
+            _show_tape(args, store.tape(args.tape))
+        else:
+            running = args.status == RUNNING
+            found = store.summaries(
+                status=None if running else args.status, split=args.split, closed=False if running else None
+            )
+            if args.taught is not None:
+                teachers = _teachers(store, Path(args.taught))
+                found = [summary for summary in found if summary.id in teachers]
+            _show_list(args, found)
+    return Exit.HOLDS
+
+
+def _teachers(store: Store, checkpoint: Path) -> Collection[str]:
+    """Tapes with a token that an update of the checkpoint trained on."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{checkpoint} is no checkpoint, its state.json can't be read: {error}") from error
+
+
+def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
+    summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
+    shown: list[RenderableType] = [*_head(tape, summary), _step_table(steps, None if args.full else LONGEST)]
+    if args.calls:
+        shown.append(_call_table(tape.id, calls))
+    episode = episode_rewards(tape)
+    if episode:
+        shown.append(safe("for the episode: " + _numbers(episode)))
+    data = {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}
+    answer(args, data, *shown)
+
+
+def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
+    newest = every[-args.last :] if args.last > 0 else []
+    counts = dict(Counter(summary.status or RUNNING for summary in every).most_common())
+    scored = [summary.reward for summary in every if summary.reward is not None]
+    mean = sum(scored) / len(scored) if scored else None
+    told = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none fits"
+    line = f"{counted(len(every), 'tape')} ({told})"
+    if mean is not None:
+        line += f"; mean reward {mean:.3f} over {len(scored)} scored"
+    data = {
+        "run": str(args.run),
+        "count": len(every),
+        "statuses": counts,
+        "mean_reward": mean,
+        "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest],
+    }
+    answer(args, data, _list_table(newest), safe(line))
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(safe(text), style)
+
+
+def _list_table(summaries: list[Summary]) -> Table:
+    made = table(
+        "tape",
+        "began",
+        "task",
+        "split",
+        "status",
+        "#reward",
+        "#turns",
+        "#tokens",
+        "agent",
+        "group",
+        fold=("task", "split", "status", "agent", "group"),
+    )
+    for s in summaries:
+        group = f"{s.group}/{s.attempt}" if s.group is not None else ""
+        made.add_row(
+            _text(s.id),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
+            _text(_task(s)),
+            _text(s.split),
+            _status(s.status, s.cause),
+            number(s.reward),
+            str(s.actions),
+            str(s.sampled),
+            _text(s.agent),
+            _text(group),
+        )
+    return made
+
+
+def _task(s: Summary) -> str:
+    """A task's name, as far as there is room; the start of its hash where it has none."""
+    if not s.task:
+        return s.task_hash[:8]
+    return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
+
+
+def _head(tape: Tape, s: TapeSummary) -> list[Text]:
+    first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
+    lines = [first.append(f"  reward {number(s.reward)}")]
+    about = (
+        f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
+        f"{counted(s.sampled, 'token')} sampled"
+    )
+    if s.authored:
+        about += f", {s.authored} authored"
+    lines.append(_text(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))
+    if s.parent is not None:
+        lines.append(_text(f"forked from {s.parent}"))
+    if s.cause is not None:
+        lines.append(_text(f"ended by {s.cause}", "yellow"))
+    if s.raised_at is not None:
+        lines.append(_text(f"raised at {s.raised_at}"))
+    if tape.task is not None:
+        lines.append(_text(f"task {tape.task}"))
+    return lines
+
+
+def _step_table(steps: list[StepLine], longest: int | None) -> Table:
+    made = table("#", "#turn", "by", "kind", "text", "#tokens", "#reward", fold=("by", "kind", "text", "reward"))
+    for step in steps:
+        style = _STYLE[step.role] + (" dim" if step.inherited else "")
+        earned = _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}})
+        made.add_row(
+            str(step.index),
+            str(step.turn),
+            _text(step.by),
+            _text(step.kind),
+            _text(_begin(step.text, longest), style),
+            str(step.tokens or ""),
+            _text(earned),
+        )
+    return made
+
+
+def _begin(text: str, longest: int | None) -> str:
+    """As much of it as is shown, and how to see the rest."""
+    left = 0 if longest is None else len(text) - longest
+    return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
+
+
+def _call_table(tape: str, calls: list[CallLine]) -> Table:
+    made = table(
+        "call",
+        "by",
+        "engine",
+        "#prompt",
+        "#kept",
+        "#completion",
+        "finish",
+        "#T",
+        "#log-prob",
+        "versions",
+        fold=("by", "engine", "finish", "versions"),
+    )
+    for c in calls:
+        versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
+        made.add_row(
+            _text(c.call.removeprefix(tape)),
+            _text(c.by),
+            _text(c.engine),
+            _count(c.prompt),
+            str(c.kept),
+            _count(c.completion),
+            _text(c.finish or ""),
+            f"{c.temperature:g}",
+            number(c.mean_logprob),
+            _text(versions + (f"; new row: {c.split}" if c.split else "")),
+        )
+    return made
+
+
+def _status(status: str | None, cause: str | None) -> Text:
+    status = status or RUNNING
+    word = status if cause is None else f"{status} ({cause.split(':')[0]})"
+    return _text(word, _STATUS_STYLE.get(status, "red"))
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _numbers(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())

@@ -1,0 +1,91 @@
+"""`tapereel view`: look at a run in the browser, from a server on this machine or from files that need none."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from ...tapes.errors import UsageError
+from ...tapes.view import RunView
+from ..console import Exit, answer, say
+from ..progress_bars import live_progress
+from ..signals import told_to_end
+
+EXAMPLE = """
+tapereel view runs/demo
+tapereel view runs/demo --port 8123 --no-browser
+tapereel view runs/demo --out runs/demo-view --last 500
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory; a run at work is shown as it grows")
+    parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default: this machine only; anything else asks for a token)",
+    )
+    parser.add_argument("--token", help="the token to ask for, at least 16 letters and digits (default: a new one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
+    parser.add_argument(
+        "--weights",
+        metavar="DIR",
+        help="a checkpoint or model folder: its probability of each token over that at sampling",
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
+    parser.add_argument("--out", metavar="DIR", help="write the view as files to DIR instead, to open or to host")
+    parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
+    parser.add_argument("--last", type=int, metavar="N", help="with --out: only the newest N tapes")
+
+
+def run(args: argparse.Namespace) -> int:
+    insight = functools.partial(args.insight, weights=args.weights, tokenizer=args.tokenizer)
+    if not 0 <= args.port < 65536:
+        raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
+    for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
+        if folder is not None and not Path(folder).is_dir():
+            raise UsageError(f"{flag} {folder}: there is no such folder")
+    with RunView(args.run, insight=insight) as view:
+        if args.out is not None:
+            from ...tapes.view.bundle import write_bundle
+
+            with live_progress() as progress:
+                written = write_bundle(view, Path(args.out), tapes=args.tape, last=args.last, progress=progress)
+            answer(
+                args,
+                written,
+                f"{written['tapes']} tapes in {written['files']} files, {written['bytes']:,} bytes: "
+                f"open {written['index']}",
+            )
+            return Exit.HOLDS
+        if args.tape or args.last is not None:
+            raise UsageError("--tape and --last say what --out writes; give --out DIR, or filter in the browser")
+        from ...tapes.view.view_server import Server
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(args, Server(view, args.host, args.token)))
+    return Exit.HOLDS
+
+
+async def _serve(args: argparse.Namespace, server: Any) -> None:
+    stop = told_to_end()
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(server.serving(args.port))
+        except OSError as error:
+            raise UsageError(
+                f"can't listen on {args.host}, port {args.port or 'any'} ({error.strerror or error}): "
+                "give an address of this machine and a free port by --host and --port"
+            ) from error
+        answer(args, {"url": server.url, "run": str(args.run)}, server.url)
+        say("press Ctrl-C to stop")
+        if not args.no_browser:
+            await asyncio.to_thread(webbrowser.open, server.url)
+        await stop.wait()

@@ -1,0 +1,60 @@
+"""Live progress on stderr: bars on a terminal, a line of text every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..tapes.common.progress import Progress
+from ..tapes.common.text import safe
+from .console import console_for, say
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def live_progress() -> Iterator[Progress]:
+    """Shows a line per phase, live, on a terminal; elsewhere prints one now and then, and at each phase's end."""
+    if sys.stderr.isatty():
+        with _bars() as report:
+            yield report
+    else:
+        yield _lines()
+
+
+def _lines() -> Progress:
+    last = {"at": 0.0, "phase": ""}
+
+    def report(phase: str, done: int, of: int, note: str) -> None:
+        now = time.monotonic()
+        if phase != last["phase"] or done == of or now - last["at"] > SECONDS_BETWEEN_LINES:
+            last.update(at=now, phase=phase)
+            say(safe(f"{phase}: {done}/{of} {note}".rstrip()))
+
+    return report
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console_for(sys.stderr)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, done: int, of: int, note: str) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(safe(phase), total=of, note="")
+            bars.update(tasks[phase], completed=done, total=of, note=safe(note))
+
+        yield report

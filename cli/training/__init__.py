@@ -1,0 +1,1 @@
+"""Verbs that train a model and evaluate recorded episodes."""

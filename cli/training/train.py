@@ -1,0 +1,90 @@
+"""`tapereel train`: the async loop on your agent, environment, tasks and model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from ...finetune.report.run_report import UNTAUGHT, command
+from ...tapes.common.config import add_config_arguments, dump_config, load_config
+from ...tapes.common.text import counted, safe
+from ...tapes.store.run_directory import pin_line
+from ..console import Exit, answer, table
+from ..progress_bars import live_progress
+from ..rollout.run import add_scene_arguments, run_directory, scene_settings
+
+if TYPE_CHECKING:
+    from ...finetune.run.train_run import TrainSummary
+
+EXAMPLE = """
+tapereel train --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
+--model runs/digits-model --out runs/digits --set loop.updates=40
+tapereel train --config runs/digits/config.yaml --out runs/digits --resume
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    add_scene_arguments(parser)
+    add_config_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and print what it came to."""
+    from ...finetune.run.train_run import TrainConfig, train
+
+    config = load_config(TrainConfig, args.config, scene_settings(args))
+    if args.dry_run:
+        answer(args, config, dump_config(config))
+        return Exit.HOLDS
+    out = run_directory(args)
+    if int(os.environ.get("RANK", "0")):  # one of several processes, of which the first speaks
+        return _exit_code(train(config, out, resume=args.resume))
+    with live_progress() as progress:
+        summary = train(config, out, resume=args.resume, progress=progress)
+    answer(args, summary, _table(summary), *_lines(summary))
+    return _exit_code(summary)
+
+
+def _exit_code(summary: TrainSummary) -> int:
+    return Exit.HOLDS if summary.books_close and not _untaught(summary) else Exit.BROKEN
+
+
+def _untaught(summary: TrainSummary) -> bool:
+    return bool(summary.updates) and not summary.tokens["trained"] and not summary.tokens["authored_trained"]
+
+
+def _table(summary: TrainSummary) -> Any:
+    made = table("mean reward", "#before", "#after")
+    held_out = summary.held_out
+    made.add_row(
+        "the loop's first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"])
+    )
+    for path, ends in summary.agents.items():
+        made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]))
+    for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
+        if f"{prefix}after" in held_out and held_out["n"]:
+            made.add_row(
+                f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")), _number(held_out[f"{prefix}after"])
+            )
+    return made
+
+
+def _lines(summary: TrainSummary) -> list[str]:
+    seconds, tokens = summary.seconds, summary.tokens
+    return [
+        f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
+        f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
+        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
+        "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
+        *([UNTAUGHT] if _untaught(summary) else []),
+        safe(f"The model: {summary.model}"),
+        *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
+        pin_line(summary.run),
+        safe(f"Next: open {summary.report} in a browser; {command('explain', summary.run)}"),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,178 @@
+"""Arithmetic with a calculator: the environment of the demo. The agent calls the tool, then answers.
+
+The agent's words are terse, so that a tiny model learns them by the character: `c47+83` asks the calculator, which
+answers `130` (padded to `width` digits), and `a155` answers the problem. Actions are typed; `read_action` makes them of
+text. The calculator knows one sum, difference or product of two integers, and nothing is ever evaluated as code.
+Reward: component `exact`, 1.0 where the answer is the number that was asked for, else 0.0. This module knows nothing of
+models or prompts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from ...tapes.records import Status, Task
+from ...tapes.steps import Action, Observation
+from ..environment import Environment, Outcome
+from ..taskset import BadTasks, Taskset
+from .reasoning import reasoning_scorer, reasoning_tasks
+
+# Bounded operands: a product of two has at most 24 digits, so no call costs more than microseconds.
+_BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
+_NUMBER = re.compile(r"-?[0-9]{1,24}")
+_TERM = re.compile(r"[+*-]?[0-9]+")
+UNREADABLE = "?"
+"""What the calculator answers to an expression that it can't read."""
+
+
+class Problem(Observation, kind="calculator_problem"):
+    """What is to be worked out."""
+
+    text: str
+    """As `47+83+25`."""
+
+
+class Result(Observation, kind="calculator_result"):
+    """What the calculator showed."""
+
+    text: str
+    """The number, padded; `?` where the expression could not be read."""
+
+
+class Calculate(Action, kind="calculator_call"):
+    """Asks the calculator. Reads as `c47+83`."""
+
+    expression: str
+
+    def __str__(self) -> str:
+        return f"c{self.expression}"
+
+
+class FinalAnswer(Action, kind="calculator_answer"):
+    """Answers the problem and ends the episode. Reads as `a155`."""
+
+    answer: str
+
+    def __str__(self) -> str:
+        return f"a{self.answer}"
+
+
+class Calculator(Environment[Calculate | FinalAnswer]):
+    """One arithmetic problem; tasks have a public `question` and a private `answer`, an integer as text."""
+
+    kinds = (Result,)
+
+    def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
+        """width: digits that results are padded to. max_turns: the episode is truncated after so many actions.
+
+        scorer: a reasoning-gym dataset whose own scorer is reported beside the reward, as the metric `reasoning_gym`.
+        """
+        if not 0 <= width <= 100:
+            raise ValueError(f"a width of {width}: results are padded to 0 to 100 digits")
+        self.width = width
+        self.max_turns = max_turns
+        self.scorer = scorer
+        self._score = reasoning_scorer(scorer) if scorer is not None else None
+        self._answer: str | None = None
+
+    async def reset(self, task: Task) -> Problem:
+        """The question."""
+        public, private = task.public, task.private
+        if not isinstance(public, dict) or not isinstance(private, dict):
+            raise BadTasks(
+                "the calculator's tasks have a public `question` and a private `answer`, as those of "
+                f"calculator_tasks(); task {task.id or task.hash[:12]} has {public!r:.60}"
+            )
+        self._task = task
+        self._target = int(str(private["answer"]))
+        self._answer = None
+        self._turns = 0
+        return Problem(text=str(public["question"]))
+
+    async def step(self, action: Calculate | FinalAnswer) -> Outcome:
+        """A result, or the end."""
+        self._turns += 1
+        if isinstance(action, FinalAnswer):
+            self._answer = action.answer
+            return Outcome(reward=self._reward(), metrics=self._metrics(), terminated=True)
+        result = Result(text=calculate(action.expression, self.width))
+        return Outcome(result, truncated=self._turns >= self.max_turns)
+
+    async def finish(self, status: Status) -> Outcome | None:
+        """An episode that ended without an answer is wrong, which is a score: 0.0."""
+        if self._answer is not None:
+            return None
+        return Outcome(reward=self._reward(), metrics=self._metrics())
+
+    def _reward(self) -> dict[str, float]:
+        said = self._answer
+        right = said is not None and _NUMBER.fullmatch(said) is not None and int(said) == self._target
+        return {"exact": float(right)}
+
+    def _metrics(self) -> dict[str, float]:
+        return {"reasoning_gym": self._score(self._answer, self._task)} if self._score is not None else {}
+
+
+def calculate(expression: str, width: int = 0) -> str:
+    """`47+83` -> `130`: one +, - or * of two integers of at most 12 digits, padded with zeros to `width` digits.
+
+    Anything else gives `?`.
+    """
+    found = _BINARY.fullmatch(expression)
+    if found is None:
+        return UNREADABLE
+    a, operator, b = int(found[1]), found[2], int(found[3])
+    value = a + b if operator == "+" else a - b if operator == "-" else a * b
+    return f"{'-' if value < 0 else ''}{abs(value):0{width}d}"
+
+
+def read_action(text: str) -> Calculate | FinalAnswer:
+    """What a model wrote: `c...` calls the calculator, `a...` answers. Else a ValueError, with a message for the model.
+
+    `ChatAgent(parse=read_action)` is an agent for this environment.
+    """
+    head, rest = text[:1], text[1:]
+    if head == "c" and rest:
+        return Calculate(expression=rest)
+    if head == "a" and rest:
+        return FinalAnswer(answer=rest)
+    raise ValueError("write c and two numbers (c12+34) to calculate, or a and the number (a46) to answer")
+
+
+def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 2) -> Taskset:
+    """`size` distinct sums of `terms` numbers with `digits` digits, from reasoning-gym's `chain_sum` (its sums only).
+
+    Split them by hash: `train, held_out = calculator_tasks(14_000).split(0.9, 0.1)`.
+    """
+    return reasoning_tasks(
+        "chain_sum",
+        size,
+        seed,
+        keep=lambda entry: "-" not in entry["metadata"]["expression"],
+        question=lambda entry: entry["metadata"]["expression"].replace(" ", ""),
+        min_terms=terms,
+        max_terms=terms,
+        min_digits=digits,
+        max_digits=digits,
+    )
+
+
+def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, bad: float = 0.7, width: int = 3) -> str:
+    """What an imperfect demonstrator writes next, having seen `results` of its calculator calls so far.
+
+    Of its episodes the share `bad / 2` answers a random number without a call, `bad / 2` answers the result of the
+    first call, and the rest works the question out from left to right and answers right. The choice is drawn anew each
+    turn, at odds that make these shares, so nothing has to be remembered between turns.
+    """
+    terms = _TERM.findall(question)
+    if "".join(terms) != question or len(terms) < 2:
+        raise BadTasks(f"the demonstrator works from left to right through sums like 47+83+25, not {question!r}")
+    half = bad / 2
+    calls = len(results)
+    if calls == 0 and rng.random() < half:
+        return f"a{rng.randrange(10**width):0{width}d}"
+    if calls == len(terms) - 1 or (calls == 1 and rng.random() < half / (1 - half)):
+        return f"a{results[-1]}"
+    return f"c{results[-1] if results else terms[0]}{terms[calls + 1]}"

@@ -1,0 +1,247 @@
+"""GymEnvironment: any gymnasium environment as one of ours.
+
+Discrete and text spaces, and tuples, dicts and arrays of discrete ones, need no codec; for anything else (boxes of
+floats, pictures) you say how an observation is shown and what an action means. Its randomness is seeded from
+`self.rng`, so the members of a group start alike. gymnasium is imported when an environment is made. This module knows
+nothing of agents.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from ...tapes.errors import MissingExtra, TapereelError
+from ...tapes.records import Task
+from ...tapes.steps import Action, Observation
+from ..environment import Environment, Outcome
+
+Observe = Callable[[Any, Any], Observation]
+"""(observation, gymnasium environment) -> what the agent sees. May ask the environment to render."""
+Act = Callable[[Any, Any], Any]
+"""(action, gymnasium environment) -> what `env.step` takes. A ValueError is told to the agent, and nothing moves."""
+
+
+class GymObservation(Observation, kind="gym_observation"):
+    """What a gymnasium environment showed, as plain values."""
+
+    value: JsonValue
+
+    def __str__(self) -> str:
+        return self.value if isinstance(self.value, str) else to_json(self.value).decode()
+
+
+class GymAction(Action, kind="gym_action"):
+    """An element of the action space, as plain values: 2 for `Discrete`, a list for `Tuple` and `MultiDiscrete`."""
+
+    value: JsonValue
+
+    def __str__(self) -> str:
+        return self.value if isinstance(self.value, str) else to_json(self.value).decode()
+
+
+class GymRefusal(Observation, kind="gym_refusal"):
+    """The last action is none that this environment takes; nothing has changed."""
+
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class CodecNeeded(TapereelError, TypeError):
+    """A space that has no plain form; names the space and the codec to give."""
+
+
+class GymEnvironment(Environment[Any]):
+    """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a function that makes one.
+
+    A task is None (the start is drawn from `self.rng`), an int (the seed of the start) or a dict: the `options` of
+    gymnasium's `reset`, with `seed` if you like, and `make` for arguments of `gymnasium.make` that this task wants
+    (they go before those given here). Every step is scored, since gymnasium's always are; an action outside the action
+    space earns 0.0 and a `GymRefusal`.
+    """
+
+    blocking = True
+    kinds = (GymAction, GymObservation, GymRefusal)
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        /,
+        *,
+        observe: Observe | None = None,
+        act: Act | None = None,
+        metrics: Sequence[str] = (),
+        **make: Any,
+    ) -> None:
+        """observe, act: codecs, where the spaces have no plain form. metrics: numbers of gymnasium's `info` to record.
+
+        make: arguments of `gymnasium.make`, for every task.
+        """
+        if importlib.util.find_spec("gymnasium") is None:
+            raise MissingExtra("gymnasium", "gym", "GymEnvironment")
+        if make and callable(env):
+            raise TypeError(
+                f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment; "
+                "let the function pass them"
+            )
+        self.env = env
+        self.observe = observe
+        self.act = act
+        self.metrics = tuple(metrics)
+        self.make = make
+        self._env: Any = None
+        self._env_make: dict[str, Any] = {}
+
+    async def reset(self, task: Any) -> Observation:
+        """Make the environment on the first call, and again for a task that wants another; start it."""
+        seed, options, make = _start(task)
+        if self._env is None or make != self._env_make:
+            await self.close()
+            self._env = None
+            self._env, self._env_make = self._made(make), make
+        seed = self.rng.getrandbits(31) if seed is None else seed
+        observation, _ = self._env.reset(seed=seed, options=options)
+        return self._shown(observation)
+
+    async def step(self, action: Action) -> Outcome:
+        """One `env.step`."""
+        try:
+            native = self._native(action)
+        except ValueError as error:
+            # The return of an agent that never does anything is 0.0, as in gymnasium; not unknown.
+            return Outcome(GymRefusal(problem=str(error)), reward=0.0)
+        observation, reward, terminated, truncated, info = self._env.step(native)
+        return Outcome(
+            self._shown(observation),
+            reward=float(reward),
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            metrics={name: float(info[name]) for name in self.metrics if name in info},
+        )
+
+    async def close(self) -> None:
+        """Close what was made."""
+        if self._env is not None:
+            self._env.close()
+
+    def _made(self, make: dict[str, Any]) -> Any:
+        if callable(self.env):
+            if make:
+                raise TypeError(
+                    f"the task gives gymnasium.make {sorted(make)}, but a function makes this environment; "
+                    "name the environment by its id instead, or leave them out of the task's `make`"
+                )
+            return self.env()
+        import gymnasium
+
+        if not make:
+            return gymnasium.make(self.env, **self.make)
+        try:
+            return gymnasium.make(self.env, **{**self.make, **make})
+        except Exception as error:  # gymnasium hands on whatever the environment's own code raises
+            given = ", ".join(f"{name}={value!r:.80}" for name, value in make.items())
+            raise TypeError(
+                f"gymnasium.make({self.env!r}) refuses what the task gives it ({given}): "
+                f"{type(error).__name__}: {error}; correct the task's `make`"
+            ) from error
+
+    def _shown(self, observation: Any) -> Observation:
+        if self.observe is not None:
+            return self.observe(observation, self._env)
+        return GymObservation(value=plain(observation, self._env.observation_space))
+
+    def _native(self, action: Action) -> Any:
+        if self.act is not None:
+            return self.act(action, self._env)
+        if not isinstance(action, GymAction):
+            raise CodecNeeded(
+                f"{type(action).__qualname__} is no GymAction; tell GymEnvironment what it means: "
+                "act=lambda action, env: ..."
+            )
+        space = self._env.action_space
+        value = native(action.value, space)
+        if not space.contains(value):
+            raise _no_action(action.value, space)
+        return value
+
+
+def plain(value: Any, space: Any) -> JsonValue:
+    """An element of a gymnasium space as JSON values. CodecNeeded where the space has no plain form."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return int(value)
+    if isinstance(space, spaces.Text):
+        return str(value)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        return value.tolist()
+    if isinstance(space, spaces.Tuple):
+        return [plain(part, of) for part, of in zip(value, space.spaces, strict=True)]
+    if isinstance(space, spaces.Dict):
+        return {key: plain(value[key], of) for key, of in space.spaces.items()}
+    raise CodecNeeded(
+        f"the observation space {space} has no plain form; say what the agent sees: "
+        "observe=lambda observation, env: Text(text=...)"
+    )
+
+
+def native(value: JsonValue, space: Any) -> Any:
+    """The opposite of `plain`. ValueError where the value doesn't have the space's form."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete) and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(space, spaces.Text) and isinstance(value, str):
+        return value
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and isinstance(value, list):
+        return _whole(value, space)
+    if isinstance(space, spaces.Tuple) and isinstance(value, list) and len(value) == len(space.spaces):
+        return tuple(native(part, of) for part, of in zip(value, space.spaces, strict=True))
+    if isinstance(space, spaces.Dict) and isinstance(value, dict) and value.keys() == space.spaces.keys():
+        return {key: native(part, space.spaces[key]) for key, part in value.items()}
+    known = spaces.Discrete, spaces.Text, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple, spaces.Dict
+    if not isinstance(space, known):
+        raise CodecNeeded(
+            f"the action space {space} has no plain form; say what an action means: act=lambda action, env: ..."
+        )
+    raise _no_action(value, space)
+
+
+def _whole(value: list[JsonValue], space: Any) -> Any:
+    import numpy as np
+
+    try:
+        # A cast alone would take 1.5 for 1.
+        if np.array(value).dtype.kind in "iu":
+            return np.array(value, dtype=space.dtype)
+    except (ValueError, OverflowError):  # ragged; too large for the space's type
+        pass
+    raise _no_action(value, space)
+
+
+def _no_action(value: JsonValue, space: Any) -> ValueError:
+    return ValueError(f"{to_json(value).decode()} is no action here; the actions are {space}")
+
+
+def _start(task: Any) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
+    """Seed and options of `env.reset`, and the task's own arguments of `gymnasium.make`."""
+    given = task.private if isinstance(task, Task) else task
+    if given is None:
+        return None, None, {}
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given, None, {}
+    if isinstance(given, dict):
+        options: dict[str, Any] = dict(given)
+        seed, make = options.pop("seed", None), options.pop("make", {})
+        if not isinstance(make, dict):
+            raise TypeError(
+                f"`make` of a task of GymEnvironment is a dict of gymnasium.make's arguments by name, not {make!r:.80}"
+            )
+        return seed, options or None, make
+    raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (reset's options), not {given!r:.80}")

@@ -1,0 +1,385 @@
+"""Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
+
+The protocol is that of the official SDK, in its versions 1 and 2 (the extra `mcp`). A server that is gone is the
+environment's fault (`ToolsLost`); what a tool of it reports as an error is a result. What a server says of its tools
+(names, descriptions, hints, results) is text of a stranger: it is shown to the model and believed by nobody, except for
+hints, where no effect is declared. This module knows nothing of agents and models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import JsonValue
+
+from ...tapes.errors import MissingExtra
+from ..environment import Effect
+from .tools import CHARACTERS, SECONDS, BadTool, Tool, ToolFailed, ToolsLost, as_text, in_thread, worst
+
+START_SECONDS = 60.0
+"""That a server may take to start and to list its tools: one that is fetched first takes long."""
+STOP_SECONDS = 10.0
+PING_SECONDS = 5.0
+CONNECTION_CLOSED = -32000
+"""Code of the error by which the SDK tells that the other side hung up."""
+
+Connect = Callable[[], AbstractAsyncContextManager[Any]]
+"""Opens a session of the SDK: a `ClientSession`, or what has its `list_tools` and `call_tool`, initialized."""
+
+
+class McpServer:
+    """A source of tools for `ToolEnvironment`: `McpServer.stdio("npx", "-y", "some-server")`, `McpServer.http(url)`.
+
+    Each episode has a session of its own, and over stdio a process of its own, unless it is `shared`: then one session
+    serves all episodes of an event loop at once, until that loop ends or `stop()` is called.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        name: str,
+        effect: Effect | None = None,
+        effects: Mapping[str, Effect] | None = None,
+        only: Sequence[str] | None = None,
+        shared: bool = False,
+        timeout: float = SECONDS,
+        start_timeout: float = START_SECONDS,
+        limit: int = CHARACTERS,
+    ) -> None:
+        """
+        name: of the server, in errors.
+        effect: of every tool that `effects` doesn't name. None: what the server hints (`readOnlyHint` is pure,
+            `idempotentHint` idempotent), and irreversible where it doesn't; ahead of the first session it counts as
+            irreversible, so declare it where tapes are to be executed again.
+        only: names of the tools to offer; None for all.
+        timeout: seconds of one call; start_timeout: of starting and listing. limit: characters of a result.
+        """
+        self.name = name
+        self._connect = connect
+        self._declared: Effect | None = effect
+        self._effects: dict[str, Effect] = dict(effects or {})
+        self._only = tuple(only) if only is not None else None
+        self._shared = shared
+        self._timeout, self._start_timeout, self._limit = timeout, start_timeout, limit
+        self._session: _Session | None = None
+        self._tools: tuple[Tool, ...] | None = None
+        self._opening: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    @classmethod
+    def stdio(
+        cls,
+        command: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> McpServer:
+        """A server that is a program. It gets a few harmless variables of this process's environment, and `env`."""
+        return cls(partial(_over_stdio, command, args, env, cwd), **{"name": command, **options})
+
+    @classmethod
+    def http(
+        cls, url: str, *, headers: Mapping[str, str] | None = None, key_variable: str | None = None, **options: Any
+    ) -> McpServer:
+        """A server at an address. key_variable: the environment variable with the bearer token that it wants; neither
+        it nor `headers` are ever recorded."""
+        name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
+        return cls(partial(_over_http, url, dict(headers or {}), key_variable), **{"name": name, **options})
+
+    @property
+    def effect(self) -> Effect:
+        if self._tools is not None:
+            return worst(tool.effect for tool in self._tools)
+        return worst([self._declared or "irreversible", *self._effects.values()])
+
+    async def open(self) -> Sequence[Tool]:
+        async with self._lock():
+            if self._session is None or not self._session.alive:
+                self._session = await _Session.begin(self._connect, self.name, self._start_timeout)
+                self._tools = tuple(self._tool(found, self._session) for found in self._chosen(self._session.tools))
+        assert self._tools is not None
+        return self._tools
+
+    async def close(self) -> None:
+        if not self._shared:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End the session, a shared one too."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.end()
+
+    def _lock(self) -> asyncio.Lock:
+        """One for each event loop: a shared server outlives the loop it was first opened in."""
+        loop = asyncio.get_running_loop()
+        if self._opening is None or self._opening[0] is not loop:
+            self._opening = loop, asyncio.Lock()
+        return self._opening[1]
+
+    def _chosen(self, found: Sequence[Any]) -> list[Any]:
+        if self._only is None:
+            return list(found)
+        by_name = {tool.name: tool for tool in found}
+        missing = [name for name in self._only if name not in by_name]
+        if missing:
+            raise BadTool(f"MCP server {self.name} has no tool {missing[0]!r}; it has {', '.join(by_name) or 'none'}")
+        return [by_name[name] for name in self._only]
+
+    def _tool(self, found: Any, session: _Session) -> Tool:
+        return Tool(
+            name=found.name,
+            description=found.description or "",
+            parameters=_field(found, "input_schema", "inputSchema") or {"type": "object", "properties": {}},
+            call=partial(session.call, found.name),
+            effect=self._effect_of(found),
+            timeout=self._timeout,
+            limit=self._limit,
+        )
+
+    def _effect_of(self, found: Any) -> Effect:
+        if found.name in self._effects:
+            return self._effects[found.name]
+        if self._declared is not None:
+            return self._declared
+        hints = found.annotations
+        if _field(hints, "read_only_hint", "readOnlyHint"):
+            return "pure"
+        return "idempotent" if _field(hints, "idempotent_hint", "idempotentHint") else "irreversible"
+
+
+class _Session:
+    """One connection, held by a task of its own: the SDK wants it closed by the task that opened it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tools: list[Any] = []
+        self._client: Any = None
+        self._leave = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._lost = False
+        self._owner: asyncio.Task[None]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used, by this event loop."""
+        return self._loop is asyncio.get_running_loop() and not self._owner.done() and not self._lost
+
+    @classmethod
+    async def begin(cls, connect: Connect, name: str, seconds: float) -> _Session:
+        session = cls(name)
+        ready: asyncio.Future[None] = session._loop.create_future()
+        session._owner = asyncio.create_task(session._hold(connect, ready), name=f"mcp {name}")
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(ready)
+        except TimeoutError as error:
+            await session.end()
+            raise ToolsLost(f"MCP server {name} was not ready in {seconds:g} s") from error
+        except asyncio.CancelledError:
+            await session.end()
+            raise
+        return session
+
+    async def _hold(self, connect: Connect, ready: asyncio.Future[None]) -> None:
+        try:
+            async with connect() as self._client:
+                self.tools = await _listed(self._client)
+                ready.set_result(None)
+                await self._leave.wait()
+        except Exception as error:
+            self._lost = True
+            if not ready.done():
+                cause = _innermost(error)
+                lost = (
+                    cause
+                    if isinstance(cause, MissingExtra)
+                    else ToolsLost(f"MCP server {self.name} can't be used: {type(cause).__name__}: {cause}")
+                )
+                ready.set_exception(lost)
+                ready.exception()  # whoever began it may have gone
+
+    async def end(self) -> None:
+        """Close it, and wait for that; by force where it takes too long."""
+        self._leave.set()
+        if self._loop is not asyncio.get_running_loop():
+            return  # it ended with its loop
+        patience = STOP_SECONDS if self._client is not None else 0
+        done, _ = await asyncio.wait({self._owner}, timeout=patience)
+        if not done:
+            self._owner.cancel()
+            await asyncio.wait({self._owner}, timeout=STOP_SECONDS)
+
+    async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str:
+        """What the tool gives. ToolFailed with what it reports as an error; ToolsLost where the server is gone."""
+        if not self.alive:
+            raise ToolsLost(f"MCP server {self.name} is gone")
+        try:
+            result = await self._client.call_tool(tool, arguments)
+        except Exception as error:
+            cause = _innermost(error)
+            if getattr(getattr(cause, "error", None), "code", None) == CONNECTION_CLOSED or not await self._answers():
+                self._lost = True
+                self._leave.set()
+                what = f"{type(cause).__name__}: {cause}"
+                raise ToolsLost(f"MCP server {self.name} is gone: calling {tool} gave {what}") from error
+            raise ToolFailed(str(cause) or type(cause).__name__) from error
+        text = "\n".join(map(_block, result.content))
+        if not result.content:
+            text = as_text(_field(result, "structured_content", "structuredContent"))
+        if _field(result, "is_error", "isError"):
+            raise ToolFailed(text)
+        return text
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                await self._client.send_ping()
+        except Exception:  # whatever it is: nobody is there who answers
+            return False
+        return True
+
+
+async def _listed(client: Any) -> list[Any]:
+    """Every tool, page by page."""
+    tools: list[Any] = []
+    seen: set[str] = set()
+    page = await client.list_tools()
+    while True:
+        tools += page.tools
+        cursor = _field(page, "next_cursor", "nextCursor")
+        if cursor is None:
+            return tools
+        if cursor in seen:
+            raise ValueError(f"it lists its tools in a circle, from {cursor!r} on")
+        seen.add(cursor)
+        if "params" in inspect.signature(client.list_tools).parameters:
+            from mcp.types import PaginatedRequestParams
+
+            page = await client.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        else:
+            page = await client.list_tools(cursor)
+
+
+def _field(thing: Any, new: str, old: str) -> Any:
+    """A field by the name that version 2 of the SDK has for it, or version 1."""
+    return getattr(thing, new, None) if hasattr(thing, new) else getattr(thing, old, None)
+
+
+def _block(block: Any) -> str:
+    """One part of a result, as text."""
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        inside = block.resource
+        text = getattr(inside, "text", None)
+        return text if text is not None else f"[{inside.uri}: {len(inside.blob):,} characters of base64, not shown]"
+    if block.type == "resource_link":
+        return f"[{block.name}: {block.uri}]"
+    mime = _field(block, "mime_type", "mimeType")
+    return f"[{block.type} {mime}: {len(block.data):,} characters of base64, not shown]"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _First(logging.Filter):
+    """Lets the first line through that was no message, and none after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Failed to parse"):
+            return True
+        found, self.found = self.found, True
+        record.exc_info = record.exc_text = None
+        return not found
+
+
+@contextmanager
+def _sparing() -> Iterator[None]:
+    """The SDK logs a traceback for every line of a server that is no message, of which there may be millions."""
+    logger, first = logging.getLogger("mcp.client.stdio"), _First()
+    logger.addFilter(first)
+    try:
+        yield
+    finally:
+        logger.removeFilter(first)
+
+
+@asynccontextmanager
+async def _over_stdio(
+    command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None
+) -> AsyncIterator[Any]:
+    sdk = await in_thread(_sdk)  # a second of importing, which must not hold up other episodes
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    server = StdioServerParameters(
+        command=command,
+        args=list(args),
+        env=dict(env) if env is not None else None,
+        cwd=os.fspath(cwd) if cwd is not None else None,
+    )
+    with tempfile.TemporaryFile("w+", errors="replace") as told, _sparing():
+        try:
+            async with stdio_client(server, errlog=told) as (read, write), sdk(read, write) as session:
+                try:
+                    await session.initialize()
+                except Exception as error:
+                    told.seek(max(0, told.tell() - 1000))
+                    said = told.read().strip()
+                    raise ConnectionError(f"{_innermost(error)}; it said: {said or 'nothing'}") from error
+                yield session
+        finally:
+            with contextlib.suppress(OSError):
+                told.truncate(0)
+
+
+@asynccontextmanager
+async def _over_http(url: str, headers: dict[str, str], key_variable: str | None) -> AsyncIterator[Any]:
+    sdk = await in_thread(_sdk)  # a second of importing, which must not hold up other episodes
+    from mcp.client import streamable_http as transport
+
+    if key_variable is not None:
+        key = os.environ.get(key_variable)
+        if not key:
+            raise ValueError(f"the environment variable {key_variable}, which holds the token of {url}, isn't set")
+        headers = {**headers, "Authorization": f"Bearer {key}"}
+    async with contextlib.AsyncExitStack() as stack:
+        if hasattr(transport, "streamable_http_client"):
+            from mcp.shared._httpx_utils import create_mcp_http_client
+
+            client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
+            streams = await stack.enter_async_context(transport.streamable_http_client(url, http_client=client))
+        else:
+            older: Any = transport
+            streams = await stack.enter_async_context(older.streamablehttp_client(url, headers=headers))
+        session = await stack.enter_async_context(sdk(streams[0], streams[1]))
+        await session.initialize()
+        yield session
+
+
+def _sdk() -> Any:
+    try:
+        import mcp.client.stdio
+        import mcp.client.streamable_http  # noqa: F401
+        from mcp import ClientSession
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "mcp", "mcp", "an MCP server") from error
+    return ClientSession

@@ -1,0 +1,407 @@
+"""check_env: does an environment keep its promises? Plays it, and says in sentences what a maintainer should mend.
+
+It needs a factory, a few tasks and a policy that acts. What it finds it reports; it never raises for what is the
+environment's fault, and never waits for ever. It knows nothing of agents, models or files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ...tapes import Tape
+from ...tapes.errors import Unwritable
+from ...tapes.messages import ENV
+from ...tapes.records import Begin, Identity, StepRecord, Task, parse_record
+from ...tapes.steps import Action, Step, role_of
+from ..environment import Environment, Outcome
+from ..taskset import BadTasks
+from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
+
+CHECKS = {
+    "raises": "no method raises",
+    "types": "every method is async and gives what its contract says",
+    "hangs": "every call comes back in time",
+    "blocks": "no call holds the event loop",
+    "close": "close works, also when reset never ran",
+    "records": "every step can be written on a tape and read back",
+    "rewards": "episodes are scored, within the range that was promised",
+    "determinism": "the same seed and actions give the same episode",
+    "concurrency": "instances don't disturb each other",
+    "restore": "a tape's prefix brings a fresh instance to where the tape was",
+    "cancellation": "a call that is cancelled stops",
+    "leaks": "an episode that is closed leaves no task, thread or open file behind",
+}
+"""Check -> what holds when it is ok."""
+_MORE = 4
+"""Episodes that are played to see what they leave behind."""
+
+
+class Report(BaseModel):
+    """What `check_env` saw. `print(report)` for people, `report.model_dump_json()` for programs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    environment: str
+    """Class name."""
+    ok: bool
+    """No finding is an error; warnings may be."""
+    checks: dict[str, str]
+    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and why."""
+    findings: tuple[Finding, ...]
+    episodes: int
+    """Played to their end by the policy, those of later checks not counted."""
+    turns: int
+    rewards: tuple[float, float] | None
+    """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.environment}: {'ok' if self.ok else 'NOT OK'} ({self.episodes} episodes, {self.turns} turns, "
+            f"rewards {'none' if self.rewards is None else '{:g} to {:g}'.format(*self.rewards)}, "
+            f"{self.seconds:.1f} s)"
+        ]
+        for name, state in self.checks.items():
+            state, _, reason = state.partition(": ")
+            lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
+            mine = [finding for finding in self.findings if finding.check == name]
+            lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
+        return "\n".join(lines)
+
+
+def check_env(
+    factory: Callable[[], Environment[Any]],
+    tasks: Iterable[Any],
+    actions: Policy,
+    *,
+    episodes: int = 3,
+    max_turns: int = 20,
+    timeout: float = 10.0,
+    stall: float = 0.25,
+    seed: int = 0,
+    reward_range: tuple[float, float] | None = None,
+) -> Report:
+    """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then play them again in harder ways.
+
+    timeout: seconds that any call may take. stall: seconds that a call may hold the event loop. reward_range: smallest
+    and largest reward of an episode, where the environment promises them. Runs its own event loops in threads, so it
+    can be called from anywhere. An `irreversible` environment is played once per task and not again.
+    """
+    started = time.perf_counter()
+    chosen = [Task.of(task) for task in islice(tasks, episodes)]
+    if not chosen:
+        raise BadTasks("check_env needs at least one task")
+    probe = Probe(factory, actions, max_turns=max_turns, timeout=timeout, stall=stall, seed=seed)
+    plays: list[Play] = []
+    skipped = {"blocks": "it says so itself (`blocking`), and runs in a thread"} if probe.blocking else {}
+    try:
+        for k, task in enumerate(chosen):
+            plays += probe.run(lambda task=task, k=k: probe.play(task, k))
+        _check_records(probe, plays)
+        _check_rewards(probe, plays, reward_range)
+        _check_again(probe, plays, skipped)
+    except Stuck:
+        skipped = dict.fromkeys(list(CHECKS)[4:], "a call never came back") | skipped
+    return _report(probe, plays, skipped, time.perf_counter() - started)
+
+
+def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: float) -> Report:
+    checks = {name: f"skipped: {skipped[name]}" if name in skipped else "ok" for name in CHECKS}
+    for finding in probe.findings:
+        if finding.severity == "error":
+            checks[finding.check] = "failed"
+        elif checks[finding.check] != "failed":
+            checks[finding.check] = "warned"
+    ended = [play for play in plays if play.status is not None]
+    sums = [total for total in map(_total, ended) if total is not None]
+    return Report(
+        environment=probe.name,
+        ok=not any(f.severity == "error" for f in probe.findings),
+        checks=checks,
+        findings=tuple(probe.findings),
+        episodes=len(ended),
+        turns=sum(len(play.turns) for play in plays),
+        rewards=(min(sums), max(sums)) if sums else None,
+        seconds=seconds,
+    )
+
+
+def _check_records(probe: Probe, plays: list[Play]) -> None:
+    for step in (step for play in plays for step in play.steps):
+        what = f"{type(step).__qualname__} {step!r:.120}"
+        try:
+            body = _record(step)
+            back = parse_record(body)
+            same = back.content == step and back.body() == body
+            said = str(step)
+        except Unwritable as error:
+            probe.found("records", f"{what}: {error}")
+            continue
+        except Exception as error:
+            probe.found(
+                "records",
+                f"{what} can't be written on a tape: {type(error).__qualname__}: "
+                f"{str(error)[:300]}; give its fields types that JSON can hold",
+            )
+            continue
+        if not same:
+            probe.found(
+                "records",
+                f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
+                "give its fields types that survive JSON, and no NaN",
+            )
+        if not said and not isinstance(step, Action):
+            probe.found("records", f"{what} reads as an empty string: a model would see nothing", warning=True)
+
+
+def _total(play: Play) -> float | None:
+    """The reward of the tape that the episode would give."""
+    outcomes = [outcome for _, outcome in play.turns] + ([play.last] if play.last is not None else [])
+    values = [value for outcome in outcomes for value in _reward(outcome).values()]
+    return sum(values) if values else None
+
+
+def _reward(outcome: Outcome) -> dict[str, float]:
+    if isinstance(outcome.reward, dict):
+        return outcome.reward
+    return {} if outcome.reward is None else {"reward": outcome.reward}
+
+
+def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float] | None) -> None:
+    for play in plays:
+        total = _total(play)
+        if play.status is None:
+            continue
+        if total is None:
+            probe.found(
+                "rewards",
+                f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no "
+                "reward, so it would not be trained on; score its last action, or define `finish`",
+                warning=True,
+            )
+        elif promised is not None and not promised[0] <= total <= promised[1]:
+            probe.found(
+                "rewards",
+                f"an episode earned {total:g}, outside the promised {promised[0]:g} to "
+                f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); mend "
+                "the reward, or the promise",
+            )
+
+
+def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
+    """What needs more episodes than the first ones."""
+    again = ("determinism", "concurrency", "restore")
+    after = (*again, "cancellation", "leaks")
+    whole = [(k, play) for k, play in enumerate(plays) if play.status is not None]
+    if probe.effect == "irreversible":
+        skipped |= dict.fromkeys(after, "the environment is irreversible")
+    elif not whole:
+        skipped |= dict.fromkeys(("rewards", *after), "no episode came to its end")
+    elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
+        skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
+    else:
+        _check_determinism(probe, whole)
+        if any(finding.check == "determinism" for finding in probe.findings):
+            skipped |= dict.fromkeys(again[1:], "episodes can't be compared while determinism fails")
+        else:
+            _check_concurrency(probe, whole)
+            _check_restore(probe, *max(whole, key=lambda one: len(one[1].turns)))
+        if probe.blocking:
+            skipped["cancellation"] = "a call in a thread can't be cancelled"
+        elif not _check_cancellation(probe, *whole[0]):
+            skipped["cancellation"] = "no call ever waits, so there is nothing to cancel"
+        _check_leaks(probe, *whole[0])
+    probe.run(lambda: probe.close(probe.unused))
+
+
+def _replayed(probe: Probe, k: int, play: Play) -> Callable[[], Any]:
+    script = [action for action, _ in play.turns]
+    return lambda: probe.play(play.task, k, script=script)
+
+
+def _check_determinism(probe: Probe, plays: list[tuple[int, Play]]) -> None:
+    for k, play in plays:
+        (second,) = probe.run(_replayed(probe, k, play))
+        difference = _difference(play, second)
+        if difference:
+            probe.found(
+                "determinism",
+                f"played twice with the same seed and actions, {difference}; draw every random "
+                "number from `self.rng`, or from a generator seeded with it in `reset`",
+            )
+
+
+def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
+    together = [plays[k % len(plays)] for k in range(max(3, len(plays)))]
+    results = probe.run(*(_replayed(probe, k, play) for k, play in together))
+    for (_, alone), beside in zip(together, results, strict=True):
+        difference = _difference(alone, beside)
+        if difference:
+            probe.found(
+                "concurrency",
+                f"beside other instances the episode went otherwise: {difference}; keep state "
+                "on the instance, not on its class, its module or a shared object",
+            )
+
+
+def _check_leaks(probe: Probe, k: int, play: Play) -> None:
+    """What grows by one or more with every episode is left behind by it; once is a cache, and nobody's fault."""
+
+    async def several() -> tuple[dict[str, int], dict[str, int]]:
+        await _replayed(probe, k, play)()
+        before = await _held()
+        for _ in range(_MORE):
+            await _replayed(probe, k, play)()
+        return before, await _held()
+
+    ((before, after),) = probe.run(several)
+    for what, n in after.items():
+        if n - before[what] >= _MORE:
+            probe.found(
+                "leaks",
+                f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long "
+                "training run would have no more of them: end them in `close`",
+            )
+
+
+async def _held() -> dict[str, int]:
+    """What this process has open now, and this event loop."""
+    for _ in range(3):  # what was told to end comes to it
+        await asyncio.sleep(0)
+    gc.collect()
+    return {"tasks": len(asyncio.all_tasks()), "threads": threading.active_count(), "open files": _open_files()}
+
+
+def _open_files() -> int:
+    """0 where the system doesn't list them."""
+    return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+
+
+def _difference(a: Play, b: Play) -> str | None:
+    """Where the two part, or None."""
+    if b.status is None:
+        return "the second did not come to its end"
+    if a.first != b.first:
+        return f"reset gave {a.first!r:.120} and then {b.first!r:.120}"
+    for turn, ((_, one), (_, other)) in enumerate(zip(a.turns, b.turns, strict=False), 1):
+        difference = _outcomes_differ(one, other)
+        if difference:
+            return f"turn {turn} gave {difference}"
+    if a.last != b.last:
+        return f"finish gave {a.last!r:.120} and then {b.last!r:.120}"
+    return None
+
+
+def _outcomes_differ(one: Outcome, other: Outcome) -> str | None:
+    for name in ("observation", "reward", "metrics", "terminated", "truncated"):
+        first, second = getattr(one, name), getattr(other, name)
+        if first != second:
+            return f"{name} {first!r:.120} and then {second!r:.120}"
+    return None
+
+
+def _check_restore(probe: Probe, k: int, play: Play) -> None:
+    cut = len(play.turns) // 2
+    tape = _tape(Play(play.task, play.first, play.turns[:cut]), probe, k)
+    script = play.turns[cut:]
+
+    async def go_on() -> str | None:
+        env = probe.make()
+        env.rng = random.Random(probe.seed + k)
+        try:
+            await probe.call(env, "restore", play.task.given, tape, check="restore")
+            for turn, (action, recorded) in enumerate(script, cut + 1):
+                now = await probe.call(env, "step", action, check="restore")
+                if not isinstance(now, Outcome):
+                    return f"turn {turn} gave {now!r:.120}"
+                difference = _outcomes_differ(recorded, now)
+                if difference:
+                    return f"turn {turn} gave {difference}"
+        except Failed:
+            return None
+        finally:
+            await probe.close(env)
+        return None
+
+    (difference,) = probe.run(go_on)
+    if difference:
+        probe.found(
+            "restore",
+            f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than "
+            f"recorded: {difference}; `restore` must bring back all of the state, the random generator's "
+            "too",
+        )
+
+
+def _tape(play: Play, probe: Probe, k: int) -> Tape:
+    begin = Begin(
+        tape="check",
+        task=play.task,
+        task_hash=play.task.hash,
+        agent=Identity(name="policy"),
+        env=Identity(name=probe.name),
+        env_seed=probe.seed + k,
+        seed=0,
+        at=0.0,
+    )
+    steps: list[Step] = [*play.steps]
+    return Tape.of([begin.body(), *map(_record, steps)])
+
+
+def _record(step: Step) -> bytes:
+    by = "policy" if isinstance(step, Action) else ENV
+    return StepRecord(tape="check", by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
+
+
+def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
+    """Whether any call could be cancelled."""
+
+    async def cancelled(method: str) -> bool:
+        env = probe.make()
+        env.rng = random.Random(probe.seed + k)
+        try:
+            if method == "step":
+                await probe.call(env, "reset", play.task.given)
+            return await _cancel(probe, env, method, play.task.given if method == "reset" else play.turns[0][0])
+        except Failed:
+            return False
+        finally:
+            await probe.close(env)
+
+    methods = ("reset", "step") if play.turns else ("reset",)
+    waited = [probe.run(lambda method=method: cancelled(method))[0] for method in methods]
+    return any(waited)
+
+
+async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: Any) -> bool:
+    """Whether there was anything to cancel: False for a call that never waits."""
+    call = asyncio.ensure_future(getattr(env, method)(argument))
+    await asyncio.sleep(0)
+    if call.done():
+        if not call.cancelled():
+            call.exception()  # what it raises when left alone was found before
+        return False
+    call.cancel()
+    await asyncio.wait({call}, timeout=probe.timeout)
+    advice = "let CancelledError through (`except Exception` does; a bare `except` or `except BaseException` doesn't)"
+    if not call.done():
+        after = f"went on for {probe.timeout:g} s after it was cancelled"
+        probe.found("cancellation", f"{probe.name}.{method} {after}; {advice}")
+        raise Stuck
+    if call.cancelled():
+        return True
+    error = call.exception()
+    what = "finished as if nothing had happened"
+    if error is not None:
+        what = f"raised {type(error).__qualname__}: {str(error)[:200]}"
+    probe.found("cancellation", f"{probe.name}.{method} was cancelled and {what}; {advice}")
+    return True

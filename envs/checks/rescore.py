@@ -1,0 +1,244 @@
+"""Rescore: reward code runs again over recorded tapes. Nothing else does: no agent, no environment, no model.
+
+What it gives is compared with what is recorded under the same names, component by component; a component that isn't on
+the tape is new, and can be added to it as a layer. Two reward functions can be set against each other. A source that
+needs more than the tape (`pure=False`) can't be verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+from ...tapes import Tape
+from ...tapes.audit.verdict import Divergence, Failure, Likely, Verdict, diverged, unverifiable, verified
+from ...tapes.records import Reward
+from ...tapes.scoring import total
+from ...tapes.value import Value
+from ..rewards import Rewards, RewardSource
+
+
+async def rescore(
+    tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None, tolerance: float = 0.0
+) -> tuple[Verdict, list[Reward]]:
+    """(the verdict on what is recorded, the records of components that aren't).
+
+    Every component that one of these sources once gave must come again; those of other sources are not spoken of. Where
+    a source fails there are no new records, since a sum without its part would be another reward. `layer`: compare with
+    that later scoring, and name new records so; None: with what was recorded with the tape.
+    """
+    if not tape.closed:
+        return unverifiable("rescore", tape.id, "it has no end yet"), []
+    now = await rewards.score(tape, layer=layer)
+    own = tape.rewards if layer is None else [r for r in tape.layers if isinstance(r, Reward) and r.layer == layer]
+    then, given = _by_name(own), _by_name(now)
+    failed = {record.name: record for record in now if math.isnan(record.value)}
+    fresh = [] if failed else [r for r in now if r.name not in then]
+    sides, skipped, notes = _sides(then, given, failed, rewards)
+    found = [_difference(tape, *pair, tolerance) for side in sides for pair in _pairs(*side)]
+    notes += (_uncompared(tape, name, layer) for name in dict.fromkeys(r.name for r in fresh))
+    failures = tuple(map(_failure, failed.values()))
+    more: dict[str, Any] = {
+        "checked": {"rewards": 0 if failed else found.count(None)},
+        "not_checked": tuple(notes),
+        "failures": failures,
+    }
+    if (first := next(filter(None, found), None)) is not None:
+        return diverged("rescore", first, **more), fresh
+    if failures:
+        return unverifiable("rescore", tape.id, "; ".join(f.error for f in failures), **more), fresh
+    if skipped:
+        reason = f"{', '.join(sorted(skipped))} needs more than the tape (pure=False): it would be measured anew"
+        return unverifiable("rescore", tape.id, reason, **more), fresh
+    if not sides:
+        return unverifiable("rescore", tape.id, _nothing(then, given, layer), **more), fresh
+    return verified("rescore", tape.id, **more), fresh
+
+
+Scores = dict[int | None, Reward]
+"""Step (None: the episode) -> record."""
+
+
+def _sides(
+    then: dict[str, Scores], given: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
+) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
+    """(what is to be compared with what, recorded failures first; components that can't be; notes on the others)."""
+    sides: list[tuple[Scores, Scores]] = []
+    skipped: list[str] = []
+    notes: list[str] = []
+    for name in sorted(then, key=lambda name: not any(math.isnan(r.value) for r in then[name].values())):
+        source = _source(name, rewards.sources)
+        if source is None:
+            notes.append(f"reward component {name!r}: its source isn't among those that ran")
+        elif not source.pure:
+            skipped.append(name)
+        elif source.name in failed:
+            sides.append((then[name], {None: failed[source.name]}))
+        elif failed:
+            # A failure takes the weight from every record, so what the others are worth is not known now.
+            notes.append(f"reward component {name!r}: another source failed")
+        else:
+            sides.append((then[name], given.get(name, {})))
+    return sides, skipped, notes
+
+
+def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
+    """The source that gives a component: it has its name, or the part of its name before a slash."""
+    named = {source.name: source for source in sources}
+    parts = component.split("/")
+    return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
+
+
+def _failure(record: Reward) -> Failure:
+    told = record.evidence if isinstance(record.evidence, dict) else {}
+    frame = told.get("frame")
+    return Failure(source=record.name, error=str(told.get("failed")), where=frame if isinstance(frame, str) else None)
+
+
+def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
+    """By component."""
+    found: dict[str, Scores] = defaultdict(dict)
+    for record in records:
+        found[record.name][record.step] = record
+    return dict(found)
+
+
+def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None]]:
+    """What is to be compared with what: step by step or, where one side scores the episode as a whole and the other its
+    steps, the sums."""
+    if now and set(then) != set(now) and ({None} in (set(then), set(now))):
+        return [(_sum(then), _sum(now))]
+    return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
+
+
+def _sum(parts: Scores) -> Reward:
+    """One record with what all of them are worth, where the last one stands."""
+    last = list(parts.values())[-1]
+    return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
+
+
+def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
+    """Why a component of now has nothing beside it."""
+    held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
+    if held:
+        return (
+            f"reward component {name!r}: what was recorded with the tape hasn't got it, but layer "
+            f"{', '.join(map(repr, held))} has; give --layer to compare with that"
+        )
+    where = "the tape" if layer is None else f"layer {layer!r}"
+    return f"reward component {name!r}: {where} hasn't got it, so there is nothing to compare"
+
+
+def _nothing(then: Iterable[str], now: Iterable[str], layer: str | None) -> str:
+    has, gives = ", ".join(sorted(then)) or "none", ", ".join(sorted(now)) or "none"
+    where = "the tape" if layer is None else f"layer {layer!r}"
+    return f"no component to compare: {where} has {has}, this gives {gives}"
+
+
+def _worth(record: Reward | None) -> float | None:
+    """What a component adds to the reward; of a metric, its value."""
+    return None if record is None else record.value * (record.weight or 1.0)
+
+
+def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: float) -> Divergence | None:
+    a, b = _worth(then), _worth(now)
+    if a is not None and b is not None and (abs(a - b) <= tolerance or (a != a and b != b)):
+        return None
+    one = then if then is not None else now
+    assert one is not None
+    turn = tape.entries[one.step].turn if one.step is not None else None
+    failure = _failure(now) if now is not None and b != b else None
+    told = f"reward component {one.name!r} was {_number(a)}, it is now {_number(b)}"
+    return Divergence(
+        tape=tape.id,
+        turn=turn,
+        step=one.step,
+        field=f"reward.{one.name}",
+        recorded=None if a != a else a,
+        observed=None if b != b else b,
+        cause=Likely.REWARD,
+        where=failure.where if failure else None,
+        sentence=f"{told}: {failure.error}" if failure else told,
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not scored" if value is None else "a failure" if value != value else f"{value:g}"
+
+
+# Two reward functions
+
+
+class Opinion(Value):
+    """What two reward functions say of one tape."""
+
+    tape: str
+    group: str | None
+    ours: float | None
+    """None: not scored, or failed."""
+    theirs: float | None
+    failures: tuple[Failure, ...] = ()
+    """Sources of either that failed; then that one's number is None."""
+
+
+class Disagreement(Value):
+    """How two reward functions disagree."""
+
+    tapes: int
+    equal: int
+    higher: int
+    """Tapes to which the first gives more."""
+    lower: int
+    unscored: int
+    """Tapes that one of them, or both, gives no reward."""
+    failed: int
+    """Of these, tapes on which a source of one of them failed."""
+    mean_ours: float | None
+    """Over the tapes that both score."""
+    mean_theirs: float | None
+    pairs: int
+    """Pairs of attempts of one group that at least one of the two tells apart."""
+    turned: int
+    """Pairs of which the first prefers one attempt and the second the other: what training would notice most."""
+    furthest: tuple[Opinion, ...]
+    """The tapes on which they differ most."""
+
+
+async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
+    """What both say of a tape."""
+    one, two = await ours.score(tape), await theirs.score(tape)
+    return Opinion(
+        tape=tape.id,
+        group=tape.begin.group,
+        ours=total(one),
+        theirs=total(two),
+        failures=tuple(_failure(r) for r in (*one, *two) if math.isnan(r.value)),
+    )
+
+
+def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
+    """The table of two reward functions."""
+    both = [(o, o.ours, o.theirs) for o in opinions if o.ours is not None and o.theirs is not None]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for o, a, b in both:
+        if o.group is not None:
+            groups[o.group].append((a, b))
+    pairs = [(x[0] - y[0], x[1] - y[1]) for group in groups.values() for x, y in combinations(group, 2)]
+    n = len(both)
+    furthest = sorted((row for row in both if row[1] != row[2]), key=lambda row: -abs(row[1] - row[2]))
+    return Disagreement(
+        tapes=len(opinions),
+        equal=sum(a == b for _, a, b in both),
+        higher=sum(a > b for _, a, b in both),
+        lower=sum(a < b for _, a, b in both),
+        unscored=len(opinions) - n,
+        failed=sum(bool(o.failures) for o in opinions),
+        mean_ours=sum(a for _, a, _ in both) / n if n else None,
+        mean_theirs=sum(b for _, _, b in both) / n if n else None,
+        pairs=sum(a != 0 or b != 0 for a, b in pairs),
+        turned=sum(a * b < 0 for a, b in pairs),
+        furthest=tuple(o for o, _, _ in furthest[:shown]),
+    )

@@ -1,0 +1,112 @@
+"""Things by name, as a command line gives them: `package.module:name` or `path/to/file.py:name`.
+
+Loading runs the caller's own code, as importing it would. This module knows nothing of what the things are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..tapes.errors import TapereelError, UsageError
+
+
+def load_named(name: str) -> Any:
+    """The thing called `name`. Modules are looked for in the working directory too. UsageError where there is none."""
+    home, _, path = name.rpartition(":")
+    if not home or not path:
+        raise UsageError(f"{name!r} names nothing; write package.module:name or file.py:name")
+    module = _from_file(Path(home)) if home.endswith(".py") else _from_package(home)
+    try:
+        return reduce(getattr, path.split("."), module)
+    except AttributeError as error:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        near = get_close_matches(path, public)
+        # What the file defines comes before what it imports.
+        own = sorted(public, key=lambda key: getattr(vars(module)[key], "__module__", None) != module.__name__)
+        told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:20]) or 'nothing'}"
+        raise UsageError(f"{home} has no {path!r}; {told}") from error
+
+
+def listed_tasks(text: str) -> Iterable[Any]:
+    """What `--tasks` gives: a JSON list, or the name of an iterable or of a function that gives one. UsageError where
+    it is neither."""
+    if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
+        try:
+            tasks = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"--tasks is {text!r:.60}, which is no JSON: {error}") from error
+        if not isinstance(tasks, list):
+            raise UsageError(f"--tasks is {text!r:.60}; give a JSON list, as [1, 2]")
+        return tasks
+    found = load_named(text)
+    given = found() if callable(found) and not isinstance(found, Iterable) else found
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UsageError(f"--tasks {text} is {given!r:.60}; name a list of tasks, or a function that gives one")
+    return given
+
+
+def _from_package(name: str) -> ModuleType:
+    here = _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except TapereelError:
+        raise
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (name == absent or name.startswith(f"{absent}.")):
+            raise UsageError(f"there is no module {name!r} (looked in {here} too)") from error
+        raise _not_loaded(name, error) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known  # its step classes exist once
+    if known is not None:
+        raise UsageError(f"{path} would be the module {path.stem!r}, which is another one already; rename the file")
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    _look_in(Path.cwd())
+    _look_in(path.parent)  # first, as for `python path`
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[path.stem]
+        if isinstance(error, TapereelError) or not isinstance(error, Exception):
+            raise
+        raise _not_loaded(str(path), error) from error
+    return module
+
+
+def _look_in(folder: Path) -> str:
+    """Have modules looked for there; the folder."""
+    here = str(folder)
+    if here not in sys.path and not ("" in sys.path and folder == Path.cwd()):
+        sys.path.insert(0, here)
+    return here
+
+
+def _not_loaded(name: str, error: Exception) -> UsageError:
+    """Says what the caller's own code raised, and where: the line that can be mended."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen ")
+    ]
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error}{at}")

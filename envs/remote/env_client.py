@@ -1,0 +1,171 @@
+"""RemoteEnvironment: an environment on a server, which is again an Environment.
+
+A dropped connection is taken up again, with the same number for the same call, so nothing acts twice; what is refused
+for lack of a place is asked again when the server says. All waiting is bounded. An answer is used only if it is the
+one that was asked for, in a declared kind; else the episode ends as an error of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from .channel import Channel, Dropped, address, patiently, token_header
+from .declared import Declared
+from .env_protocol import PROTOCOL, Answer, Call, CloseCall, Fault, Welcome, read_answer, read_welcome
+from .proxy import Proxy
+from .remote_errors import BadAnswer, Hung, RemoteError, SessionLost, Unreachable
+
+ROUTE = "/env"
+SESSION = "Tapereel-Session"
+"""Header with the name of the session to go on with."""
+_CLOSING, _GIVEN_UP = 10.0, 1.0
+"""Seconds that closing may take there: as a rule, and after a call that had no answer."""
+
+
+class RemoteEnvironment(Proxy):
+    """`RemoteEnvironment("http://host:port", GuessNumber)`: one episode in the `GuessNumber` that is served there."""
+
+    def __init__(
+        self,
+        url: str,
+        environment: Any,
+        *,
+        key_variable: str | None = None,
+        seconds: float = 60.0,
+        patience: float = 30.0,
+        largest: int = 4 << 20,
+    ) -> None:
+        """`environment`: the class, or a `Declared`, that says which kinds of steps to expect.
+
+        key_variable: the environment variable with the server's token. seconds: the most that an answer may take once
+        the server has the call. patience: the most to wait, in each call, for a place or for a server that is not
+        there. largest: bytes of the longest message to take.
+        """
+        super().__init__(Declared.of(environment))
+        self.url = address(url)
+        self._key_variable, self._seconds, self._patience, self._largest = key_variable, seconds, patience, largest
+        self._channel: Channel | None = None
+        self._session = ""
+        self._taken = 0
+        """Bytes of the longest message that the server takes; 0 before it has told."""
+        self._sent = 0
+        """Number of the last call that was sent."""
+        self._over: str | None = None
+        """Why nothing more can be asked; None while it can."""
+
+    async def close(self) -> None:
+        """Release the environment there. One that is gone is closed: it was told by the call that found out."""
+        if self._channel is None:
+            return
+        over, self._over = self._over, self._over or "it is closed"
+        try:
+            async with asyncio.timeout(_CLOSING if over is None else _GIVEN_UP):
+                await self._close_there(self._channel)
+        except (SessionLost, Unreachable, TimeoutError):
+            return  # the server lets go of a session that nobody comes back to
+        except RemoteError:
+            if over is None:
+                raise
+        finally:
+            await self._hang_up()
+
+    async def _close_there(self, channel: Channel) -> None:
+        call = CloseCall(id=self._sent + 1)
+        await channel.send(call.encoded())
+        answer = read_answer(await channel.receive())
+        while 0 < answer.id < call.id:  # to a call that was cut off
+            answer = read_answer(await channel.receive())
+        if isinstance(answer, Fault):
+            raise self._error(answer)
+
+    async def _ask(self, call: Call) -> Answer:
+        if self._over is not None:
+            raise SessionLost(f"{self.url}: {self._over}")
+        text = call.encoded()
+        whole = asyncio.timeout(self._seconds + self._patience)
+        try:
+            async with whole:
+                return await self._until_answered(call, text)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._over = _CUT
+            if isinstance(error, TimeoutError) and whole.expired():
+                raise Hung(
+                    f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, "
+                    "interruptions included"
+                ) from error
+            raise
+        except RemoteError as error:
+            self._over = f"it failed before: {error}"
+            await self._hang_up(goodbye=False)
+            raise
+
+    async def _until_answered(self, call: Call, text: str) -> Answer:
+        until = asyncio.get_running_loop().time() + self._patience
+        while True:
+            try:
+                channel = await self._connected(until)
+                if len(text) * 4 > self._taken and len(text.encode()) > self._taken:
+                    raise BadAnswer(
+                        f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server takes "
+                        f"{self._taken}; raise its limit message_bytes"
+                    )
+                self._sent = call.id
+                await channel.send(text)
+                return await self._answer(channel, call)
+            except Dropped as error:
+                await self._hang_up(goodbye=False)
+                if asyncio.get_running_loop().time() > until:
+                    raise Unreachable(f"{self.url}: the connection breaks again and again: {error}") from error
+
+    async def _answer(self, channel: Channel, call: Call) -> Answer:
+        timer = asyncio.timeout(self._seconds)
+        try:
+            async with timer:
+                return self._read(call, await channel.receive())
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise Hung(f"{self.url}: no answer to `{call.t}` within {self._seconds:g} s") from error
+
+    async def _connected(self, until: float) -> Channel:
+        """The channel, opened again if need be, before the moment `until`."""
+        if self._channel is None:
+            self._channel = await patiently(self._open, until, self._patience)
+        return self._channel
+
+    async def _open(self) -> Channel:
+        headers = token_header(self._key_variable, self.url)
+        if self._session:
+            headers[SESSION] = self._session
+        channel = await Channel.open(self.url + ROUTE, headers=headers, largest=self._largest, protocols=(PROTOCOL,))
+        try:
+            async with asyncio.timeout(_CLOSING):
+                self._greeted(read_welcome(await channel.receive()))
+        except BaseException as error:
+            await channel.close()
+            if isinstance(error, TimeoutError):
+                raise Unreachable(f"{self.url}: connected, and no greeting within {_CLOSING:g} s") from error
+            raise
+        return channel
+
+    def _greeted(self, welcome: Welcome) -> None:
+        if welcome.protocol != PROTOCOL:
+            raise BadAnswer(f"{self.url}: it speaks {welcome.protocol[:40]!r}, not {PROTOCOL!r}")
+        self._declared.agree(welcome.name, welcome.kinds, welcome.effect)
+        if self._session and (not welcome.resumed or welcome.session != self._session):
+            raise BadAnswer(f"{self.url}: asked to go on with an episode, it began another")
+        if not 16 <= len(welcome.session) <= 128 or not welcome.session.isalnum():
+            raise BadAnswer(f"{self.url}: {welcome.session[:40]!r} is no name of a session")
+        self._session, self._taken = welcome.session, welcome.message_bytes
+
+    async def _hang_up(self, *, goodbye: bool = True) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(goodbye=goodbye)
+
+    def _there(self) -> str:
+        return self.url
+
+
+_CUT = "a call was cut off, and nobody knows what it did"

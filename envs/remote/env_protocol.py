@@ -1,0 +1,257 @@
+"""The messages between an environment and those who use it from afar: one JSON object each, in a closed union on `t`.
+
+A call has a number, and its answer the same one. Steps travel as their kind and their pydantic dump. The same messages
+go over WebSockets (`service.py`) and pipes (`worker.py`); this module knows neither.
+
+Call     reset | step | finish | restore | close
+Answer   shown | outcome | done | fault
+Greeting welcome, before anything else
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from array import array
+from sys import byteorder
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from ...tapes.records import Status, Task
+from ...tapes.steps import Action, Observation
+from ..environment import Effect, Outcome
+from .declared import Declared, brief
+from .remote_errors import BadAnswer
+
+PROTOCOL = "tapereel-env.1"
+"""Names this version of the messages; both sides say it, and must say the same."""
+Number = Annotated[int, Field(ge=1, le=1 << 53)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_WORDS = 624
+MessageT = TypeVar("MessageT")
+
+
+class Message(BaseModel):
+    """Base of all messages: frozen and closed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def encoded(self) -> str:
+        """The message as one line of JSON."""
+        return to_json(self, inf_nan_mode="strings").decode()
+
+
+class Item(Message):
+    """One step."""
+
+    kind: str
+    content: dict[str, JsonValue]
+
+    @classmethod
+    def of(cls, step: Action | Observation) -> Item:
+        """The step, as plain values."""
+        return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"))
+
+
+class RandomState(Message):
+    """The state of a `random.Random`: what is drawn from it afar is what would have been drawn here."""
+
+    words: str
+    """624 unsigned 32-bit words, little-endian, in base64."""
+    position: Annotated[int, Field(ge=0, le=_WORDS)]
+    gauss: Finite | None = None
+
+    @classmethod
+    def of(cls, rng: random.Random) -> RandomState:
+        _, (*words, position), gauss = rng.getstate()
+        return cls(
+            words=base64.b64encode(_little(array("I", words)).tobytes()).decode(), position=position, gauss=gauss
+        )
+
+    def made(self) -> random.Random:
+        """A generator in this state. ValueError where there is no such state."""
+        words = array("I")
+        words.frombytes(base64.b64decode(self.words, validate=True))
+        if len(words) != _WORDS:
+            raise ValueError(f"a generator has {_WORDS} words, not {len(words)}")
+        rng = random.Random()
+        rng.setstate((3, (*_little(words), self.position), self.gauss))
+        return rng
+
+
+def _little(words: array[int]) -> array[int]:
+    if byteorder == "big":
+        words.byteswap()
+    return words
+
+
+class ResetCall(Message):
+    """Begin the episode."""
+
+    t: Literal["reset"] = "reset"
+    id: Number
+    task: Task
+    rng: RandomState | None = None
+    """None: the caller has none."""
+
+
+class StepCall(Message):
+    """Carry an action out."""
+
+    t: Literal["step"] = "step"
+    id: Number
+    action: Item
+
+
+class FinishCall(Message):
+    """The last word on scoring."""
+
+    t: Literal["finish"] = "finish"
+    id: Number
+    status: Status
+
+
+class RestoreCall(Message):
+    """Bring a fresh environment to where a tape ends."""
+
+    t: Literal["restore"] = "restore"
+    id: Number
+    task: Task
+    rng: RandomState | None = None
+    tape: str
+    """Its id, for messages."""
+    env_seed: int
+    steps: tuple[Item, ...]
+    """The tape's observations and actions in order; thoughts, calls and rewards stay at home."""
+
+
+class CloseCall(Message):
+    """Release what the environment holds; also while another call runs, which is then given up."""
+
+    t: Literal["close"] = "close"
+    id: Number
+
+
+Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
+
+
+class Shown(Message):
+    """What `reset` gave."""
+
+    t: Literal["shown"] = "shown"
+    id: Number
+    observation: Item
+
+
+class Led(Message):
+    """What an action, or the end, led to."""
+
+    t: Literal["outcome"] = "outcome"
+    id: Number
+    observation: Item | None = None
+    reward: Finite | dict[str, Finite] | None = None
+    terminated: bool = False
+    truncated: bool = False
+    metrics: dict[str, Finite] = {}
+
+    @classmethod
+    def of(cls, number: int, outcome: Outcome) -> Led:
+        seen = Item.of(outcome.observation) if outcome.observation is not None else None
+        return cls.model_construct(
+            id=number,
+            observation=seen,
+            reward=outcome.reward,
+            terminated=outcome.terminated,
+            truncated=outcome.truncated,
+            metrics=outcome.metrics,
+        )
+
+    def outcome(self, declared: Declared) -> Outcome:
+        """The same, as the environment gave it. BadAnswer."""
+        seen = self.observation
+        shown = declared.observation(seen.kind, seen.content) if seen is not None else None
+        return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
+
+
+class Done(Message):
+    """It is done, and there is nothing to tell."""
+
+    t: Literal["done"] = "done"
+    id: Number
+
+
+class Fault(Message):
+    """It went wrong."""
+
+    t: Literal["fault"] = "fault"
+    id: Annotated[int, Field(ge=0, le=1 << 53)]
+    """0 where the call was so broken that it had no number."""
+    code: Literal["raised", "mismatch", "hung", "refused", "lost"]
+    """The environment raised; it didn't come back to the recorded state; it gave no answer in time; the call is none;
+    the environment is gone."""
+    error: str = ""
+    """The class of what was raised."""
+    message: str
+    frame: str | None = None
+    """`file:line in function` where it was raised."""
+
+
+Answer = Shown | Led | Done | Fault
+
+
+class Welcome(Message):
+    """What the serving side says first."""
+
+    t: Literal["welcome"] = "welcome"
+    protocol: str
+    session: str
+    """Names the episode when a connection was lost; known to nobody else. Empty over pipes."""
+    resumed: bool = False
+    name: str
+    kinds: dict[str, str]
+    """As `Declared.digests`."""
+    effect: Effect
+    message_bytes: int
+    """Longest message that is taken."""
+
+    @classmethod
+    def to(cls, declared: Declared, session: str = "", *, resumed: bool = False, message_bytes: int) -> Welcome:
+        """The greeting of who serves what is `declared`."""
+        return cls(
+            protocol=PROTOCOL,
+            session=session,
+            resumed=resumed,
+            name=declared.name,
+            kinds=declared.digests,
+            effect=declared.effect,
+            message_bytes=message_bytes,
+        )
+
+
+_calls: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="t")])
+_answers: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="t")])
+_welcome: TypeAdapter[Welcome] = TypeAdapter(Welcome)
+
+
+def read_call(text: str | bytes) -> Call:
+    """The call in `text`. BadAnswer."""
+    return _parsed(_calls, text, "call")
+
+
+def read_answer(text: str | bytes) -> Answer:
+    """The answer in `text`. BadAnswer."""
+    return _parsed(_answers, text, "answer")
+
+
+def read_welcome(text: str | bytes) -> Welcome:
+    """The greeting in `text`. BadAnswer."""
+    return _parsed(_welcome, text, "greeting")
+
+
+def _parsed(adapter: TypeAdapter[MessageT], text: str | bytes, what: str) -> MessageT:
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        raise BadAnswer(f"that is no {what} of the protocol {PROTOCOL}: {brief(error)}") from error

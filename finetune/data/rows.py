@@ -1,0 +1,255 @@
+"""From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
+
+A call that extends an earlier one goes on in its row, so an episode of n turns costs O(tokens). A call that doesn't
+starts a new row, and what it kept is context there: each completion is a label in exactly one row. Knows nothing of
+models, losses or groups beyond their ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...tapes import Call, NotATape, Tape
+from ...tapes.records import Label, Sampling, Tokens
+
+IGNORED = -100
+"""The label of a token that is no target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One token sequence, and columns over its *own* tokens only (n of them, in order of position)."""
+
+    tape: str
+    group: str
+    input_ids: NDArray[np.int32]
+    """(L,) all tokens, prompt, observations and completions."""
+    own: NDArray[np.int32]
+    """(n,) positions in `input_ids` of the tokens that an agent of this run produced; never 0."""
+    old: NDArray[np.float32]
+    """(n,) log-prob at sampling, log softmax(logits / temperature). NaN where it is unknown (authored text), or not
+    that of the distribution drawn from (temperature 0, top-p, top-k): good for imitation, no RL data."""
+    temperature: NDArray[np.float32]
+    """(n,) at which it was sampled; 1 where `old` is NaN."""
+    version: NDArray[np.int32]
+    """(n,) index into `versions`; -1 for authored text."""
+    call: NDArray[np.int32]
+    """(n,) index into `calls`."""
+    turn: NDArray[np.int32]
+    """(n,) turn of the tape, counted from 0."""
+    offset: NDArray[np.int32]
+    """(n,) index in the call's completion."""
+    calls: tuple[str, ...]
+    """Call ids."""
+    agents: tuple[str, ...]
+    """Path of each call, aligned to `calls`."""
+    versions: tuple[str, ...]
+    episode: str = ""
+    """Of whose reward its tokens are taught, where that isn't the whole tape's; empty: the tape's."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def taught_by(self) -> str:
+        """Which `Episode` it belongs to."""
+        return self.episode or self.tape
+
+    def where(self, keep: NDArray[np.bool_]) -> Row:
+        """The row with only those of its own tokens that `keep` (n,) holds; the others become context."""
+        own = {
+            name: getattr(self, name)[keep]
+            for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
+        }
+        return replace(self, **own)
+
+    def labels(self) -> NDArray[np.int64]:
+        """(L,) the token id where it is the agent's own, -100 elsewhere."""
+        labels = np.full(len(self.input_ids), IGNORED, dtype=np.int64)
+        labels[self.own] = self.input_ids[self.own]
+        return labels
+
+    def aligned(self, column: NDArray[Any], fill: float = float("nan")) -> NDArray[Any]:
+        """(L,) a column over own tokens, laid out along `input_ids`; `fill` (NaN: unknown) elsewhere."""
+        values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
+        values[self.own] = column
+        return values
+
+
+def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | None = None) -> list[Row]:
+    """The rows of a closed tape.
+
+    `agents`: only tokens of calls by these paths are own; the others' are context (None: all are own). `renderer`
+    tokenizes the text of calls that recorded none (a scripted agent, an API); without one such a call is a NotATape
+    error that says so. Tokens inherited by a fork are context here: they belong to the parent.
+    """
+    tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
+    labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
+    turn_of = _unread(tape)
+    for entry in tape.entries:
+        for call, _, _ in entry.calls:
+            turn_of[call] = min(turn_of.get(call, entry.turn), entry.turn)
+    building: list[_Building] = []
+    leaves: dict[str, _Building] = {}
+    for call, base in _parents_first(tape.calls, labels):
+        if call.finish in ("error", "cancelled") and not call.completion:
+            continue
+        prompt, completion = _tokens_of(tape, call, tokens, renderer)
+        if base != call.base:
+            prompt = tape.call_prompt(call) if prompt is None else prompt
+        row = leaves.get(base) if base is not None else None
+        new = _continuation(tape, call, prompt, row)
+        if row is None or new is None:
+            row = _Building()
+            building.append(row)
+            new = prompt if prompt is not None else tape.call_prompt(call)
+        elif base is not None:
+            del leaves[base]
+        row.context(new)
+        row.complete(
+            call,
+            completion,
+            turn_of[call.call],
+            labels.get(call.call),
+            agents is None or call.by in agents,
+        )
+        leaves[call.call] = row
+    group = tape.begin.group or tape.id
+    return [row.done(tape.id, group) for row in building if row.own]
+
+
+def _unread(tape: Tape) -> dict[str, int]:
+    """The turn of each of the tape's own calls, by its place: nothing else tells where no step was read from one."""
+    begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
+    starts = [cut.records for cut in tape.log.cuts[begun:]]
+    return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
+
+
+def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
+    """Each call with the one that it goes on from, in the order of recording but for parents that a label names: those
+    come before. What is no agent's and what nothing goes on from is left out: it would take its parent's row."""
+    after = {name: label.after for name, label in labels.items() if label.after is not None}
+    bases = {call.call: after.get(call.call, call.base) for call in calls}
+    idle = {name for name, label in labels.items() if label.use != "agent"}
+    for call in calls if idle else ():
+        above = bases[call.call] if call.call not in idle else None
+        while above is not None and above in idle:
+            idle.discard(above)
+            above = bases.get(above)
+    ordered: dict[str, tuple[Call, str | None]] = {}
+    by_name = {call.call: call for call in calls}
+    for call in calls:
+        line = [call.call]
+        while (name := after.get(line[-1])) in by_name and name not in ordered and name not in line:
+            line.append(name)
+        for name in reversed(line):
+            if name not in idle and name not in ordered:
+                ordered[name] = (by_name[name], bases[name])
+    return list(ordered.values())
+
+
+def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Building | None) -> array[int] | None:
+    """The prompt ids that `call` adds to the row of its base; None when it doesn't go on from there."""
+    if row is None:
+        return None
+    if prompt is None:
+        return call.prompt if row.length == call.keep else None
+    goes_on = len(prompt) >= row.length and np.array_equal(row.ids(), np.frombuffer(prompt, np.int32)[: row.length])
+    return prompt[row.length :] if goes_on else None
+
+
+def _tokens_of(
+    tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Any | None
+) -> tuple[array[int] | None, array[int]]:
+    """(full prompt ids, or None where the call recorded them as a delta; completion ids)."""
+    if call.completion is not None and call.prompt is not None:
+        return None, call.completion
+    layer = layers.get(call.call)
+    if layer is not None:
+        return layer.prompt, layer.completion
+    if renderer is None:
+        raise NotATape(
+            f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
+            "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
+            "rows(tape, renderer=Renderer(tokenizer))"
+        )
+    return renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
+
+
+def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
+    """(tokens, temperature) of a completion's own tokens."""
+    n = len(offsets)
+    return (1, sampling.temperature_at(int(offsets[0]))), (n - 1, sampling.temperature)
+
+
+@dataclass(slots=True)
+class _Building:
+    length: int = 0
+    chunks: list[NDArray[np.int32]] = field(default_factory=list)
+    own: list[NDArray[np.int32]] = field(default_factory=list)
+    offset: list[NDArray[np.int32]] = field(default_factory=list)
+    old: list[NDArray[np.float32]] = field(default_factory=list)
+    columns: list[tuple[int, float, int, int]] = field(default_factory=list)
+    """(tokens, temperature, index of call, turn) of each completion, or of its first token and of the rest."""
+    version: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens, index of version) of each span."""
+    calls: list[str] = field(default_factory=list)
+    agents: list[str] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def ids(self) -> NDArray[np.int32]:
+        return np.concatenate(self.chunks) if self.chunks else np.empty(0, np.int32)
+
+    def context(self, ids: array[int]) -> None:
+        self.chunks.append(np.frombuffer(ids, dtype=np.int32) if len(ids) else np.empty(0, np.int32))
+        self.length += len(ids)
+
+    def complete(self, call: Call, ids: array[int], turn: int, label: Label | None, own: bool) -> None:
+        start, n = self.length, len(ids)
+        self.context(ids)
+        if not n or not own or (label is not None and (label.use != "agent" or label.ranges == ())):
+            return
+        if start == 0:
+            raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
+        known = call.logprobs if call.sampling.exact else None
+        old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
+        spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
+        offsets = np.arange(n, dtype=np.int32)
+        if label is not None and label.ranges is not None:
+            offsets = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in label.ranges])
+            stamps = np.repeat([v for _, v in spans], [k for k, _ in spans])[offsets]
+            old, n = old[offsets], len(offsets)
+            spans = [(1, int(v)) for v in stamps]
+        self.own.append(offsets + np.int32(start))
+        self.offset.append(offsets)
+        self.old.append(old)
+        self.version.extend(spans)
+        drawn_at = _temperatures(call.sampling, offsets) if known is not None else ((n, 1.0),)
+        self.columns.extend((k, temperature, len(self.calls), turn) for k, temperature in drawn_at)
+        self.calls.append(call.call)
+        self.agents.append(call.by)
+
+    def done(self, tape: str, group: str) -> Row:
+        counts = [c[0] for c in self.columns]
+        return Row(
+            tape=tape,
+            group=group,
+            input_ids=np.concatenate(self.chunks),
+            own=np.concatenate(self.own),
+            old=np.concatenate(self.old),
+            temperature=np.repeat(np.array([c[1] for c in self.columns], np.float32), counts),
+            version=np.repeat(np.array([v for _, v in self.version], np.int32), [k for k, _ in self.version]),
+            call=np.repeat(np.array([c[2] for c in self.columns], np.int32), counts),
+            turn=np.repeat(np.array([c[3] for c in self.columns], np.int32), counts),
+            offset=np.concatenate(self.offset),
+            calls=tuple(self.calls),
+            agents=tuple(self.agents),
+            versions=tuple(self.versions),
+        )

@@ -1,0 +1,285 @@
+"""The stream: the packed 1-D own tokens of a batch, with id columns and small tables beside them.
+
+There are no masks, no padding and no sentinels here, so misalignment, dilution by padding and 0/0 can't be written
+down: a token that isn't the agent's own has no place in it. Unknown is NaN. The order is that of the rows given, row
+after row; `time` gives each episode's tokens in the order of its turns, whatever rows they lie in.
+
+It knows nothing of models, prompts, padding, losses or recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...tapes.errors import TapereelError
+from ...tapes.records import CauseType, Status, trains
+from .rows import Row
+
+LOGPROB_SLACK = 1e-3
+"""A log-prob in (0, LOGPROB_SLACK] is rounding and reads as 0; above it the engine is wrong."""
+
+
+class BadBatch(TapereelError, ValueError):
+    """Rows and episodes that can't be one batch; names which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What the objective must know of one tape, whatever the number of rows it became."""
+
+    tape: str
+    """Its id; `id#path` where it is one agent's part of the tape."""
+    group: str
+    reward: float | None
+    """Total of the episode; None when it is unscored, which is not zero."""
+    turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
+    """Reward of each turn; they add up to `reward`. None: the whole reward came with the last turn."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Reward components by name, for recipes that weigh them anew."""
+    status: Status = Status.FINISHED
+    cause: CauseType | None = None
+    bootstrap: float | None = None
+    """Value of the state where a truncated episode was cut; None when nobody estimated it (then 0)."""
+    length: int | None = None
+    """Tokens that count against the length limit; None: the number of own tokens in the batch."""
+    fork: str | None = None
+    """Names the turn at which this episode was forked from its parent: continuations of one turn share it."""
+    alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
+    """path -> rewards of each turn that are that agent's alone (components named `name@path`), part of `reward`."""
+    shared: Sequence[float] | NDArray[np.floating] | None = None
+    """Rewards of each turn that are no agent's alone; None where there are none, or nobody asked."""
+    kept_out: tuple[tuple[str, str, int, int], ...] = ()
+    """(tape, call, start, end) of completions that a label says are not the agent's: context, wherever they stand."""
+    pin: tuple[str, ...] = ()
+    """Digest of the tape, then of each layer it was read with; empty where the episode is from no tape."""
+
+    @property
+    def trains(self) -> bool:
+        """True when its status lets it be trained on."""
+        return trains(self.status, self.cause)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """One entry per episode (E of them)."""
+
+    tape: tuple[str, ...]
+    reward: Tensor
+    """(E,) float64; NaN when unscored."""
+    trains: Tensor
+    """(E,) bool: the status allows it."""
+    cut: Tensor
+    """(E,) bool: ended by truncation or a limit, so that it bootstraps where a value is known."""
+    bootstrap: Tensor
+    """(E,) float64: value beyond the end; 0 where it is terminal or unknown."""
+    length: Tensor
+    """(E,) int64."""
+    group: Tensor
+    """(E,) int64 into `groups`."""
+    fork: Tensor
+    """(E,) int64: one number for each fork point; episodes that aren't forks begin with their group, at one point."""
+    groups: tuple[str, ...]
+    components: tuple[Mapping[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """One entry per turn (N of them), episode after episode."""
+
+    reward: Tensor
+    """(N,) float64; NaN in an unscored episode."""
+    episode: Tensor
+    """(N,) int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Own tokens of a batch, T of them, in row order."""
+
+    token: Tensor
+    """(T,) int64 id."""
+    old: Tensor
+    """(T,) log-prob at sampling; NaN where unknown (authored text)."""
+    temperature: Tensor
+    """(T,) at which it was sampled."""
+    version: Tensor
+    """(T,) int64 into `versions`; -1 for authored text."""
+    call: Tensor
+    """(T,) int64 into `calls`."""
+    turn: Tensor
+    """(T,) int64 into `turns`."""
+    episode: Tensor
+    """(T,) int64 into `episodes`."""
+    agent: Tensor
+    """(T,) int64 into `agents`."""
+    episodes: Episodes
+    turns: Turns
+    calls: tuple[tuple[str, str], ...] = ()
+    """(tape id, call id)."""
+    agents: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+    rows: Tensor
+    """(R + 1,) int64: row i holds tokens rows[i] up to rows[i + 1]."""
+    ref: Tensor | None = None
+    """(T,) log-prob under the reference model; None when the recipe has none."""
+    anchor: Tensor | None = None
+    """(T,) log-prob under the weights that the rollout batch met; None: not computed."""
+    entropy: Tensor | None = None
+    """(T,) entropy of the policy that the rollout batch met; None: not computed."""
+    value: Tensor | None = None
+    """(T,) critic's value of the state before the token; None without a critic."""
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @property
+    def group(self) -> Tensor:
+        """(T,) int64 into `episodes.groups`."""
+        return self.episodes.group[self.episode]
+
+    @cached_property
+    def time(self) -> Tensor:
+        """(T,) permutation: episode after episode, and in each the tokens by turn, then by row and position."""
+        return torch.argsort(self.turn, stable=True)
+
+    def having(self, **columns: Tensor | None) -> Stream:
+        """A copy with these optional columns (`ref`, `anchor`, `entropy`, `value`) set."""
+        for name, column in columns.items():
+            if column is not None and column.shape != self.token.shape:
+                raise BadBatch(f"column {name!r} has shape {tuple(column.shape)}, the stream {len(self)} tokens")
+        return replace(self, **columns)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], episodes: Sequence[Episode], *, dtype: torch.dtype = torch.float32) -> Stream:
+        """The own tokens of `rows`, each of which belongs to one of `episodes` by its tape id."""
+        index = {episode.tape: i for i, episode in enumerate(episodes)}
+        if len(index) != len(episodes):
+            twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
+            raise BadBatch(f"episode {twice!r} is given twice: each tape is one episode, however many rows it has")
+        unknown = next((row.taught_by for row in rows if row.taught_by not in index), None)
+        if unknown is not None:
+            raise BadBatch(
+                f"a row belongs to tape {unknown!r}, which isn't among the {len(episodes)} episodes: "
+                "give the Episode of each row's tape"
+            )
+        sizes = np.array([len(row.own) for row in rows], dtype=np.int64)
+        of_row = np.array([index[row.taught_by] for row in rows], dtype=np.int64)
+        turns, first = _turns(rows, of_row, episodes)
+        calls, agents, versions = _Interned[tuple[str, str]](), _Interned[str](), _Interned[str]()
+        call_columns, agent_columns, version_columns = [], [], []
+        for row in rows:
+            ids = np.array([calls((row.tape, call)) for call in row.calls], dtype=np.int64)
+            paths = np.array([agents(agent) for agent in row.agents], dtype=np.int64)
+            stamps = np.array([*(versions(version) for version in row.versions), -1], dtype=np.int64)
+            call_columns.append(ids[row.call])
+            agent_columns.append(paths[row.call])
+            version_columns.append(stamps[row.version])
+        return cls(
+            token=_join([row.input_ids[row.own] for row in rows], torch.int64),
+            old=_logprobs(rows, dtype),
+            temperature=_join([row.temperature for row in rows], dtype),
+            version=_join(version_columns, torch.int64),
+            call=_join(call_columns, torch.int64),
+            turn=_join([row.turn + first[i] for row, i in zip(rows, of_row, strict=True)], torch.int64),
+            episode=torch.from_numpy(np.repeat(of_row, sizes)),
+            agent=_join(agent_columns, torch.int64),
+            episodes=_episodes(rows, sizes, of_row, episodes),
+            turns=turns,
+            calls=tuple(calls.names),
+            agents=tuple(agents.names),
+            versions=tuple(versions.names),
+            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
+        )
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Interned(Generic[K]):
+    """Numbers names in the order of their first appearance."""
+
+    def __init__(self) -> None:
+        self.names: dict[K, int] = {}
+
+    def __call__(self, name: K) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+
+def _join(columns: Sequence[NDArray], dtype: torch.dtype) -> Tensor:
+    if not columns:
+        return torch.zeros(0, dtype=dtype)
+    return torch.from_numpy(np.concatenate(columns)).to(dtype)
+
+
+def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
+    old = _join([row.old for row in rows], dtype)
+    if bool((old > LOGPROB_SLACK).any()):
+        row = next(row for row in rows if np.any(row.old > LOGPROB_SLACK))
+        raise BadBatch(
+            f"tape {row.tape!r} has a log-prob of {float(np.nanmax(row.old)):.4g}, above 0 by more than "
+            f"{LOGPROB_SLACK}: the engine that sampled it reports something else than log-probs"
+        )
+    return torch.where(old > 0, torch.zeros_like(old), old)
+
+
+def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) -> tuple[Turns, NDArray]:
+    """The turn table, and for each episode the number of its first turn."""
+    counts = np.array([1 if e.turn_rewards is None else max(1, len(e.turn_rewards)) for e in episodes], dtype=np.int64)
+    for row, i in zip(rows, of_row, strict=True):
+        if len(row.turn):
+            counts[i] = max(counts[i], int(row.turn.max()) + 1)
+    first = np.concatenate([[0], np.cumsum(counts)])
+    reward = np.zeros(int(first[-1]))
+    for i, episode in enumerate(episodes):
+        part = reward[first[i] : first[i + 1]]
+        if episode.reward is None:
+            part[:] = np.nan
+        elif episode.turn_rewards is None or not len(episode.turn_rewards):
+            part[-1] = episode.reward
+        else:
+            part[: len(episode.turn_rewards)] = episode.turn_rewards
+            if not np.isclose(part.sum(), episode.reward, rtol=1e-6, atol=1e-6):
+                raise BadBatch(
+                    f"tape {episode.tape!r}: its turns' rewards add up to {part.sum():g}, its reward is "
+                    f"{episode.reward:g}: put what isn't a turn's own on the last turn"
+                )
+    owner = np.repeat(np.arange(len(episodes)), counts)
+    return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner)), first
+
+
+def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Sequence[Episode]) -> Episodes:
+    groups, forks = _Interned[str](), _Interned[tuple[str, str]]()
+    own = np.zeros(len(episodes), dtype=np.int64)
+    np.add.at(own, of_row, sizes)
+    for row, i in zip(rows, of_row, strict=True):
+        if row.group != episodes[i].group:
+            raise BadBatch(
+                f"tape {row.tape!r} is in group {episodes[i].group!r} by its episode and in {row.group!r} "
+                "by its row: group by one id"
+            )
+    cut = [e.status in (Status.TRUNCATED, Status.LIMIT) for e in episodes]
+    beyond = [e.bootstrap if c and e.bootstrap is not None else 0.0 for e, c in zip(episodes, cut, strict=True)]
+    return Episodes(
+        tape=tuple(e.tape for e in episodes),
+        reward=torch.tensor([np.nan if e.reward is None else e.reward for e in episodes], dtype=torch.float64),
+        trains=torch.tensor([e.trains for e in episodes], dtype=torch.bool),
+        cut=torch.tensor(cut, dtype=torch.bool),
+        bootstrap=torch.tensor(beyond, dtype=torch.float64),
+        length=torch.tensor(
+            [n if e.length is None else e.length for e, n in zip(episodes, own, strict=True)], dtype=torch.int64
+        ),
+        group=torch.tensor([groups(e.group) for e in episodes], dtype=torch.int64),
+        fork=torch.tensor(
+            [forks(("group", e.group) if e.fork is None else ("fork", e.fork)) for e in episodes], dtype=torch.int64
+        ),
+        groups=tuple(groups.names),
+        components=tuple(e.components for e in episodes),
+    )

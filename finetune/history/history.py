@@ -1,0 +1,391 @@
+"""History: the line of updates that made a policy. Each is recorded, checkpointed and can be applied again.
+
+One lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
+updates. A `use` record says what update n trained on, and is durable before anything else may know of it. Resume loads
+the newest checkpoint and applies the recorded updates after it, from the tapes; so no update is lost or applied twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...tapes.errors import NoSuchTape, NotATape, TapereelError
+from ...tapes.records import Publish, Use
+from ...tapes.store.store import Store
+from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, taught_by, version_name, weighed
+from ..data.rows import Row, rows
+from ..data.stream import Episode
+from ..trainer.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    copied_weights,
+    prune,
+    save_checkpoint,
+    weights_digest,
+)
+from ..trainer.trainer import Trainer, UpdateStats
+from ..trainer.updates import together
+from .plan import Batch, Plan, Source
+from .update_facts import computed_on, items, left_out
+
+__all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
+
+
+class BrokenHistory(TapereelError, ValueError):
+    """The recorded updates can't be applied: a tape is missing, or a checkpoint belongs to another run."""
+
+
+class Differs(BrokenHistory):
+    """An update isn't what its record says."""
+
+    def __init__(self, use: Use, field: str, sentence: str, *, recorded: Any = None, found: Any = None) -> None:
+        super().__init__(f"lineage {use.lineage!r}: update {use.update} {sentence}")
+        self.update, self.field, self.sentence = use.update, field, sentence
+        self.recorded, self.found = recorded, found
+
+
+class GoneTape(BrokenHistory):
+    """A tape that an update trained on isn't in the run any more."""
+
+    def __init__(self, use: Use, error: Exception) -> None:
+        super().__init__(f"lineage {use.lineage!r}: update {use.update} can't be applied again: {error}")
+        self.update = use.update
+
+
+class History:
+    """The updates of one lineage in one store. Not safe to share between threads; `update` may run in one."""
+
+    def __init__(
+        self,
+        store: Store,
+        lineage: str,
+        directory: Path,
+        model: Any,
+        make_trainer: Callable[[str], Trainer],
+        *,
+        renderer: Any | None = None,
+        tokenizer: Any | None = None,
+        keep: int | None = 3,
+        keep_bytes: int | None = None,
+    ) -> None:
+        """`model` has the base weights; `make_trainer(phase)` gives a fresh trainer of it for one phase. `keep`,
+        `keep_bytes`: as in `prune`."""
+        self.store = store
+        self.lineage = lineage
+        self.directory = directory
+        self.model = model
+        self.make_trainer = make_trainer
+        self.renderer = renderer
+        self.tokenizer = tokenizer
+        self.keep = keep
+        self.keep_bytes = keep_bytes
+        self.updates = 0
+        """Updates in the weights now."""
+        self.trained_tokens = 0
+        self.taught: dict[str, Pin] = {}
+        """Every tape with a token in the weights now, as the last update that trained on it read it."""
+        self.cursor = 0
+        """Groups of tasks begun in this phase: where the taskset goes on."""
+        self.scores: dict[int, float] = {}
+        """update -> how well its weights did, where somebody measured: the best checkpoint is kept."""
+        self.phase = ""
+        self.trainer: Trainer | None = None
+        self.unrecorded: list[Use] = []
+        """What `restore` applied and the store doesn't have: epochs of the last update, cut off by death. Whoever goes
+        on must append them first."""
+
+    @property
+    def version(self) -> str:
+        """Name of the weights as they are now."""
+        return version_name(self.lineage, self.updates)
+
+    def enter(self, phase: str) -> Trainer:
+        """The trainer of `phase`: the one at work, or a fresh one where another phase ran before."""
+        if self.trainer is None or phase != self.phase:
+            self.trainer, self.phase = self.make_trainer(phase), phase
+        return self.trainer
+
+    def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
+        """Rows and episode of a recorded tape, with all of its layers or as pinned."""
+        found = self.store.tape(tape, refresh=False)
+        if pin is not None:
+            found = as_pinned(found, pin)
+        return rows(found, renderer=self.renderer), episode_of(found)
+
+    def batch(self, plan: Plan, source: Source) -> Batch:
+        """What `plan` trains on."""
+        return plan.batch(self.lineage, source)
+
+    def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
+        """Apply one update to the weights: an optimiser step, or one for each mini-batch of each epoch.
+
+        Gives the account of all its steps together, and the records, one for each epoch, that must be durable before
+        anything else knows of it.
+        """
+        pins: dict[str, Pin] = {}
+
+        def noting(tape: str) -> tuple[list[Row], Episode]:
+            found, episode = source(tape)
+            pins[tape] = episode.pin
+            return found, episode
+
+        batch = self.batch(plan, noting)
+        trainer = self.enter(plan.phase)
+        steps = list(
+            trainer.updates(
+                batch.rows,
+                batch.episodes,
+                epochs=plan.epochs,
+                minibatches=plan.minibatches,
+                seed=plan.order,
+                batches=plan.batches,
+                demonstrations=batch.shown,
+            )
+        )
+        uses = tuple(
+            self._use(plan, batch, epoch, steps[epoch * plan.minibatches : (epoch + 1) * plan.minibatches])
+            for epoch in range(plan.epochs)
+        )
+        self.updates += 1
+        self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
+        stats = together(steps)
+        uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
+        if stats.mismatch is not None:
+            uses[0].info["mismatch"] = known(stats.mismatch)
+        self.taught.update(taught_by(uses))
+        return stats, uses
+
+    def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
+        stats = together(steps)
+        used = items(batch.rows, stats) if stats.applied else []
+        for step in steps:
+            if step.applied and step.shown is not None:
+                used += weighed(*step.shown)
+        info = {
+            **plan.info(),
+            "stale": [list(r) for r in batch.stale],
+            "filtered": [list(r) for r in (*batch.filtered, *left_out(batch.rows, stats))],
+            "lr": stats.lr,
+            "skipped": stats.skipped,
+            "loss": known(stats.loss),
+            "grad_norm": known(stats.grad_norm),
+        }
+        if batch.context:
+            info["context"] = [list(r) for r in batch.context]
+        return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
+
+    def publish_record(self, mode: str) -> tuple[dict[str, Any], Publish]:
+        """(a copy of the weights, the record that names them)."""
+        weights = copied_weights(self.model)
+        return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
+
+    def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
+        """Write the weights and the trainer's state; a pinned one is never deleted for a newer one."""
+        state = {
+            "lineage": self.lineage,
+            "phase": self.phase,
+            "version": self.version,
+            "pinned": pinned,
+            "trained_tokens": self.trained_tokens,
+            "cursor": self.cursor,
+        }
+        trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
+        if self.trainer is not None:
+            trainer |= self.trainer.state_dict()
+            state["schedule"] = {"lr": self.trainer.lr, **self.trainer.schedule.model_dump(mode="json")}
+        made = save_checkpoint(
+            self.directory,
+            self.model,
+            trainer,
+            state,
+            update=self.updates,
+            tokenizer=self.tokenizer,
+            taught=self.taught,
+        )
+        best = max(self.scores, key=self.scores.__getitem__, default=None)
+        prune(self.directory, keep=self.keep, keep_bytes=self.keep_bytes, best=best)
+        return made
+
+    def settle(self) -> None:
+        """Make sure that the weights as they are now have a checkpoint that stays: a phase ends here."""
+        for found in checkpoints(self.directory):
+            if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
+                return
+        self.checkpoint(pinned=True)
+
+    def restore(
+        self,
+        on_update: Callable[[int, int], None] | None = None,
+        *,
+        until: int | None = None,
+        report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
+    ) -> int:
+        """Bring the weights to the last recorded update: newest checkpoint, then the redo log. Gives how many updates
+        were applied again. BrokenHistory where the record doesn't allow it. `report` gets each of them."""
+        uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
+        last = uses[-1].update + 1 if uses else 0
+        usable = [c for c in checkpoints(self.directory) if c.state["lineage"] == self.lineage and c.update <= last]
+        if usable:
+            self._load(usable[-1])
+            self.taught = taught_by(use for use in uses if use.update < self.updates)
+        redo = [
+            list(epochs)
+            for _, epochs in groupby((use for use in uses if use.update >= self.updates), key=lambda use: use.update)
+        ]
+        for k, epochs in enumerate(redo):
+            stats, again = apply_again(self, epochs)
+            # Death between the records of its epochs: the update was never published, and is finished here.
+            self.unrecorded.extend(again[len(epochs) :])
+            if report is not None:
+                report(stats, again)
+            if on_update is not None:
+                on_update(k + 1, len(redo))
+        self._check_published()
+        return len(redo)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.model.load_state_dict(checkpoint.weights())
+        self.updates = checkpoint.update
+        self.trained_tokens = int(checkpoint.state["trained_tokens"])
+        self.cursor = int(checkpoint.state.get("cursor", 0))
+        state = checkpoint.trainer_state()
+        if "rng" in state:
+            torch.set_rng_state(state["rng"])
+        if checkpoint.state["phase"]:
+            self.enter(checkpoint.state["phase"]).load_state_dict(state)
+
+    def _check_published(self) -> None:
+        for stored in self.store.run_records("publish"):
+            if stored.record.version == self.version:
+                found = weights_digest(copied_weights(self.model))
+                if found != stored.record.digest:
+                    raise BrokenHistory(
+                        f"version {self.version} was published with digest {stored.record.digest}; "
+                        f"restored, it has {found}: another machine, thread count or library version"
+                    )
+
+    @property
+    def published(self) -> set[str]:
+        """Versions that have a publish record."""
+        return {stored.record.version for stored in self.store.run_records("publish")}
+
+
+# The redo log: recorded updates, applied again
+
+
+def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
+    """Apply one update, recorded in `epochs`, to the history's weights; gives its account and its records as they are
+    made now. Differs or GoneTape where it isn't what was recorded."""
+    use = epochs[0]
+    if use.update != history.updates:
+        raise BrokenHistory(
+            f"lineage {history.lineage!r}: update {history.updates} is not in the ledger, but update "
+            f"{use.update} is; the run directory is incomplete"
+        )
+    info: Any = use.info
+    with with_threads((info.get("on") or {}).get("threads")):
+        try:
+            stats, again = history.update(Plan.of(info), as_read(history, use))
+        except ChangedTape as error:
+            raise Differs(use, "tape", f"can't be applied again: {error}") from error
+        except (NoSuchTape, NotATape) as error:
+            raise GoneTape(use, error) from error
+    try:
+        for then, now in zip(epochs, again, strict=False):
+            _compare(then, now)
+    except Differs as error:
+        raise _by_recipe(error, use, again[0]) from None
+    return stats, again
+
+
+def as_read(history: History, use: Use) -> Source:
+    """Tapes with the content that they had for that update. ChangedTape where it isn't there any more."""
+    pins: Any = use.info.get("pins") or {}
+    return lambda tape: history.from_store(tape, tuple(pins[tape]) if pins.get(tape) else None)
+
+
+@contextmanager
+def with_threads(recorded: int | None) -> Iterator[None]:
+    """With as many threads as then: sums in another order have other last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(recorded or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
+    """The recipe's digest is asked last: a library that has given a word a new constant changes it, and no update."""
+    then: Any = use.info.get("on") or {}
+    now: Any = again.info.get("on") or {}
+    if then.get("recipe") in (None, now.get("recipe")):
+        return error
+    return Differs(
+        use,
+        "recipe",
+        "was made by another recipe than the configuration gives now, and applied again "
+        f"trains on other tokens or weights than recorded: {error.sentence}",
+        recorded=then["recipe"],
+        found=now.get("recipe"),
+    )
+
+
+def _compare(use: Use, again: Use) -> None:
+    for k in range(max(len(use.items), len(again.items))):
+        then, now = (list(u.items[k]) if k < len(u.items) else None for u in (use, again))
+        if then != now:
+            raise Differs(
+                use,
+                "items",
+                f"applied again trains on other tokens or weights than recorded: {_item(now)} "
+                f"where the record has {_item(then)}; the code, the tapes or the configuration changed",
+                recorded=then,
+                found=now,
+            )
+    for field in ("stale", "filtered", "context", "skipped", "lr", "loss", "grad_norm"):
+        then, now = use.info.get(field), again.info.get(field)
+        if field in use.info and then != now:
+            name = field.replace("_", " ")
+            what = (
+                f"sets other tokens aside as {name}"
+                if isinstance(now, list)
+                else f"has {name} {now!r}, the record says {then!r}"
+            )
+            raise Differs(
+                use,
+                field,
+                f"applied again {what}: the weights, a tape, the code or the configuration "
+                f"changed{_elsewhere(use, again)}",
+                recorded=then,
+                found=now,
+            )
+
+
+def _item(item: Any) -> str:
+    if item is None:
+        return "nothing"
+    tape, call, start, end, weight = item
+    return f"tokens [{start}, {end}) of call {call} of tape {tape} with weight {weight!r}"
+
+
+def elsewhere(then: Any, now: Any) -> str:
+    """What of torch and the machine is other than at the update; empty where all is the same."""
+    names = [
+        f"{name} {now.get(name)} and not {value}"
+        for name, value in (then or {}).items()
+        if name != "recipe" and now.get(name) != value
+    ]
+    return ", ".join(names)
+
+
+def _elsewhere(use: Use, again: Use) -> str:
+    other = elsewhere(use.info.get("on"), again.info.get("on"))
+    return f" (here is {other})" if other else ""

@@ -1,0 +1,59 @@
+"""Facts of one update for its `use` record: the tokens that counted, the tokens left out, and the numerics used."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic_core import to_json
+
+from ..data.provenance import Item, Range, _ranges, weighed
+from ..data.rows import Row
+from ..trainer.trainer import Trainer, UpdateStats
+
+
+def computed_on(trainer: Trainer) -> dict[str, Any]:
+    """What the bits of an update depend on beside tapes and weights: the recipe, torch, and what it runs on."""
+    device = next(trainer.model.parameters()).device
+    chip = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    )
+    recipe = hashlib.sha256(to_json(trainer.recipe.model_dump(mode="json"))).hexdigest()
+    return {
+        "recipe": recipe,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "chip": chip,
+        "ranks": trainer.ranks.size,
+    }
+
+
+def items(rows: Sequence[Row], stats: UpdateStats) -> list[Item]:
+    """What each token's loss counted, as runs of equal weight inside a call; tokens of weight 0 took no part."""
+    return weighed(rows, stats.stream, stats.weight)
+
+
+def left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
+    """The tokens of scored episodes that took no part: their group or they themselves were not selected, they are no RL
+    data, or the whole update was skipped. They had their turn, so they are accounted for with this update."""
+    stream = stats.stream
+    idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
+    chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()
+    cuts = np.cumsum([len(row.own) for row in rows])[:-1]
+    return (
+        [
+            entry
+            for row, part in zip(rows, np.split(chosen, cuts), strict=True)
+            if part.any()
+            for entry in _ranges(row, part)
+        ]
+        if rows
+        else []
+    )

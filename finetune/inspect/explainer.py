@@ -1,0 +1,351 @@
+"""Explain: what each token of a tape was to training, and why.
+
+Rows are made by the same converter as in training, what was trained on is read from the ledger, and advantages are
+computed again from the batch that the ledger names, by the recipe that the run wrote down. Nothing is changed. Knows
+nothing of terminals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...envs.rewards.relative import training_reward
+from ...tapes import NotATape, Tape
+from ...tapes.common.text import counted
+from ...tapes.records import Use
+from ...tapes.store.ledger import FATES, ranges
+from ...tapes.store.store import Store
+from ...tapes.transcript import TapeSummary, summarise
+from ...tapes.value import Value
+from ..data.provenance import ChangedTape, episode_of
+from ..data.rows import Row, rows
+from ..data.stream import Stream
+from ..history.history import History, Plan, as_read
+from ..objective import Context, Running
+from ..objective.batches import prepare
+from ..objective.recipe import Recipe
+from ..recipes.recipe_files import read_recipes
+
+
+class TokenLine(Value):
+    """One token of a row."""
+
+    position: int
+    """In the row."""
+    id: int
+    text: str | None
+    """None without a tokenizer."""
+    own: bool
+    """True where it is a label: an agent's own. The fields below are None for context."""
+    call: str | None = None
+    offset: int | None = None
+    """Which of the call's completion tokens."""
+    turn: int | None = None
+    step: int | None = None
+    """Index of the step that was read from it."""
+    version: str | None = None
+    """Policy that sampled it; None for authored text."""
+    temperature: float | None = None
+    """At which it was sampled; None for authored text."""
+    logprob: float | None = None
+    """At sampling; None where unknown."""
+    reward: float | None = None
+    """Of its turn, what the whole episode earned counted on the last."""
+    fate: str | None = None
+    """What the last update that took the tape made of it (`trained`, `stale`, `filtered`, `context`); None: nothing."""
+    advantage: float | None = None
+    """In that update; None where it had none or it can't be computed again."""
+    weight: float | None = None
+    """In that update's loss; None where it had no part in it."""
+
+
+class RowLine(Value):
+    """One token sequence that the trainer forwards."""
+
+    begins: str
+    """Id of the call that begins it."""
+    split: str | None
+    """Why that call doesn't go on in an earlier row; None for the first of its path."""
+    repeated: int
+    """Leading tokens that an earlier call has too, and that are forwarded once more here."""
+    own: int
+    calls: tuple[str, ...]
+    tokens: tuple[TokenLine, ...]
+
+
+class UseLine(Value):
+    """One update that took the tape."""
+
+    lineage: str
+    update: int
+    phase: str
+    recipe: str | None
+    """None where the run doesn't say."""
+    trained: int
+    """Tokens of this tape with a weight."""
+    skipped: str | None
+    """Why the update was not applied; None: it was."""
+
+
+class Explanation(Value):
+    """One tape."""
+
+    tape: TapeSummary
+    why: str
+    """Why it was chosen, or `asked for`."""
+    verdict: str
+    """What became of it in training."""
+    uses: tuple[UseLine, ...]
+    group_rewards: tuple[float | None, ...]
+    """Of the tapes that it was compared with in its last update, itself included."""
+    rows: tuple[RowLine, ...]
+    forwarded: int
+    """Tokens of all rows."""
+    repeated: int
+    """Those of them that another row has too."""
+    own: int
+    unlabelled: int
+    """Completion tokens that are no label in any row: of failed calls, or taken out by a label layer."""
+    notes: tuple[str, ...]
+    """What could not be told, and why."""
+
+
+@dataclass
+class Explainer:
+    """Reads one run. `decode` gives the text of a token id; `renderer` tokenizes text that has no tokens."""
+
+    store: Store
+    decode: Callable[[int], str] | None = None
+    renderer: Any | None = None
+    _batches: dict[tuple[str, int, int], _Taken] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        """Every update of every living lineage, in order."""
+        lineages = self.store.lineages()
+        return [use for lineage in lineages.living for use in lineages.ledger(lineage).uses]
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of each phase, as far as the run wrote it down."""
+        return read_recipes(self.store.path)
+
+    def explain(self, name: str, why: str = "asked for") -> Explanation:
+        """The tape of that id, or the only one whose id starts so."""
+        tape = self.store.tape(name)
+        notes: list[str] = []
+        took = [use for use in self.uses if tape.id in Plan.of({"phase": "", "tapes": (), **use.info}).read]
+        lasts = _lasts(took)
+        try:
+            found = rows(tape, renderer=self.renderer)
+        except NotATape as error:
+            found = []
+            notes.append(str(error))
+        facts = self._facts(tape, lasts, notes)
+        lines = tuple(self._row(tape, row, facts) for row in found)
+        own = sum(line.own for line in lines)
+        completions = sum(len(call.completion or ()) for call in tape.calls)
+        return Explanation(
+            tape=summarise(tape),
+            why=why,
+            verdict=_verdict(tape, took, facts),
+            uses=tuple(self._use(use, tape) for use in took),
+            group_rewards=tuple(facts.group),
+            rows=lines,
+            forwarded=sum(len(line.tokens) for line in lines),
+            repeated=sum(line.repeated for line in lines),
+            own=own,
+            unlabelled=max(0, completions - own),
+            notes=tuple(notes),
+        )
+
+    def _use(self, use: Use, tape: Tape) -> UseLine:
+        phase = str(use.info.get("phase", ""))
+        recipe = self.recipes.get(phase)
+        skipped = use.info.get("skipped")
+        return UseLine(
+            lineage=use.lineage,
+            update=use.update,
+            phase=phase,
+            recipe=recipe.name if recipe is not None else None,
+            trained=sum(end - start for name, _, start, end, _ in use.items if name == tape.id),
+            skipped=str(skipped) if skipped else None,
+        )
+
+    def _facts(self, tape: Tape, uses: Sequence[Use], notes: list[str]) -> _Facts:
+        scored = tape.closed and training_reward(tape) is not None
+        facts = _Facts(turn_rewards=np.asarray(episode_of(tape).turn_rewards) if scored else None)
+        for index, entry in enumerate(tape.entries):
+            for call, start, end in entry.calls:
+                facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
+        for fate in reversed(FATES):
+            for name, call, start, end in (entry for use in uses for entry in ranges(use, fate)):
+                if name == tape.id:
+                    facts.fates.update(dict.fromkeys(((call, k) for k in range(start, end)), fate))
+        for use in uses:
+            self._add_facts(facts, tape, use, notes)
+        return facts
+
+    def _add_facts(self, facts: _Facts, tape: Tape, use: Use, notes: list[str]) -> None:
+        for name, call, start, end, weight in use.items:
+            if name == tape.id:
+                facts.weights.update(dict.fromkeys(((call, k) for k in range(start, end)), weight))
+        taken = self._taken(use)
+        facts.advantages |= {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
+        group = tape.begin.group or tape.id
+        facts.group = facts.group + [
+            r for name, rewards in taken.groups.items() if name.partition("#")[0] == group for r in rewards
+        ]
+        if taken.problem:
+            notes.append(f"advantages of update {use.update}: {taken.problem}")
+
+    def _taken(self, use: Use) -> _Taken:
+        key = (use.lineage, use.update, use.epoch)
+        if key not in self._batches:
+            self._batches[key] = self._computed(use)
+        return self._batches[key]
+
+    def _computed(self, use: Use) -> _Taken:
+        history = History(
+            self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer, renderer=self.renderer
+        )
+        plan = Plan.of(use.info)
+        try:
+            batch = history.batch(plan, as_read(history, use))
+        except ChangedTape as error:
+            return _Taken({}, {}, str(error))
+        groups: dict[str, list[float | None]] = {}
+        for episode in batch.episodes:
+            groups.setdefault(episode.group, []).append(episode.reward)
+        recipe = self.recipes.get(plan.phase)
+        problem = _unknowable(recipe, plan.phase)
+        if problem or recipe is None or not recipe.surrogate.advantages:
+            return _Taken({}, groups, problem)
+        whole = Stream.of(batch.rows, batch.episodes)
+        computed = prepare(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
+        stream = computed.stream
+        offsets = np.concatenate([row.offset for row in batch.rows])
+        every = zip(
+            stream.call.tolist(), offsets.tolist(), computed.advantage.tolist(), computed.entered.tolist(), strict=True
+        )
+        return _Taken({(*stream.calls[call], offset): a for call, offset, a, entered in every if entered}, groups)
+
+    def _row(self, tape: Tape, row: Row, facts: _Facts) -> RowLine:
+        own = {int(position): i for i, position in enumerate(row.own)}
+        tokens = []
+        for position, token in enumerate(row.input_ids.tolist()):
+            text = self.decode(token) if self.decode is not None else None
+            more = self._own(tape, row, own[position], facts) if position in own else {}
+            tokens.append(TokenLine(position=position, id=token, text=text, own=position in own, **more))
+        begins = tape.call(row.calls[0])
+        return RowLine(
+            begins=begins.call,
+            split=begins.split,
+            repeated=begins.keep if begins.base is not None else 0,
+            own=len(row.own),
+            calls=row.calls,
+            tokens=tuple(tokens),
+        )
+
+    def _own(self, tape: Tape, row: Row, i: int, facts: _Facts) -> dict[str, Any]:
+        call, offset, turn = row.calls[row.call[i]], int(row.offset[i]), int(row.turn[i])
+        earned = facts.turn_rewards
+        sampled = row.version[i] >= 0
+        return {
+            "call": call,
+            "offset": offset,
+            "turn": turn,
+            "step": facts.steps.get((call, offset)),
+            "version": row.versions[row.version[i]] if sampled else None,
+            "temperature": tape.call(call).sampling.temperature_at(offset) if sampled else None,
+            "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
+            "reward": float(earned[turn]) if earned is not None and turn < len(earned) else None,
+            "fate": facts.fates.get((call, offset)),
+            "advantage": facts.advantages.get((call, offset)),
+            "weight": facts.weights.get((call, offset)),
+        }
+
+
+def _lasts(took: list[Use]) -> list[Use]:
+    """The last update that took the tape and was applied, or else the last one, with those that other policies made of
+    the same batch."""
+    last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
+    return [
+        use
+        for use in took
+        if last is not None
+        and (
+            use is last
+            or (
+                use.lineage != last.lineage
+                and (use.update, use.info.get("tapes")) == (last.update, last.info.get("tapes"))
+            )
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The batch of one update."""
+
+    advantages: dict[tuple[str, str, int], float]
+    """By (tape, call, offset)."""
+    groups: dict[str, list[float | None]]
+    """Group -> rewards of its tapes."""
+    problem: str = ""
+    """Why there are no advantages; empty when there are, or when the recipe has none."""
+
+
+@dataclass
+class _Facts:
+    """What is known of a tape's completion tokens, by (call, offset)."""
+
+    turn_rewards: NDArray[Any] | None
+    steps: dict[tuple[str, int], int] = field(default_factory=dict)
+    fates: dict[tuple[str, int], str] = field(default_factory=dict)
+    weights: dict[tuple[str, int], float] = field(default_factory=dict)
+    advantages: dict[tuple[str, int], float] = field(default_factory=dict)
+    group: list[float | None] = field(default_factory=list)
+
+
+def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
+    if took:
+        updates = list(dict.fromkeys(use.update for use in took))
+        names = ", ".join(map(str, updates[-5:]))
+        more = f" and {len(updates) - 5} earlier" if len(updates) > 5 else ""
+        if not facts.weights:
+            return f"taken by update {names}{more}, and no token of it had a gradient"
+        flat = "" if any(facts.advantages.values()) or not facts.advantages else "; every advantage was 0"
+        return (
+            f"trained on by update {names}{more}; {counted(len(facts.weights), 'token')} of it had a weight in the "
+            f"gradient of update {updates[-1]}{flat}"
+        )
+    if not tape.closed:
+        return "still running"
+    if tape.begin.split not in ("train", "demo"):
+        return f"held out: of split {tape.begin.split!r}"
+    if not tape.trains:
+        status, cause = tape.status, tape.cause
+        return f"never trained on: ended as {status}{f' ({cause.type.value})' if cause is not None else ''}"
+    return "unused: no update has taken it" if tape.reward is not None else "unused: nothing scored it"
+
+
+def _unknowable(recipe: Recipe | None, phase: str) -> str:
+    """Why a recipe's advantages can't be computed from the tapes alone; empty when they can."""
+    if recipe is None:
+        return f"the run has no recipes.json that names its recipe of phase {phase!r}"
+    if any(isinstance(word, Running) for word in recipe.shape):
+        return f"recipe {recipe.name} scales rewards by all that came before"
+    if recipe.token_price is not None or any(word.kind == "episode_kl" for word in recipe.shape):
+        return f"recipe {recipe.name} prices the distance to a reference model"
+    return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
+
+
+def _no_trainer(phase: str) -> Any:
+    raise RuntimeError(f"a history that explains trains nothing (phase {phase!r})")

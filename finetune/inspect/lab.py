@@ -1,0 +1,391 @@
+"""Lab: a past update under other recipes: what each would have done with the same tapes, at the same weights.
+
+The weights are those that the update was computed with, applied again to there from the nearest checkpoint; the batch
+is made of the tapes as the update read them. Nothing is trained: gradients are computed, compared and let go, and the
+run is only read. What is compared:
+
+    pull      of a token: minus the loss's gradient by its log-prob, as a share of the sum of all |pulls|. Above 0 the
+              step makes the token likelier. It holds all that a recipe says of a token (weight, advantage, clip, ratio,
+              KL) but for an entropy bonus, which is not about what was sampled.
+    cosine    between the gradients of all weights: 1 where two recipes pull the same way.
+
+1. Norms are before clipping. An update of several mini-batches or epochs is taken whole, at the weights where it began.
+2. A recipe's running statistics (a reward scale) are the run's where it is the run's own, and begin anew otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ...tapes.common.config import Config, load_config
+from ...tapes.common.progress import Progress, silent
+from ...tapes.common.text import safe
+from ...tapes.errors import UsageError
+from ...tapes.records import Use
+from ...tapes.store.store import Store
+from ..data.provenance import known, version_name
+from ..history.history import History, apply_again, as_read, with_threads
+from ..history.plan import Batch, Plan
+from ..history.update_facts import items
+from ..objective.recipe import Recipe
+from ..policies.phases import Frozen, frozen
+from ..policies.policy_team import lineage_of
+from ..recipes import get_recipe
+from ..trainer.checkpoint import checkpoint_folders, checkpoints
+from ..trainer.trainer import Trainer
+from ..trainer.updates import UpdateStats
+from .rebuild import Past
+
+ROUNDING = 1e-6
+"""Shares of a pull that differ by less are the same."""
+OWN = "own"
+"""Names the recipe that the update was made by."""
+
+
+class RecipeFile(Config):
+    """A recipe in a YAML or TOML file: the same two settings as the loop's."""
+
+    recipe: str
+    changes: dict[str, Any] = Field(default_factory=dict)
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TokenShift(_Value):
+    """A token that one recipe pulls at more, or less, than the first one does."""
+
+    tape: str
+    call: str
+    offset: int
+    """In the call's completion."""
+    id: int
+    text: str
+    first: float
+    """Its pull by the first recipe, as a share."""
+    pull: float
+    """By this one."""
+
+
+class RecipeLine(_Value):
+    """What one recipe makes of the update."""
+
+    recipe: str
+    loss: float | None
+    grad_norm: float | None
+    """None where no token has a gradient."""
+    cosine: float | None
+    """With the first recipe's gradient; None where either is missing."""
+    mean_advantage: float | None
+    """Mean |advantage| of the tokens that enter; None for a recipe without advantages."""
+    clipped: float | None
+    """Share of live tokens whose surrogate is clipped; None where the recipe clips nothing."""
+    tokens: int
+    """Tokens with a weight in the loss."""
+    dropped: int
+    """The agent's own tokens without one."""
+    skipped: str | None
+    """Why the update would not be applied."""
+    recorded: bool | None
+    """Weights in the loss, loss and gradient norm are those in the ledger, bit for bit; None where that isn't to be
+    expected: it is not the run's recipe, or the update took several steps."""
+    gained: tuple[TokenShift, ...]
+    """Tokens whose |pull| grows most against the first recipe's."""
+    lost: tuple[TokenShift, ...]
+    pulls: tuple[float, ...]
+    """Of every own token, in the order of the batch."""
+
+    def cells(self) -> list[str]:
+        """Itself as text, for the columns of a table."""
+        recorded = "" if self.recorded is None else "yes" if self.recorded else "NO"
+        return [
+            safe(self.recipe),
+            _number(self.loss),
+            _number(self.grad_norm),
+            _number(self.cosine, 4),
+            _number(self.mean_advantage, 3),
+            _number(self.clipped, 3),
+            str(self.tokens),
+            str(self.dropped),
+            self.skipped or recorded,
+        ]
+
+
+def _number(value: float | None, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+class Experiment(_Value):
+    """One update under every recipe."""
+
+    lineage: str
+    update: int
+    version: str
+    """Of the weights it was computed with."""
+    phase: str
+    episodes: int
+    tokens: int
+    """The agent's own tokens in the batch."""
+    lines: tuple[RecipeLine, ...]
+
+
+class LabReport(_Value):
+    """What the recipes make of the updates."""
+
+    run: str
+    recipes: tuple[str, ...]
+    experiments: tuple[Experiment, ...]
+    seconds: float
+
+
+def lab(
+    run: str | Path,
+    recipes: Sequence[str | Recipe],
+    updates: Sequence[int] | None = None,
+    *,
+    policy: str | None = None,
+    tokens: int = 5,
+    progress: Progress = silent,
+) -> LabReport:
+    """Compute past updates of the run again under each recipe, the first of which is what others are compared with.
+
+    A recipe is a value, a name, `own` (the run's), or a file (`RecipeFile`). updates: their numbers, from 0; None: the
+    last one of the loop. policy: a player of the run that learned; None: the loop's own. tokens: how many to name that
+    gained most, and lost. UsageError where an update, a policy or a recipe isn't there; Unknown where the base weights
+    are gone.
+    """
+    run, started = Path(run), time.perf_counter()
+    named = [_named(recipe) for recipe in recipes]
+    with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=()):
+        lineage, folder = _lineage(run, store, policy)
+        past = Past.of(run, store, Path(scratch), lineage)
+        wanted = _wanted(store.ledger(lineage).uses, updates)
+        bench = _Bench(past, named, tokens)
+        past.history.directory = folder
+        done = []
+        for k, epochs in enumerate(wanted):
+            _go_to(past.history, epochs[0].update)
+            done.append(bench.experiment(epochs))
+            progress("computing updates under other recipes", k + 1, len(wanted), "")
+    return LabReport(
+        run=str(run),
+        recipes=tuple(name for name, _ in named),
+        experiments=tuple(done),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
+    """(what to call it, the recipe; None: the run's own)."""
+    if isinstance(recipe, Recipe):
+        return recipe.name, recipe
+    if recipe == OWN:
+        return OWN, None
+    if Path(recipe).suffix in (".yaml", ".yml", ".toml"):
+        found = load_config(RecipeFile, recipe)
+        return Path(recipe).stem, get_recipe(found.recipe, found.changes)
+    return recipe, get_recipe(recipe)
+
+
+def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
+    """The policy's lineage, and where its checkpoints are."""
+    living = store.lineages().living
+    own, *others = checkpoint_folders(run)
+    last = [one.state["lineage"] for one in checkpoints(own)]
+    if not living:
+        raise UsageError(f"{run} has no updates: nothing was trained there")
+    lead = str(last[-1]) if last and last[-1] in living else living[-1]
+    if policy is None:
+        return lead, own
+    players = {folder.name: folder for folder in others}
+    if policy not in players:
+        there = f"the players that learned there are {', '.join(players)}" if players else "no player learned there"
+        raise UsageError(f"{run} has no policy {policy!r}: {there}; without a name it is the loop's own")
+    return lineage_of(lead, policy), players[policy]
+
+
+def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
+    """The records of each update that was asked for, in order."""
+    known = {number: list(epochs) for number, epochs in groupby(uses, key=lambda use: use.update)}
+    if updates is None:
+        loop = [n for n, epochs in known.items() if not str(epochs[0].info["phase"]).startswith("sft")]
+        updates = [(loop or list(known))[-1]]
+    missing = [n for n in updates if n not in known]
+    if missing:
+        raise UsageError(f"there is no update {missing[0]}: the run has the updates {min(known)} to {max(known)}")
+    return [known[n] for n in sorted(set(updates))]
+
+
+def _go_to(history: History, update: int) -> None:
+    """Bring the weights to where `update` begins, from where they are or from the nearest checkpoint."""
+    saved = [
+        one.update
+        for one in checkpoints(history.directory)
+        if one.state["lineage"] == history.lineage and one.update <= update
+    ]
+    if history.trainer is None or max(saved, default=0) > history.updates:
+        history.restore(until=update)
+        return
+    uses = [use for use in history.store.ledger(history.lineage).uses if history.updates <= use.update < update]
+    for _, epochs in groupby(uses, key=lambda use: use.update):
+        apply_again(history, list(epochs))
+
+
+class _Bench:
+    """Computes updates under every recipe, on one model."""
+
+    def __init__(self, past: Past, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
+        self.history, self.recipes, self.tokens = past.history, recipes, tokens
+        self.decode: Callable[[int], str] = lambda token: str(past.training.tokenizer.decode([token]))
+        every = [past.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
+        wants = any(recipe.needs_reference for recipe in every)
+        self.reference: Frozen | None = frozen(past.history.model) if wants else None
+
+    def experiment(self, epochs: Sequence[Use]) -> Experiment:
+        use, history = epochs[0], self.history
+        info: Any = use.info
+        plan = Plan.of(info)
+        with with_threads((info.get("on") or {}).get("threads")):
+            own = history.enter(plan.phase)
+            batch = history.batch(plan, as_read(history, use))
+            trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
+        single = len(epochs) == 1 and plan.minibatches == 1
+        first = trials[0]
+        return Experiment(
+            lineage=use.lineage,
+            update=use.update,
+            version=version_name(use.lineage, use.update),
+            phase=plan.phase,
+            episodes=len(batch.episodes),
+            tokens=len(first.stats.stream),
+            lines=tuple(self._line(trial, first, batch, use if single else None) for trial in trials),
+        )
+
+    def _trial(self, name: str, recipe: Recipe | None, own: Trainer, batch: Batch, plan: Plan) -> _Trial:
+        mine = recipe is None or recipe == own.recipe
+        recipe = own.recipe if recipe is None else recipe
+        if recipe.needs_value and own.critic is None:
+            raise UsageError(
+                f"recipe {recipe.name!r} needs a critic, and update {self.history.updates} of the run was "
+                f"made without one (by {own.recipe.name!r}): compare recipes without values"
+            )
+        trainer = Trainer(
+            self.history.model,
+            recipe,
+            lr=own.lr,
+            schedule=own.schedule,
+            critic=own.critic,
+            micro_tokens=own.micro_tokens,
+            autocast=own.autocast,
+            gradient_checkpointing=own.gradient_checkpointing,
+            reference=self.reference if recipe.needs_reference else None,
+        )
+        if mine:
+            trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)
+        prepared = trainer.prepare(
+            batch.rows,
+            batch.episodes,
+            batches=plan.batches,
+            several=plan.epochs * plan.minibatches > 1,
+            demonstrations=batch.shown if recipe.imitates else (),
+        )
+        stats, grads = trainer.gradient(prepared)
+        pull = -trainer.pull(prepared).double()
+        whole = float(pull.abs().sum())
+        entered = stats.advantage[prepared.batch.entered].abs()
+        return _Trial(
+            name=name,
+            mine=mine,
+            stats=stats,
+            gradient=grads,
+            pull=pull / whole if whole > 0 else pull,
+            advantage=float(entered.mean()) if recipe.surrogate.advantages and len(entered) else None,
+        )
+
+    def _line(self, trial: _Trial, first: _Trial, batch: Batch, use: Use | None) -> RecipeLine:
+        stats = trial.stats
+        used = int((stats.weight != 0).sum())
+        growth = trial.pull.abs() - first.pull.abs()
+        order = torch.argsort(growth, stable=True)
+        return RecipeLine(
+            recipe=trial.name,
+            loss=known(stats.loss),
+            grad_norm=known(stats.grad_norm),
+            cosine=_cosine(trial.gradient, first.gradient),
+            mean_advantage=trial.advantage,
+            clipped=stats.sums.mean("clip"),
+            tokens=used,
+            dropped=len(stats.stream) - used,
+            skipped=stats.skipped,
+            recorded=_as_recorded(trial, batch, use) if trial.mine and use is not None else None,
+            gained=self._shifts([int(k) for k in order.flip(0) if growth[k] > ROUNDING], trial, first, batch),
+            lost=self._shifts([int(k) for k in order if growth[k] < -ROUNDING], trial, first, batch),
+            pulls=tuple(trial.pull.tolist()),
+        )
+
+    def _shifts(self, places: Sequence[int], trial: _Trial, first: _Trial, batch: Batch) -> tuple[TokenShift, ...]:
+        stream = trial.stats.stream
+        offsets = [int(k) for row in batch.rows for k in row.offset]
+        made = []
+        for k in places[: self.tokens]:
+            tape, call = stream.calls[int(stream.call[k])]
+            token = int(stream.token[k])
+            made.append(
+                TokenShift(
+                    tape=tape,
+                    call=call,
+                    offset=offsets[k],
+                    id=token,
+                    text=self.decode(token),
+                    first=float(first.pull[k]),
+                    pull=float(trial.pull[k]),
+                )
+            )
+        return tuple(made)
+
+
+class _Trial:
+    """One recipe's gradient of one update."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        mine: bool,
+        stats: UpdateStats,
+        gradient: Mapping[str, Tensor],
+        pull: Tensor,
+        advantage: float | None,
+    ) -> None:
+        self.name, self.mine, self.stats, self.gradient = name, mine, stats, gradient
+        self.pull, self.advantage = pull, advantage
+
+
+def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float | None:
+    def dot(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> float:
+        return sum(float((x[name].double() * y[name].double()).sum()) for name in x if name in y)
+
+    norms = dot(a, a) * dot(b, b)
+    return dot(a, b) / math.sqrt(norms) if norms > 0 else None
+
+
+def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
+    stats = trial.stats
+    weights = [list(item) for item in items(batch.rows, stats)] if stats.applied else []
+    recorded = [list(item) for item in use.items]
+    if stats.applied and stats.shown is not None:
+        recorded = recorded[: len(weights)]  # what was imitated beside the batch follows
+    info = use.info
+    return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info["loss"], info["grad_norm"])

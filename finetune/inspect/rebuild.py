@@ -1,0 +1,137 @@
+"""The past of a run: its base weights and the history that was made from them, as a reader without the agent, the
+environment and the tasks can have them again.
+
+What trained is not written a second time here: the parts are those that `demo` and `train` make of the configuration
+in the run directory. Nothing is written to the run. What is asked of the past is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...agents.engines.embedded.pretrained import device_of, weights_digest
+from ...tapes.common.config import Config, ConfigError, load_config
+from ...tapes.common.config_yaml import YamlProblem, read_yaml
+from ...tapes.errors import TapereelError, UsageError
+from ...tapes.store.run_directory import CONFIG, RESULTS, RunDir
+from ...tapes.store.store import Store
+from ..history.history import BrokenHistory, History
+from ..policies.policy_team import lineage_of
+from ..run.training import Training
+from ..trainer.checkpoint import checkpoints
+
+Settings = TypeVar("Settings", bound=Config)
+
+
+class Unknown(TapereelError, ValueError):
+    """The run's base weights, or how it was trained, can't be had again; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run's beginning. The history's model has the base weights; it has no checkpoint to go on from."""
+
+    training: Training
+    history: History
+    base: str
+    """What the base weights are, in words."""
+
+    @classmethod
+    def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+        """Of the run in the directory `run`, open as `store`. `scratch`: an empty directory. Unknown where it can't be
+        had."""
+        if not (run / CONFIG).exists():
+            if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
+                return cls._of_control(run, store, scratch, lineage)
+            raise Unknown(f"{run} has no {CONFIG} that says how its weights were trained")
+        results = _results(run)
+        player = next(
+            (name for name in results.get("players", {}) if lineage_of(results.get("lineage", ""), name) == lineage),
+            None,
+        )
+        own = results if player is not None else {**results, "lineage": lineage}
+        training, base = _begin(run, RunDir(scratch, own, store, resumed=True))
+        if player is None:
+            return cls(training, training.history, base)
+        if player not in training.team.histories:
+            raise Unknown(f"{run / CONFIG} has no player {player!r} that is trained, and {run / RESULTS} has one")
+        return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
+
+    @classmethod
+    def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+        """A control experiment of a demo begins with the weights that the demo had after its imitation."""
+        demo = run.parent.parent
+        directory = RunDir(scratch, {**_results(demo), "lineage": lineage}, store, resumed=True)
+        training, _ = _begin(demo, directory)
+        base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
+        if base is None:
+            raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, from which {run} went on")
+        training.model.load_state_dict(base.weights())
+        return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
+
+
+def _results(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / RESULTS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise Unknown(f"{run / RESULTS}, which says what the run began with, can't be read: {error}") from error
+
+
+def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
+    try:
+        keys = {path[0] for path, _, _ in read_yaml((run / CONFIG).read_text(encoding="utf-8"))}
+    except (OSError, YamlProblem) as error:
+        raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
+    if "demonstrations" in keys:
+        return _demo(run, directory)
+    if "engine" in keys and "loop" in keys:
+        return _train(run, directory)
+    raise Unknown(f"{run / CONFIG} is of no run that trains")
+
+
+def _read(kind: type[Settings], run: Path) -> Settings:
+    try:
+        return load_config(kind, run / CONFIG)
+    except ConfigError as error:
+        raise Unknown(f"{run / CONFIG} says what this version of the library doesn't know: {error}") from error
+
+
+def _here(engine: Any) -> Any:
+    """The engine on its device, or on one that there is: what was trained on a GPU may be looked at without."""
+    try:
+        device_of(engine.device)
+    except UsageError:
+        return engine.model_copy(update={"device": "auto"})
+    return engine
+
+
+def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
+    from ..run.demonstrations import DemoConfig, demo_training
+
+    config = _read(DemoConfig, run)
+    return demo_training(config, directory), f"the {config.model_size} model that is drawn from seed {config.seed}"
+
+
+def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
+    from ..run.train_run import TrainConfig, train_training
+
+    config = _read(TrainConfig, run)
+    players = {
+        name: player if player.frozen else player.model_copy(update={"engine": _here(player.engine)})
+        for name, player in config.players.items()
+    }
+    config = config.model_copy(update={"engine": _here(config.engine), "players": players})
+    try:
+        training = train_training(config, directory)
+    except (UsageError, BrokenHistory) as error:
+        raise Unknown(f"the base weights are gone: {error}") from error
+    found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
+    if begun not in (None, found):
+        raise Unknown(
+            f"the base weights are gone: the run began with weights of digest {begun}, those in "
+            f"{config.engine.model} have {found} now"
+        )
+    return training, f"the model in {config.engine.model}"

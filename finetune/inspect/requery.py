@@ -1,0 +1,202 @@
+"""Requery: recorded tokens are put to a model again, and its log-probs are compared with the recorded ones.
+
+"This tape came from this policy": every token that was sampled is scored, teacher-forced, by the weights that the tape
+names for it, or by weights that are given. Tokens of several policy versions are each put to their own. The weights are
+read from checkpoints and model folders; a version that none holds can't be verified. This module writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from ...tapes import Tape
+from ...tapes.audit.verdict import Divergence, Likely, Verdict, diverged, unverifiable, verified
+from ...tapes.records import Publish
+from ..data.rows import Row, rows
+from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
+from ..trainer.logprobs import score
+
+TOLERANCE = 1e-4
+"""Nats that a log-prob may differ by, in float32: ten times what was seen, and less than one update moves tokens by."""
+BATCH = 128
+"""Tapes that are scored at once."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights, and what is known of them."""
+
+    name: str
+    """The folder."""
+    digest: str
+    """As in a `publish` record."""
+    load: Callable[[], Any] = field(repr=False)
+    """() -> the model, ready to be scored with."""
+
+
+class Policies:
+    """From policy versions to weights: the run's checkpoints and model folders, or one that is given."""
+
+    def __init__(
+        self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
+    ) -> None:
+        """only: a checkpoint or model folder that all tokens are put to, whatever the tapes say of them. begun: the
+        folders that the run was begun with."""
+        self.run = run
+        self.digests = {publish.version: publish.digest for publish in published}
+        self.only = _folder(Path(only)) if only is not None else None
+        self._known: dict[str, Policy] | None = None
+        self._begun = begun
+        self._loaded: tuple[str, Any] | None = None
+
+    def of(self, version: str) -> Policy | str:
+        """The weights of that version, or why there are none."""
+        if self.only is not None:
+            return self.only
+        digest = self.digests.get(version)
+        if digest is None:
+            return f"version {version!r} was never published in {self.run}"
+        if self._known is None:
+            found = [_checkpoint(one) for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
+            found += [_folder(Path(folder)) for folder in self._begun if Path(folder).is_dir()]
+            self._known = {policy.digest: policy for policy in found}
+        return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
+
+    def model(self, policy: Policy) -> Any:
+        """The model with these weights. One at a time is kept."""
+        if self._loaded is None or self._loaded[0] != policy.digest:
+            self._loaded = (policy.digest, policy.load())
+        return self._loaded[1]
+
+
+def _checkpoint(one: Checkpoint) -> Policy:
+    def load() -> Any:
+        weights = one.weights()
+        narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+        model = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32").model
+        model.load_state_dict(weights)
+        return model
+
+    return Policy(str(one.path), str(one.state["digest"]), load)
+
+
+def _folder(path: Path) -> Policy:
+    """A checkpoint's directory, or a model in Hugging Face format."""
+    if (path / "state.json").is_file():
+        return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path))
+    model = load_pretrained(path, device="auto").model
+    return Policy(str(path), weights_digest(model.state_dict()), lambda: model)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One version's tokens of a row, and what its weights say of them."""
+
+    row: Row
+    logprob: NDArray[np.float64]
+    """(n,) of the row's own tokens."""
+    policy: str
+
+    @property
+    def gap(self) -> NDArray[np.float64]:
+        """(n,) distance from the recorded log-prob; NaN where the weights give none."""
+        return np.abs(self.logprob - self.row.old.astype(np.float64))
+
+
+def requery(
+    tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE, renderer: Any | None = None
+) -> list[Verdict]:
+    """The verdict on each tape. Many at once share forward passes."""
+    made = [rows(tape, renderer=renderer) if _tokens(tape) else [] for tape in tapes]
+    parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
+    missing: dict[int, list[str]] = defaultdict(list)
+    for t, found in enumerate(made):
+        for version, own in (part for row in found for part in _by_version(tapes[t], row)):
+            policy = policies.of(version)
+            if isinstance(policy, str):
+                missing[t].append(policy)
+            else:
+                parts.setdefault(policy.digest, (policy, []))[1].append((t, own))
+    seen: list[list[Scored]] = [[] for _ in tapes]
+    for policy, batch in parts.values():
+        logprob = score(policies.model(policy), [row for _, row in batch]).logprob.double().cpu().numpy()
+        ends = np.cumsum([len(row.own) for _, row in batch])
+        for (t, row), now in zip(batch, np.split(logprob, ends[:-1]), strict=True):
+            seen[t].append(Scored(row, now, policy.name))
+    return [_verdict(tape, seen[t], missing[t], tolerance) for t, tape in enumerate(tapes)]
+
+
+def _tokens(tape: Tape) -> bool:
+    return any(call.completion is not None for call in tape.calls)
+
+
+def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
+    """The row's sampled tokens whose log-prob is known, version by version."""
+    row = _as_recorded(tape, row)
+    known = np.isfinite(row.old) & (row.version >= 0)
+    return [(row.versions[v], row.where(known & (row.version == v))) for v in np.unique(row.version[known]).tolist()]
+
+
+def _as_recorded(tape: Tape, row: Row) -> Row:
+    """With the log-probs of what was drawn greedily, too: they are no RL data, but they are those at temperature 1."""
+    old = row.old.copy()
+    for k, name in enumerate(row.calls):
+        call = tape.call(name)
+        if call.sampling.first_temperature is not None:
+            continue
+        plain = call.sampling.model_copy(update={"temperature": 1.0})
+        if call.logprobs is not None and call.sampling.temperature == 0 and plain.exact:
+            here = row.call == k
+            old[here] = np.asarray(call.logprobs, dtype=np.float32)[row.offset[here]]
+    return replace(row, old=old)
+
+
+def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str], tolerance: float) -> Verdict:
+    n = sum(len(one.row.own) for one in seen)
+    known = sum(int(np.isfinite(np.asarray(call.logprobs or ())).sum()) for call in tape.calls)
+    more: dict[str, Any] = {"checked": {"tokens": n}}
+    if n:
+        every = np.concatenate([one.gap for one in seen])
+        more["measured"] = {"largest": float(every.max()), "mean": float(every.mean()), "tolerance": tolerance}
+    notes = list(dict.fromkeys(missing))
+    if known > n and not missing:
+        notes.append("log-probs of tokens that were drawn otherwise than by temperature (top-p, top-k, penalties)")
+    for one in seen:
+        if not (one.gap <= tolerance).all():
+            return diverged("requery", _divergence(tape, one), not_checked=tuple(notes), **more)
+    if missing:
+        return unverifiable("requery", tape.id, notes[0], not_checked=tuple(notes[1:]), **more)
+    if not n:
+        why = "its log-probs can't be compared" if known else "it holds no log-prob"
+        return unverifiable("requery", tape.id, f"{why}, so there is nothing to put to a model", **more)
+    return verified("requery", tape.id, not_checked=tuple(notes), **more)
+
+
+def _divergence(tape: Tape, one: Scored) -> Divergence:
+    row, worst = one.row, int(np.argmax(np.nan_to_num(one.gap, nan=np.inf)))
+    call = tape.call(row.calls[int(row.call[worst])])
+    version, at = row.versions[int(row.version[worst])], int(row.offset[worst])
+    old, now = float(row.old[worst]), float(one.logprob[worst])
+    record = next((k for k, c in tape.log.call_order if c.call == call.call), None)
+    return Divergence(
+        tape=tape.id,
+        turn=int(row.turn[worst]),
+        record=record,
+        call=call.call,
+        by=call.by,
+        field=f"logprobs[{at}]",
+        recorded=old,
+        observed=now,
+        cause=Likely.WEIGHTS,
+        sentence=f"call {call.call}, token {at}: the tape says {old:.4f}, sampled by version {version}; the weights in "
+        f"{one.policy} say {now:.4f}, and are {one.gap.mean():.3g} nats off in the mean",
+    )

@@ -1,0 +1,93 @@
+"""What the viewer can't know from tapes alone: advantages, rows and verdicts of training, and the text of token ids.
+
+An adapter from `Explainer`, and from `score` where weights are named, to what `tapes/view` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...tapes.store.store import Store
+from ..data.rows import rows
+from ..trainer.logprobs import score
+from .explainer import Explainer, Explanation
+from .requery import Policies, Policy
+from .token_reader import token_reader
+
+LONGEST = 20_000
+"""Records of the longest tape that is explained: it is read whole for that."""
+
+
+class TrainingInsight:
+    """Tells of one run. Reads the tokenizer that the run keeps, when it is made."""
+
+    def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
+        """weights: a checkpoint or model folder whose probabilities are compared with those at sampling. tokenizer: its
+        folder, where it isn't the run's own."""
+        self._store = store
+        self._policies = Policies(store.path, (), only=weights) if weights is not None else None
+        newest = store.index.tapes("status is not null")[-1:]
+        self._decode, self._renderer = token_reader(store.path, tokenizer, [store.tape(row.id) for row in newest])
+        self._explainer = Explainer(store, self._decode, self._renderer)
+
+    @property
+    def decode(self) -> Callable[[int], str] | None:
+        """The text of a token id; None without a tokenizer."""
+        return self._decode
+
+    def forget(self) -> None:
+        """Training went on: what was read of the ledger is old."""
+        self._explainer = Explainer(self._store, self._decode, self._renderer)
+
+    def explain(self, tape: str) -> dict[str, Any]:
+        """What became of the tape in training, with an advantage for each completion token that has one."""
+        records = len(self._store.index.places(tape))
+        if records > LONGEST:
+            return {"missing": f"the tape has {records:,} records; only those of up to {LONGEST:,} are explained"}
+        found = self._explainer.explain(tape)
+        return {
+            "verdict": found.verdict,
+            "notes": list(found.notes),
+            "advantages": self._advantages(found),
+            "rows": [
+                {
+                    "begins": row.begins,
+                    "split": row.split,
+                    "repeated": row.repeated,
+                    "own": row.own,
+                    "tokens": len(row.tokens),
+                }
+                for row in found.rows
+            ],
+            **self._ratios(tape),
+        }
+
+    def _ratios(self, tape: str) -> dict[str, Any]:
+        """Probability by the named weights over that at sampling, for each sampled completion token."""
+        policy = self._policies.of("") if self._policies is not None else None
+        if self._policies is None or not isinstance(policy, Policy):
+            return {}
+        found = rows(self._store.tape(tape, refresh=False), renderer=self._renderer)
+        ratios: dict[str, list[float | None]] = {}
+        for row in found:
+            now = score(self._policies.model(policy), [row]).logprob.double().cpu().numpy()
+            every = np.exp(now - row.old)
+            for call, offset, ratio in zip(row.call.tolist(), row.offset.tolist(), every.tolist(), strict=True):
+                _put(ratios.setdefault(row.calls[call], []), offset, ratio if np.isfinite(ratio) else None)
+        return {"ratios": ratios, "weights": policy.name}
+
+    def _advantages(self, found: Explanation) -> dict[str, list[float | None]]:
+        known: dict[str, list[float | None]] = {}
+        for row in found.rows:
+            for token in row.tokens:
+                if token.call is not None and token.offset is not None and token.advantage is not None:
+                    _put(known.setdefault(token.call, []), token.offset, token.advantage)
+        return known
+
+
+def _put(values: list[float | None], at: int, value: float | None) -> None:
+    values += [None] * (at + 1 - len(values))
+    values[at] = value

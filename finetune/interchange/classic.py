@@ -1,0 +1,424 @@
+"""The classic names of RL fine-tuning, over `datasets`: fields per row, groups over the dataset, one step on a batch.
+
+Columns, each a list aligned to `input_ids`: `labels` (-100 off the own tokens), `rewards`, `advantages`,
+`old_logprobs`, `ref_logprobs`; and `group_id`, `tape_id`. What doesn't exist is NaN: a log-prob or an advantage off the
+own tokens, an advantage that wasn't computed yet, a log-prob in the padding. Every number comes from the same words as
+the trainer's; these functions only carry it in and out of columns.
+
+1. Log-probs stand where their tokens stand. (Pushing them to the right end by count misplaces them as soon as the
+   targets are not the last contiguous block.)
+2. A tape is one episode of its group, however many rows it became.
+3. With a KL price in the reward, `rewards` and advantages follow from the same shaped reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+
+from ...tapes.value import Value
+from ..data.rows import IGNORED, Row
+from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns
+from ..objective import Context, Reward, Select, Sums, TokenKL
+from ..objective import loss as objective
+from ..objective.kl import estimate
+from ..objective.recipe import Recipe
+from ..recipes import get_recipe
+from ..trainer import lm_head as head
+from ..trainer.logprobs import parts
+
+TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
+"""Floats aligned to `input_ids`; padded with NaN."""
+
+
+class RLConfig(Value):
+    """What `rl_step` and the dataset pass need. An unknown key is an error."""
+
+    algo: str = "grpo"
+    """Name of a recipe whose loss needs a token alone: grpo, reinforce, ..."""
+    use_advantages: bool = True
+    """False: a token's loss is weighed by its raw reward."""
+    epsilon: float = Field(default=0.2, ge=0, le=1)
+    """Clip range of the ratio, where the recipe has one."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL to the reference in the loss (k3)."""
+    reward_minus_kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL price in the reward: r - coef * sum over the episode of k3(old against ref)."""
+    relu_log_p_weights: bool = False
+    """True: tokens with a negative weight get 0: learn from what went better only."""
+
+    def recipe(self) -> Recipe:
+        """The same as the words of a recipe."""
+        base = get_recipe(self.algo)
+        changes: dict[str, Any] = {}
+        if base.surrogate.kind in ("ppo", "cpg"):
+            changes["surrogate"] = {"low": self.epsilon, "high": self.epsilon}
+        if self.kl_coef:
+            changes["regulariser"] = [{"kind": "kl", "estimator": "k3", "beta": self.kl_coef}]
+        if self.reward_minus_kl_coef:
+            changes["shape"] = [{"kind": "episode_kl", "beta": self.reward_minus_kl_coef, "estimator": "k3"}]
+        if not self.use_advantages:
+            changes["baseline"] = {"kind": "none"}
+        if self.relu_log_p_weights:
+            changes["adjust"] = [*(word.model_dump() for word in base.adjust), {"kind": "relu"}]
+        return base.but(changes)
+
+
+def prepare_rl_fields(
+    encoding: Mapping[str, Any],
+    reward: float | None,
+    old_logprobs: Sequence[float],
+    ref_logprobs: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """The encoding with the RL columns: one log-prob for each target of `labels`, in order, NaN elsewhere."""
+    labels = np.asarray(encoding["labels"])
+    at = labels != IGNORED
+    out = dict(encoding)
+    out["rewards"] = [float("nan") if reward is None else float(reward)] * len(labels)
+    out["advantages"] = [float("nan")] * len(labels)
+    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
+        if values is not None and len(values) != int(at.sum()):
+            raise BadBatch(
+                f"{len(values)} {name} for {int(at.sum())} targets in `labels`: give one for each token "
+                "that was sampled, from the engine that sampled it"
+            )
+        column = np.full(len(labels), np.nan)
+        if values is not None:
+            column[at] = values
+        out[name] = column.tolist()
+    return out
+
+
+def span_labels(
+    input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Labels for text that was written, not sampled: a token is a target iff its characters overlap a span's."""
+    return [
+        token if any(start < b and a < end for a, b in spans) else IGNORED
+        for token, (start, end) in zip(input_ids, offsets, strict=True)
+    ]
+
+
+def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
+    """Rows as a Hugging Face dataset with the classic columns, and `turn`, `version` and `temperature` per token."""
+    reward = {episode.tape: episode.reward for episode in episodes}
+    data: dict[str, list[Any]] = {
+        name: []
+        for name in ("input_ids", "labels", *TOKEN_COLUMNS, "group_id", "tape_id", "turn", "version", "temperature")
+    }
+    for row in rows:
+        unknown = np.full(len(row), np.nan)
+        r = reward[row.tape]
+        versions = np.full(len(row), "", dtype=object)
+        versions[row.own] = [row.versions[v] if v >= 0 else "" for v in row.version]
+        turn = np.full(len(row), -1, dtype=np.int32)
+        turn[row.own] = row.turn
+        values = (
+            row.input_ids,
+            row.labels(),
+            np.full(len(row), np.nan if r is None else r),
+            unknown,
+            row.aligned(row.old),
+            unknown,
+            row.group,
+            row.tape,
+            turn,
+            versions,
+            row.aligned(row.temperature),
+        )
+        for name, value in zip(data, values, strict=True):
+            data[name].append(value.tolist() if isinstance(value, np.ndarray) else value)
+    return Dataset.from_dict(data)
+
+
+def populate_rl_data(dataset: Dataset, config: RLConfig) -> Dataset:
+    """Everything that the dataset as a whole decides: shaped rewards and advantages by group."""
+    return update_rewards_and_advantages(dataset, config)
+
+
+def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
+    """The dataset with `rewards` and `advantages` computed over its groups; the order of rows doesn't matter."""
+    table = dataset.flatten_indices().data.table if dataset._indices is not None else dataset.data.table
+    columns = _Columns(table)
+    recipe = config.recipe()
+    if _one_per_episode(recipe):
+        table = columns.put(table, "advantages", columns.spread(recipe))
+    else:
+        stream = columns.stream(with_ref=bool(config.reward_minus_kl_coef))
+        batch = objective.prepare(recipe, stream, Context())
+        advantage = np.full(len(columns.own), np.nan, dtype=np.float32)
+        advantage[columns.own] = torch.where(batch.entered, batch.advantage, torch.nan).to(torch.float32).numpy()
+        table = columns.put(table, "advantages", advantage)
+        if recipe.shape:
+            table = columns.put(table, "rewards", columns.shaped(recipe, stream))
+    seal = hashlib.sha256(f"{dataset._fingerprint}{config.model_dump_json()}".encode()).hexdigest()[:16]
+    return Dataset(table, fingerprint=seal)
+
+
+def _one_per_episode(recipe: Recipe) -> bool:
+    """True when an episode's tokens share one advantage that follows from rewards alone, so no token is looked at."""
+    simple = recipe.credit.kind == "broadcast" and recipe.reward == Reward() and recipe.select == Select()
+    return simple and not recipe.shape and not recipe.adjust
+
+
+class _Columns:
+    """Flat views of a dataset's list columns."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        for name in ("labels", "rewards", "old_logprobs", "group_id"):
+            if name not in table.column_names:
+                raise BadBatch(
+                    f"the dataset has no column {name!r} (it has {', '.join(table.column_names)}): make its "
+                    "rows with prepare_rl_fields or to_dataset"
+                )
+        labels = table.column("labels").combine_chunks()
+        self.lengths = np.diff(labels.offsets.to_numpy())
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int32)], dtype=np.int32)
+        self.labels = self._values("labels")
+        self.own = self.labels != IGNORED
+        tapes = (
+            table.column("tape_id")
+            if "tape_id" in table.column_names
+            else pa.chunked_array([pa.array(np.arange(len(self.lengths)).astype(str))])
+        )
+        self.tapes, self.episode = _numbered(tapes)
+
+    def _values(self, name: str) -> NDArray[Any]:
+        column = self.table.column(name).combine_chunks()
+        values = column.flatten().to_numpy(zero_copy_only=False)
+        if name != "labels" and len(values) != len(self.labels):
+            raise BadBatch(
+                f"column {name!r} has {len(values)} values in all, `labels` has {len(self.labels)}: every "
+                "token column is aligned to `input_ids`"
+            )
+        return values
+
+    def spread(self, recipe: Recipe) -> NDArray[np.float32]:
+        """Each episode's advantage on its own tokens, NaN elsewhere and where nothing can be learned."""
+        stream = self._of_episodes()
+        x = stream.episodes.reward
+        y = torch.where(x.isnan(), x, recipe.baseline(x.nan_to_num(), ~x.isnan(), stream, Context()))
+        known = self.own & np.isfinite(self._values("old_logprobs"))
+        per_row = y.numpy().astype(np.float32)[self.episode]
+        return np.where(known, np.repeat(per_row, self.lengths), np.float32(np.nan))
+
+    def shaped(self, recipe: Recipe, stream: Stream) -> NDArray[np.float64]:
+        """The shaped reward of each token's episode."""
+        x, scored = stream.episodes.reward, torch.ones(len(self.tapes), dtype=torch.bool)
+        for word in recipe.shape:
+            if not isinstance(word, TokenKL):
+                x = word(x, scored, stream, Context())
+        return np.repeat(x.numpy()[self.episode], self.lengths)
+
+    def stream(self, *, with_ref: bool) -> Stream:
+        """The own tokens of all rows, and their episodes."""
+        sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
+        episode = torch.from_numpy(np.repeat(self.episode, sizes))
+        zeros = torch.zeros(len(episode), dtype=torch.int64)
+        stream = self._of_episodes()
+        lengths = torch.bincount(episode, minlength=len(self.tapes))
+        return replace(
+            stream,
+            token=zeros,
+            temperature=zeros,
+            version=zeros,
+            call=zeros,
+            agent=zeros,
+            turn=episode,
+            episode=episode,
+            old=self._own("old_logprobs"),
+            ref=self._own("ref_logprobs") if with_ref else None,
+            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
+            episodes=replace(stream.episodes, length=lengths),
+        )
+
+    def _own(self, name: str) -> Tensor:
+        return torch.from_numpy(self._values(name)[self.own].astype(np.float64))
+
+    def _of_episodes(self) -> Stream:
+        """The episodes of all rows, without a token."""
+        rewards = self._values("rewards")
+        per_row = np.full(len(self.lengths), np.nan)
+        per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
+        groups, group_of_row = _numbered(self.table.column("group_id"))
+        n = len(self.tapes)
+        reward, group = np.full(n, np.nan), np.zeros(n, dtype=np.int64)
+        reward[self.episode], group[self.episode] = per_row, group_of_row
+        self._agree(reward, group, per_row, group_of_row)
+        truth, none = torch.ones(n, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+        return Stream(
+            token=none,
+            old=none,
+            temperature=none,
+            version=none,
+            call=none,
+            turn=none,
+            episode=none,
+            agent=none,
+            rows=torch.zeros(len(self.lengths) + 1, dtype=torch.int64),
+            episodes=Episodes(
+                tape=self.tapes,
+                reward=torch.from_numpy(reward),
+                trains=truth,
+                cut=~truth,
+                bootstrap=torch.zeros(n, dtype=torch.float64),
+                length=torch.zeros(n, dtype=torch.int64),
+                group=torch.from_numpy(group),
+                fork=torch.arange(n),
+                groups=groups,
+                components=(),
+            ),
+            turns=Turns(reward=torch.from_numpy(reward), episode=torch.arange(n)),
+        )
+
+    def _agree(
+        self, reward: NDArray[Any], group: NDArray[Any], per_row: NDArray[Any], group_of_row: NDArray[Any]
+    ) -> None:
+        differs = (group[self.episode] != group_of_row) | ~np.isclose(reward[self.episode], per_row, equal_nan=True)
+        if differs.any():
+            tape = self.tapes[self.episode[int(differs.argmax())]]
+            raise BadBatch(
+                f"the rows of tape {tape!r} disagree on its reward or group: a tape is one episode, "
+                "with one reward and one group in all its rows"
+            )
+
+    def put(self, table: Any, name: str, values: NDArray[Any]) -> Any:
+        """The table with this column's values replaced."""
+        column = pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values))
+        names = table.column_names
+        plain = table.replace_schema_metadata(None)
+        return plain.set_column(names.index(name), name, column) if name in names else plain.append_column(name, column)
+
+
+def _numbered(column: Any) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Distinct values in the order of their appearance, and the number of each row's."""
+    coded = column.combine_chunks().dictionary_encode()
+    return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
+
+
+def collate(
+    features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
+) -> dict[str, Tensor]:
+    """Rows as one padded batch: labels -100, RL columns NaN (no padding value is ever a log-prob), mask 0."""
+    longest = max(len(row["input_ids"]) for row in features)
+    width = -(-longest // multiple) * multiple
+    fills: dict[str, tuple[Any, torch.dtype]] = {"input_ids": (pad_id, torch.int64), "labels": (IGNORED, torch.int64)}
+    fills |= {name: (float("nan"), torch.float32) for name in TOKEN_COLUMNS if name in features[0]}
+    out = {name: torch.full((len(features), width), fill, dtype=dtype) for name, (fill, dtype) in fills.items()}
+    out["attention_mask"] = torch.zeros(len(features), width, dtype=torch.int64)
+    for i, row in enumerate(features):
+        n = len(row["input_ids"])
+        where = slice(0, n) if side == "right" else slice(width - n, width)
+        for name, (_, dtype) in fills.items():
+            out[name][i, where] = torch.as_tensor(row[name], dtype=dtype)
+        out["attention_mask"][i, where] = 1
+    return out
+
+
+def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
+    """(loss with gradient, statistics) of a collated batch: the token mean of the recipe's loss over its own tokens.
+
+    Statistics are means, and extremes as `name/min` and `name/max`, over own tokens; `tokens` to weigh them by when
+    batches are put together.
+    """
+    recipe = config.recipe()
+    if not recipe.local or recipe.weigh.kind != "token" or recipe.select.entropy_top is not None:
+        raise BadBatch(f"rl_step sees one padded batch and no episodes; recipe {recipe.name!r} needs them: use Trainer")
+    objective.check_needs(recipe, reference="ref_logprobs" in batch, critic=False)
+    labels, mask = batch["labels"], batch["attention_mask"]
+    own = labels != IGNORED
+    own[:, 0] = False
+    body, output = parts(model)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hidden = body(input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions, use_cache=False)
+    before = own.roll(-1, dims=1)
+    weight = batch["advantages" if config.use_advantages else "rewards"][own].double()
+    lp, _ = head.log_probs(
+        hidden.last_hidden_state[before], output.weight, output.bias, labels[own], torch.ones(int(own.sum()))
+    )
+    t = len(lp)
+    zeros = torch.zeros(t, dtype=torch.int64)
+    stream = _one_episode(batch, own, zeros)
+    entered = stream.old.isfinite() & weight.isfinite()
+    if config.relu_log_p_weights:
+        weight = weight.clamp(min=0)
+    weight = torch.where(entered, weight, torch.zeros_like(weight))
+    context = Context()
+    whole = objective.Batch(
+        recipe=recipe, stream=stream, advantage=weight, entered=entered, selected=entered, target=None
+    )
+    part = whole.part()
+    loss = part.loss(lp, None, torch.arange(t), context, objective.betas(recipe)) if t else lp.sum()
+    _statistics(batch, own, lp.detach(), weight, stream, entered, config.epsilon, context.sums)
+    return loss, {"loss": float(loss.detach()), "tokens": float(entered.sum()), **context.sums.flat()}
+
+
+def _one_episode(batch: Mapping[str, Tensor], own: Tensor, zeros: Tensor) -> Stream:
+    one = torch.zeros(1, dtype=torch.float64)
+    table = Episodes(
+        tape=("batch",),
+        reward=one,
+        trains=one == 0,
+        cut=one != 0,
+        bootstrap=one,
+        length=zeros[:1],
+        group=torch.zeros(1, dtype=torch.int64),
+        fork=torch.zeros(1, dtype=torch.int64),
+        groups=("batch",),
+        components=(),
+    )
+    return Stream(
+        token=batch["labels"][own],
+        old=batch["old_logprobs"][own],
+        temperature=torch.ones(len(zeros)),
+        version=zeros,
+        call=zeros,
+        turn=zeros,
+        episode=zeros,
+        agent=zeros,
+        episodes=table,
+        turns=Turns(reward=one, episode=torch.zeros(1, dtype=torch.int64)),
+        rows=torch.tensor([0, len(zeros)]),
+        ref=batch["ref_logprobs"][own] if "ref_logprobs" in batch else None,
+    )
+
+
+def _statistics(
+    batch: Mapping[str, Tensor],
+    own: Tensor,
+    lp: Tensor,
+    weight: Tensor,
+    stream: Stream,
+    entered: Tensor,
+    epsilon: float,
+    sums: Sums,
+) -> None:
+    """Adds up means and extremes over own tokens of this batch."""
+    sums.add("new_logprobs", lp[entered], extremes=True)
+    sums.add("old_logprobs", stream.old[entered], extremes=True)
+    ratio = (lp - stream.old)[entered].exp()
+    sums.add("ratio_new_old", ratio, extremes=True)
+    sums.add("weights", weight[entered], extremes=True)
+    for name in batch.keys() & {"rewards", "advantages"}:
+        known = batch[name][own][entered]
+        sums.add(name, known[known.isfinite()], extremes=True)
+    sums.add("surrogate", ratio * weight[entered], extremes=True)
+    sums.add("surrogate/clipped", ratio.clamp(1 - epsilon, 1 + epsilon) * weight[entered], extremes=True)
+    sums.add("logprob_where_weight_positive", lp[entered & (weight > 0)])
+    sums.add("logprob_where_weight_negative", lp[entered & (weight < 0)])
+    if stream.ref is not None and bool(stream.ref[entered].isfinite().any()):
+        sums.add("ref_logprobs", stream.ref[entered], extremes=True)
+        sums.add("ratio_ref_new", (stream.ref - lp)[entered].exp(), extremes=True)
+        sums.add("ratio_ref_old", (stream.ref - stream.old)[entered].exp(), extremes=True)
+        sums.add("kl", estimate("k3", lp, stream.ref)[entered], extremes=True)

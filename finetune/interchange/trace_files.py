@@ -1,0 +1,211 @@
+"""Records in and out of files. What comes in is not trusted.
+
+A line, a file and what an archive unpacks to are bounded, and refused with the line and the limit; archives are read in
+place and never unpacked to disk, and a member whose name leaves the archive's folder, a link or an encrypted one is
+refused. JSON is parsed without code, to a bounded depth. Knows nothing of what records mean.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import itertools
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+from pydantic_core import from_json, to_json
+
+from ...tapes.errors import MissingExtra, TapereelError, UsageError
+
+MEMBERS = 1000
+"""Of an archive."""
+PARQUET_ROWS = 16
+"""Decoded at once, which is before they can be measured."""
+
+
+class BadImport(UsageError):
+    """A file that isn't what it should be, or is more than the limits allow; names the place and the cause."""
+
+
+class NothingToExport(TapereelError, ValueError):
+    """No tape has a place in what was to be written, so nothing was; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What an import may be at most, unpacked."""
+
+    line: int = 64 * 2**20
+    """Bytes of one record."""
+    total: int = 16 * 2**30
+    """Bytes of all of them."""
+
+
+def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for error messages, record) of a .jsonl or .parquet file, of a .gz or .zip of the former, or of
+    `results.jsonl` in a folder."""
+    if path.is_dir():
+        path = path / "results.jsonl"
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    if path.suffix == ".parquet":
+        yield from _parquet(path, bounds)
+    elif path.suffix == ".zip":
+        yield from _zip(path, bounds)
+    elif path.suffix in (".jsonl", ".json", ".gz"):
+        with _unpacking(str(path)), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from _lines(cast(IO[bytes], file), str(path), bounds, [0])
+    else:
+        raise UsageError(f"{path}: records are read from .jsonl, .jsonl.gz, .zip or .parquet files")
+
+
+def write_records(made: Iterable[Mapping[str, Any]], path: Path) -> int:
+    """Write them to a .jsonl or .parquet file that isn't there yet; gives how many, and makes none where there is no
+    record. Whoever sees the file sees all of it: it gets its name when it is whole."""
+    records = iter(made)
+    first = next(records, None)
+    if first is None:
+        return 0
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        n = _write_parquet([first, *records], partial)
+    else:
+        n = 0
+        with partial.open("wb") as file:
+            for record in itertools.chain([first], records):
+                file.write(to_json(record, inf_nan_mode="null") + b"\n")
+                n += 1
+    partial.rename(path)
+    return n
+
+
+def nothing(path: Path, told: int, left_out: Mapping[str, int]) -> NothingToExport:
+    """What to raise when none of `told` tapes has a record."""
+    why = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
+    told_why = f"of {told:,} tapes all are left out: {why}" if told else "no closed tape fits"
+    return NothingToExport(f"nothing to export, and {path} was not written: {told_why}")
+
+
+def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    while line := file.readline(bounds.line + 1):
+        number += 1
+        place = f"{name}, line {number}"
+        read[0] += len(line)
+        if len(line) > bounds.line:
+            raise BadImport(
+                f"{place} is longer than {bounds.line:,} bytes; is it one record per line? --max-line allows more"
+            )
+        if read[0] > bounds.total:
+            raise BadImport(f"{place}: more than {bounds.total:,} bytes, unpacked; --max-total allows more")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            record = from_json(line)
+        except ValueError as error:
+            raise BadImport(f"{place} is no JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise BadImport(f"{place} is a {type(record).__name__}, and a record is an object")
+        yield place, record
+
+
+def _zip(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
+    read = [0]
+    with _unpacking(str(path)), zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        if len(members) > MEMBERS:
+            raise BadImport(f"{path} has {len(members):,} members, at most {MEMBERS:,} are read")
+        for member in members:
+            _check_member(path, member)
+        wanted = [m for m in members if m.filename.endswith(".jsonl")]
+        if not wanted:
+            raise BadImport(f"{path} holds no .jsonl file")
+        for member in wanted:
+            with archive.open(member) as file:
+                yield from _lines(file, f"{path}: {member.filename}", bounds, read)
+
+
+def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
+    name = PurePosixPath(member.filename)
+    odd = name.is_absolute() or ".." in name.parts or "\\" in member.filename or ":" in member.filename
+    if odd or stat.S_ISLNK(member.external_attr >> 16):
+        raise BadImport(f"{path}: the member {member.filename!r} leaves the archive's folder, or is a link")
+    if member.flag_bits & 1:
+        raise BadImport(f"{path}: the member {member.filename!r} is encrypted")
+
+
+@contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise BadImport(f"{name} can't be unpacked: {error}") from error
+
+
+def _parquet(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingExtra("pyarrow", "train", f"reading {path.name}") from error
+    read, number = 0, 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            shared = [field.name for field in file.schema_arrow if _has_dictionary(field.type)]
+            if shared:
+                raise BadImport(
+                    f"{path}: the column {shared[0]!r} is of a dictionary type, where a few bytes stand "
+                    "for long values; write it as plain ones"
+                )
+            size = sum(file.metadata.row_group(k).total_byte_size for k in range(file.metadata.num_row_groups))
+            if size > bounds.total:
+                raise BadImport(
+                    f"{path} unpacks to {size:,} bytes, the limit is {bounds.total:,}; --max-total allows more"
+                )
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                read += batch.nbytes
+                if batch.nbytes > bounds.line * PARQUET_ROWS or read > bounds.total:
+                    raise BadImport(
+                        f"{path}: the rows from {number} on are more than the limits allow "
+                        f"({batch.nbytes:,} bytes in {batch.num_rows} rows)"
+                    )
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", _without_none(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadImport(f"{path} can't be read as Parquet: {error}") from error
+
+
+def _has_dictionary(kind: Any) -> bool:
+    import pyarrow
+
+    inside = (kind.field(k).type for k in range(kind.num_fields))
+    return pyarrow.types.is_dictionary(kind) or any(_has_dictionary(one) for one in inside)
+
+
+def _without_none(value: Any) -> Any:
+    """Without the empty places that Parquet gives to every object of a column that has the field somewhere."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _write_parquet(made: list[Mapping[str, Any]], path: Path) -> int:
+    try:
+        from datasets import Dataset, disable_progress_bars
+    except ImportError as error:
+        raise MissingExtra("datasets", "train", "writing Parquet") from error
+    disable_progress_bars()
+    Dataset.from_list([dict(record) for record in made]).to_parquet(str(path))
+    return len(made)

@@ -1,0 +1,48 @@
+"""One question and one answer: the episode of a trainer that brings its own prompts. Scores nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from ...agents import LLM, Agent
+from ...envs.environment import Environment, Outcome
+from ...tapes import Answer, Tape, TapereelError, Task
+from ...tapes.steps import Prompt
+
+
+class BadPrompt(TapereelError, TypeError):
+    """A prompt that isn't a list of chat messages."""
+
+
+class Asked(Environment[Answer]):
+    """Shows the prompt, a list of chat messages in the public part of the task, and ends with the answer."""
+
+    async def reset(self, task: Task) -> Prompt:
+        prompt: Any = task.public.get("prompt") if isinstance(task.public, dict) else None
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt or not all(map(_chat, prompt)):
+            raise BadPrompt(
+                f'the prompt {prompt!r:.80} is no list of chat messages: write [{{"role": "user", "content": "..."}}]'
+            )
+        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+        return Prompt(text=messages[-1]["content"], messages=tuple(messages))
+
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome(terminated=True)
+
+
+class Ask(Agent):
+    """Answers with what the model says."""
+
+    name = "policy"
+
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Answer]:
+        yield Answer(text=(await llm(tape)).text)
+
+
+def _chat(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )

@@ -1,0 +1,419 @@
+"""Tapes inside TRL: a rollout function for its `GRPOTrainer` that records every episode and every update.
+
+    with TRLRecorder("runs/mine") as tapes:
+        trainer = GRPOTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer,
+                              reward_funcs=tapes.reward(exact), rollout_func=tapes)
+        trainer.train()
+
+TRL owns the loss, the optimiser and the data. What it asks for is sampled here, by an embedded engine with the
+trainer's weights of that step, token-exact; an episode's end is held until its rewards are known, so they stand on the
+tape. Each optimiser step is written to the ledger with the tokens that TRL put into its loss. Knows nothing of how TRL
+weighs them.
+
+1. One process, because the ledger of updates has one writer.
+2. A weight in the ledger is a token's share of the update's tokens, as in TRL's default loss (`dapo`).
+3. An episode that may not be trained on (an error of the environment, say) reaches TRL with no token in the loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from ...agents import Agent, Limits
+from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
+from ...agents.engines.embedded.pretrained import weights_digest
+from ...agents.episode.clock import derive_seed
+from ...agents.episode.recorder import Recorder
+from ...agents.episode.rollout import Episode
+from ...agents.rendering.renderer import Renderer
+from ...envs.environment import Environment
+from ...tapes import Sampling, Tape, TapereelError, Task
+from ...tapes.log import new_tape_id
+from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
+from ...tapes.store.store import Store
+from ..data.provenance import Range, known, own_ranges, version_name
+from ..data.rows import Row, rows
+from ..trainer.checkpoint import copied_weights
+from .trl_prompts import Ask, Asked
+
+
+class NotForTRL(TapereelError, ValueError):
+    """A trainer, prompt or episode that can't be joined with tapes; says what and what to do."""
+
+
+class _Held(Recorder):
+    """Keeps the end back until the rewards of the trainer are known."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.held: End | None = None
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, End):
+            self.held = record
+        else:
+            super().write(record)
+
+    def let_go(self) -> None:
+        """Write the end."""
+        if self.held is not None:
+            super().write(self.held)
+            self.held = None
+
+
+class _Sample:
+    """One episode, and the sequence that TRL trains on in its place."""
+
+    def __init__(self, recorder: _Held, renderer: Renderer) -> None:
+        self.recorder = recorder
+        tape = Tape(recorder.log)
+        end = recorder.held
+        assert end is not None
+        self.trains = trains(end.status, end.cause.type if end.cause is not None else None)
+        self.reward = tape.reward
+        found = rows(tape, renderer=renderer)
+        if len(found) > 1:
+            why = next((call.split for call in tape.calls if call.split), "another agent, or another conversation")
+            raise NotForTRL(
+                f"tape {tape.id} is {len(found)} token sequences, and TRL trains on one per completion: "
+                f"{why}. Use one agent whose prompts only grow"
+            )
+        self.row: Row | None = found[0] if found and self.trains else None
+        self.id = tape.id
+        self._end = renderer.end_ids[0]
+
+    @property
+    def first(self) -> int:
+        """Where the completion begins."""
+        return int(self.row.own[0]) if self.row is not None else 1
+
+    @property
+    def ids(self) -> list[int]:
+        return self.row.input_ids.tolist() if self.row is not None else [self._end, self._end]
+
+    @property
+    def mask(self) -> list[int]:
+        """1 where TRL may train."""
+        mask = np.zeros(len(self.ids), dtype=int)
+        if self.row is not None:
+            mask[self.row.own] = 1
+        return mask[self.first :].tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        if self.row is None:
+            return [0.0]
+        return np.nan_to_num(self.row.aligned(self.row.old, 0.0)[self.first :], nan=0.0).tolist()
+
+
+class TRLRecorder:
+    """`GRPOTrainer(..., rollout_func=tapes)`. One trainer each; close it, or use it as a context manager.
+
+    Without `agent` and `env` an episode is one question, the prompt of the row, and one answer. With them an episode is
+    any rollout; `task` makes its task of a prompt (default: the prompt is the public part), and `tapes.earned` is a
+    reward function that gives what the environment scored.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        agent: Agent | None = None,
+        env: Callable[[], Environment[Any]] | None = None,
+        task: Callable[[Any], Any] | None = None,
+        limits: Limits | None = None,
+        slots: int = 64,
+        capacity: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if (agent is None) != (env is None):
+            raise NotForTRL("an agent acts in an environment: give both `agent` and `env`, or neither")
+        path = Path(path)
+        self.store = Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path)
+        self.agent, self.env, self.task, self.limits = agent or Ask(), env or Asked, task or _public, limits
+        self.slots, self.capacity, self.seed = slots, capacity, seed
+        self.lineage = secrets.token_hex(4)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tapereel-trl")
+        self._runner = self._thread.submit(asyncio.Runner).result()
+        self._trainer: Any = None
+        self._engine: EmbeddedEngine | None = None
+        self._renderer: Any = None
+        self._version = ""
+        self._batch: dict[str, _Sample] = {}
+        self._seen: Counter[bytes] = Counter()
+        self._passed = 0
+        """Micro-batches of the pass over the batch that is under way."""
+        self._step: list[_Sample] = []
+        self._trained: set[str] = set()
+        """Tapes of the batch that some step has taken."""
+        self._loss = 0.0
+        self._lr: float | None = None
+
+    # What TRL calls
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """One episode for each prompt, as TRL's rollout functions give them."""
+        self._attach(trainer)
+        self._let_go()
+        samples = self._run(self._sampled(list(prompts), trainer))
+        self._batch = {sample.id: sample for sample in samples}
+        self._seen, self._passed, self._trained = Counter(), 0, set()
+        return {
+            "prompt_ids": [sample.ids[: sample.first] for sample in samples],
+            "completion_ids": [sample.ids[sample.first :] for sample in samples],
+            "logprobs": [sample.logprobs for sample in samples],
+            "env_mask": [sample.mask for sample in samples],
+            "tape": [sample.id for sample in samples],
+        }
+
+    def reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """TRL's reward function `f(prompts, completions, **columns)` as it is, with its scores on the tapes. It gets
+        one more column, `tape`: their ids. Episodes that may not be trained on stay unscored."""
+        if not callable(function) or isinstance(function, torch.nn.Module):
+            raise NotForTRL(
+                f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "
+                "scores are TRL's alone"
+            )
+
+        @functools.wraps(function)
+        async def later(*args: Any, tape: Sequence[str] = (), **columns: Any) -> list[Any]:
+            return self._scored(later, tape, await function(*args, **columns, **_wanting(function, tape)))
+
+        @functools.wraps(function)
+        def scored(*args: Any, tape: Sequence[str] = (), **columns: Any) -> list[Any]:
+            return self._scored(scored, tape, function(*args, **columns, **_wanting(function, tape)))
+
+        return later if inspect.iscoroutinefunction(function) else scored
+
+    def earned(self, *, tape: Sequence[str], **_: Any) -> list[float | None]:
+        """A reward function of TRL's: what the environment gave, None where it didn't score."""
+        return [self._batch[name].reward if self._batch[name].trains else None for name in tape]
+
+    # Sampling
+
+    async def _sampled(self, prompts: list[Any], trainer: Any) -> list[_Sample]:
+        await self._publish(trainer)
+        mode = "train" if trainer.model.training else "eval"
+        size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        name = f"{self.lineage}/{mode}/{trainer.state.global_step:06d}-{secrets.token_hex(2)}"
+        jobs: list[asyncio.Task[_Sample]] = []
+        async with asyncio.TaskGroup() as group:
+            for k, prompt in enumerate(prompts):
+                jobs.append(group.create_task(self._episode(prompt, f"{name}/{k // size}", k % size, mode, trainer)))
+        await self.store.writer.durable()
+        return [job.result() for job in jobs]
+
+    async def _episode(self, prompt: Any, group: str, attempt: int, split: str, trainer: Any) -> _Sample:
+        recorders: list[_Held] = []
+
+        def recorder(*given: Any) -> _Held:
+            recorders.append(_Held(*given))
+            return recorders[0]
+
+        sampling = _sampling(trainer.args)
+        episode = Episode(
+            self.agent,
+            self.env(),
+            Task.of(self.task(prompt)),
+            engine=self._engine,
+            seed=derive_seed(self.seed, group, attempt),
+            env_seed=derive_seed(self.seed, group, "env"),
+            group=group,
+            attempt=attempt,
+            split=split,
+            limits=self.limits or Limits(turns=8, tokens=sampling.max_tokens),
+            sampling=sampling,
+            journal=self.store.writer,
+            fork=None,
+            tape_id=new_tape_id(),
+            retries=2,
+            recorder=recorder,
+        )
+        await episode.run()
+        return _Sample(recorders[0], self._renderer)
+
+    async def _publish(self, trainer: Any) -> None:
+        """Bring the engine to the weights that the trainer has now."""
+        version = version_name(self.lineage, trainer.state.global_step)
+        if version == self._version:
+            return
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        weights = copied_weights(model)
+        mode = "start" if self._engine is None else "reprefill"
+        self.store.append_layer(Publish(version=version, digest=weights_digest(weights), mode=mode, at=time.time()))
+        if self._engine is None:
+            self._engine = EmbeddedEngine(
+                model, self._renderer, version=version, slots=self.slots, capacity=self.capacity
+            )
+        else:
+            await self._engine.publish(weights, version)
+        self._version = version
+
+    # Scores and updates
+
+    def _scored(self, wrapped: Callable[..., Any], tapes: Sequence[str], scores: Any) -> list[Any]:
+        trainer = self._trainer
+        weight = float(trainer.reward_weights[trainer.reward_funcs.index(wrapped)]) if trainer is not None else 1.0
+        kept: list[Any] = []
+        for name, score in zip(tapes, scores, strict=True):
+            sample = self._batch[name]
+            kept.append(score if sample.trains else None)
+            if kept[-1] is not None and float(score) == float(score):
+                sample.recorder.write(Reward(tape=name, name=wrapped.__name__, value=float(score), weight=weight))
+        return kept
+
+    def _let_go(self) -> None:
+        """What was sampled is scored by now: its episodes end."""
+        for sample in self._batch.values():
+            sample.recorder.let_go()
+
+    def _forward(self, inputs: dict[str, Any]) -> None:
+        """TRL is about to train on these rows."""
+        self._let_go()
+        self._lr = known(float(self._trainer.optimizer.param_groups[0]["lr"]))
+        for k in range(len(inputs["completion_ids"])):
+            ids = torch.cat(
+                [inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()] for part in ("prompt", "completion")]
+            )
+            key = ids.cpu().numpy().astype(np.int32).tobytes()
+            found = [s for s in self._batch.values() if np.array(s.ids, np.int32).tobytes() == key]
+            if found and found[0].row is not None:
+                self._step.append(found[self._seen[key] % len(found)])
+                self._seen[key] += 1
+        self._passed += 1
+
+    def _stepped(self, trainer: Any) -> None:
+        """TRL has made an optimiser step."""
+        whole = self._passed >= trainer.args.steps_per_generation
+        self._trained.update(s.id for s in self._step)
+        left = [s for s in self._batch.values() if whole and s.id not in self._trained]
+        total = sum(len(s.row.own) for s in self._step if s.row is not None)
+        items = [(*part, 1 / total) for part in _ranges(self._step)]
+        info: dict[str, Any] = {
+            "phase": "trl",
+            "tapes": [s.id for s in self._step],
+            "oldest": None,
+            "rewards": None,
+            "stale": [],
+            "filtered": [list(part) for part in _ranges(left)],
+            "skipped": None,
+            "by": "trl",
+            "lr": self._lr,
+            "loss": known(self._loss),
+        }
+        self.store.append_layer(
+            Use(lineage=self.lineage, update=trainer.state.global_step - 1, items=tuple(items), info=info)
+        )
+        self._step, self._loss = [], 0.0
+        if whole:
+            self._seen, self._passed = Counter(), 0
+        self._run(self.store.writer.durable())
+
+    # Life
+
+    def _attach(self, trainer: Any) -> None:
+        if self._trainer is trainer:
+            return
+        if self._trainer is not None:
+            raise NotForTRL("a recorder serves one trainer: make another one for the next")
+        if trainer.accelerator.num_processes > 1:
+            raise NotForTRL(
+                f"{trainer.accelerator.num_processes} processes train, and the ledger of updates has one "
+                "writer: train in one"
+            )
+        if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
+            raise NotForTRL("adapters can't be sampled from here: train the weights themselves")
+        _sampling(trainer.args)
+        self._trainer, self._renderer = trainer, Renderer(trainer.processing_class)
+        for old in self.store.lineages().living:
+            self.store.append_layer(
+                Void(
+                    lineage=old,
+                    update=trainer.state.global_step - 1,
+                    into=self.lineage,
+                    reason="another trainer goes on in this run",
+                )
+            )
+        compute, recorder = trainer.compute_loss, self
+
+        @functools.wraps(compute)
+        def compute_loss(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            if model.training:
+                recorder._forward(inputs)
+            loss = compute(model, inputs, *args, **options)
+            if model.training:
+                recorder._loss += float(loss.detach())
+            return loss
+
+        trainer.compute_loss = compute_loss
+        trainer.add_callback(_Steps(self))
+
+    def _run(self, work: Any) -> Any:
+        return self._thread.submit(self._runner.run, work).result()
+
+    def close(self) -> None:
+        """End what is open and seal the run."""
+        self._let_go()
+        if self._engine is not None:
+            self._run(self._engine.close())
+        self._thread.submit(self._runner.close).result()
+        self._thread.shutdown()
+        self.store.close()
+
+    def __enter__(self) -> TRLRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Steps(TrainerCallback):
+    def __init__(self, recorder: TRLRecorder) -> None:
+        self._recorder = recorder
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._recorder._stepped(self._recorder._trainer)
+
+
+def _ranges(samples: Sequence[_Sample]) -> list[Range]:
+    return own_ranges([sample.row for sample in dict.fromkeys(samples) if sample.row is not None])
+
+
+def _public(prompt: Any) -> Task:
+    return Task(public={"prompt": prompt})
+
+
+def _wanting(function: Callable[..., Any], tapes: Sequence[str]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    takes = "tape" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {"tape": tapes} if takes else {}
+
+
+def _sampling(args: Any) -> Sampling:
+    """How the trainer wants to sample. NotForTRL where that gives log-probs of no policy."""
+    wanted = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    for name, plain in wanted.items():
+        value = getattr(args, name, plain)
+        if value not in (plain, None, 0.0 if name == "min_p" else plain):
+            raise NotForTRL(
+                f"{name}={value} in the trainer's arguments: what it gives isn't drawn from the policy, so "
+                f"its log-probs can't be trained on; leave it at {plain}"
+            )
+    if getattr(args, "use_vllm", False):
+        raise NotForTRL("use_vllm=True: here the tokens come from an embedded engine; set it to False")
+    return Sampling(temperature=args.temperature, max_tokens=args.max_completion_length or 256)

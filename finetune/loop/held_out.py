@@ -1,0 +1,116 @@
+"""Evaluation: a rollout with its own sampling, recorded like any other, that changes no state of training.
+
+Its tapes belong to a split of their own, so that no update can name them and the books hold them out. What it says is
+in `agents.passk`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...agents import Agent, Engine, Limits, rollout
+from ...agents.episode.llm import derive_seed
+from ...agents.runs.pass_at_k import Scores, evaluate_rewards
+from ...envs.environment import Environment
+from ...tapes import Sampling, Tape, Task
+from ...tapes.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Rewards of one pass over held-out tasks."""
+
+    rewards: tuple[float | None, ...]
+    """Per episode, task after task; None where it could not be scored, or didn't end by the agent's own doing."""
+    metrics: dict[str, float]
+    """Mean of every component and metric over the tapes that have it."""
+    tapes: tuple[str, ...]
+    scores: Scores
+    """Mean reward and pass@k with their intervals."""
+
+    @property
+    def scored(self) -> int:
+        return sum(r is not None for r in self.rewards)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward of the scored episodes; None when there is none."""
+        return sum(r for r in self.rewards if r is not None) / self.scored if self.scored else None
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean, episodes taken as independent; None below two episodes."""
+        n, mean = self.scored, self.mean
+        if n < 2 or mean is None:
+            return None
+        return (sum((r - mean) ** 2 for r in self.rewards if r is not None) / (n - 1) / n) ** 0.5
+
+
+async def evaluate(
+    agent: Agent,
+    env: Callable[[], Environment[Any]],
+    tasks: Sequence[Any],
+    *,
+    engine: Engine,
+    sampling: Sampling,
+    attempts: int = 1,
+    k: Iterable[int] = (),
+    success: float = 1.0,
+    seed: int = 0,
+    split: str = "eval",
+    limits: Limits | None = None,
+    journal: Journal | None = None,
+    concurrent: int = 256,
+    on_tape: Callable[[Tape], None] | None = None,
+) -> Evaluation:
+    """`attempts` episodes per task, and from them pass@k for each of `k`; success: the least reward of a success.
+
+    The same seed gives every policy the same environment seeds; attempts at one task share theirs.
+    """
+    if split in ("train", "demo"):
+        raise ValueError(f"an evaluation can't be recorded as {split!r}, which is trained on: give it another split")
+    gate = asyncio.Semaphore(concurrent)
+
+    async def one(number: int, task: Task, attempt: int) -> Tape:
+        place = () if attempts == 1 else (attempt,)
+        group = None if attempts == 1 else f"{split}/{task.hash[:24]}"
+        async with gate:
+            tape = await rollout(
+                agent,
+                env,
+                task,
+                engine=engine,
+                seed=derive_seed(seed, split, number, *place),
+                split=split,
+                env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"),
+                group=group,
+                attempt=attempt,
+                limits=limits,
+                sampling=sampling,
+                journal=journal,
+            )
+        if on_tape is not None:
+            on_tape(tape)
+        return tape
+
+    places = [(number, Task.of(task), attempt) for number, task in enumerate(tasks) for attempt in range(attempts)]
+    tapes = await asyncio.gather(*(one(*place) for place in places))
+    values: dict[str, list[float]] = {}
+    rewards: dict[str, list[float | None]] = {}
+    for (_, task, _), tape in zip(places, tapes, strict=True):
+        rewards.setdefault(task.hash, []).append(_earned(tape))
+        for reward in tape.rewards:
+            values.setdefault(reward.name, []).append(reward.value)
+    return Evaluation(
+        tuple(map(_earned, tapes)),
+        {name: sum(v) / len(v) for name, v in values.items()},
+        tuple(tape.id for tape in tapes),
+        evaluate_rewards(rewards, k=k, success=success, seed=seed),
+    )
+
+
+def _earned(tape: Tape) -> float | None:
+    return tape.reward if tape.trains else None

@@ -1,0 +1,71 @@
+"""Lines of metrics.jsonl: what is written down of one update, by the process that made it or by one that makes it
+again. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...tapes import Tape
+from ...tapes.records import Use
+from ..data.provenance import version_number
+from ..trainer.trainer import UpdateStats
+
+
+def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
+    """Of an update on recorded tapes; `uses` are its records, one for each epoch."""
+    use = uses[0]
+    return {
+        "phase": use.info["phase"],
+        "update": use.update + 1,
+        "loss": stats.loss,
+        "lr": stats.lr,
+        "grad_norm": stats.grad_norm,
+        "skipped": stats.skipped,
+    }
+
+
+def rollout_line(
+    stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
+) -> dict[str, Any]:
+    """Of an update of the loop on `tapes`; `seconds` is what it took, None where it is made again."""
+    use = uses[0]
+    info: Any = use.info
+    trained = sum(end - start for one in uses for _, _, start, end, _ in one.items)
+    # A continuation's reward is of its own turns only, so it is no whole episode's.
+    scored = [tape.reward for tape in tapes if tape.reward is not None and tape.begin.parent is None]
+    line = {
+        "phase": info["phase"],
+        "update": use.update + 1,
+        "reward": sum(scored) / len(scored) if scored else None,
+        "episodes": len(tapes),
+        "turns": sum(t.turns for t in tapes) / max(len(tapes), 1),
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": stats.skipped,
+        "mismatch": stats.mismatch,
+        "ess": stats.ess,
+        "lag": _lag(tapes, use),
+        "trained_tokens": trained,
+        "stale_tokens": sum(r[3] - r[2] for r in info["stale"]),
+        "filtered_tokens": sum(r[3] - r[2] for r in info["filtered"]),
+        "train_seconds": seconds,
+        "truncated": sum(t.status != "finished" for t in tapes) / max(len(tapes), 1),
+    }
+    # The objective's sums are of what entered it; under the same name, what was sampled for the update is told.
+    return line | {name: value for name, value in stats.sums.flat().items() if name not in line}
+
+
+def _lag(tapes: Sequence[Tape], use: Use) -> float:
+    """Mean age of the batch's sampled tokens, in updates; those of another lineage have none."""
+    total = n = 0
+    for tape in tapes:
+        for call in tape.calls:
+            for version, start, end in call.spans:
+                number = version_number(version, use.lineage)
+                if number is not None:
+                    total += (use.update - number) * (end - start)
+                    n += end - start
+    return total / n if n else 0.0

@@ -1,0 +1,55 @@
+"""The eleven words of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
+select, weigh. Each is its constants and a pure function over the stream."""
+
+from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
+from .anchor import Anchor
+from .baseline import Baseline
+from .credit import Credit
+from .recipe import Score
+from .regulariser import KL, Adaptive, Balance, Demonstrations, Entropy, Regulariser
+from .reward import Reward
+from .select import Select
+from .shape import Clip, EpisodeKL, Overlong, Running, Shape, TokenKL
+from .surrogate import CISPO, CPG, NLL, PPO, SAPO, MinorNLL, NoSurrogate, Reinforce, Surrogate
+from .weigh import Weigh
+from .word import Context, Moments, Sums, Word
+
+__all__ = [
+    "CISPO",
+    "CPG",
+    "KL",
+    "NLL",
+    "PPO",
+    "SAPO",
+    "Adaptive",
+    "Adjust",
+    "Anchor",
+    "Balance",
+    "Baseline",
+    "Clip",
+    "ClipAdvantage",
+    "Context",
+    "Credit",
+    "Demonstrations",
+    "Entropy",
+    "EpisodeKL",
+    "GroupWeights",
+    "MinorNLL",
+    "Moments",
+    "NoSurrogate",
+    "Overlong",
+    "Regulariser",
+    "Reinforce",
+    "Relu",
+    "Reward",
+    "Running",
+    "Score",
+    "Select",
+    "Shape",
+    "Sums",
+    "Surrogate",
+    "TokenKL",
+    "Weigh",
+    "Whiten",
+    "Word",
+]

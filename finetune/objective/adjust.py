@@ -1,0 +1,96 @@
+"""adjust: advantages per token, after credit, in the order given.
+
+    whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
+                                                            s = sqrt(var) + eps      (how = add)
+    clip    A = min(max(A, -limit), limit); the share outside is counted before clipping
+    relu    A = max(A, 0): learn from what went better only
+    groups  A = weight of the group * A: `flat` for a group without spread, else min(groups / groups with spread, cap);
+            1 for all when none has spread (clip-filter weights)
+
+1. `whiten` gives exactly 0 when all advantages are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..data import segments
+from ..data.stream import Stream
+from .word import Context, Word
+
+
+class Whiten(Word):
+    """Mean 0 and, unless only centred, deviation 1 over all tokens that enter."""
+
+    kind: Literal["whiten"] = "whiten"
+    ddof: Literal[0, 1] = 0
+    """Subtracted from n in the variance."""
+    eps: float = 1e-8
+    """Keeps the deviation above 0."""
+    how: Literal["floor", "add"] = "floor"
+    """`floor`: eps bounds the variance from below; `add`: it is added to the deviation."""
+    centre_only: bool = False
+    """True: nothing is divided."""
+
+    def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        n, mean, square = context.mean_and_square(a[entered])
+        if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
+            return torch.zeros_like(a)
+        var = square / (n - self.ddof)
+        scale = 1.0 if self.centre_only else max(var, self.eps) ** 0.5 if self.how == "floor" else var**0.5 + self.eps
+        return torch.where(entered, (a - mean) / scale, torch.zeros_like(a))
+
+
+class ClipAdvantage(Word):
+    """Bounds on both sides."""
+
+    kind: Literal["clip"] = "clip"
+    limit: float = Field(gt=0)
+    """The largest |advantage|."""
+
+    def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        context.sums.add("advantage/clipped", (a.abs() > self.limit)[entered])
+        return a.clamp(-self.limit, self.limit)
+
+
+class Relu(Word):
+    """Only what went better than its baseline."""
+
+    kind: Literal["relu"] = "relu"
+
+    def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        return a.clamp(min=0)
+
+
+class GroupWeights(Word):
+    """Makes up for groups that teach nothing."""
+
+    kind: Literal["groups"] = "groups"
+    flat: float = Field(default=1.0, ge=0)
+    """Weight of a group without spread (its advantages are 0 under most baselines; its regularisers aren't weighed)."""
+    cap: float = Field(default=3.0, gt=0)
+    """Largest weight of a group with spread."""
+
+    def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        return a * self.weights(stream, context).to(a.dtype)[stream.group]
+
+    def weights(self, stream: Stream, context: Context) -> Tensor:
+        """(G,) float64."""
+        table = stream.episodes
+        scored = table.trains & ~table.reward.isnan()
+        seen = torch.zeros(len(table.groups), dtype=torch.bool)
+        seen[table.group[scored]] = True
+        low, high = segments.extremes(table.reward[scored], table.group[scored], len(seen))
+        spread = high > low
+        counts = context.add_up(torch.tensor([float(seen.sum()), float(spread.sum())], dtype=torch.float64))
+        groups, informative = counts.tolist()
+        if not informative:
+            return torch.ones_like(low)
+        return torch.full_like(low, self.flat).masked_fill(spread, min(groups / informative, self.cap))
+
+
+Adjust = Annotated[Whiten | ClipAdvantage | Relu | GroupWeights, Field(discriminator="kind")]

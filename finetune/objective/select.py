@@ -1,0 +1,129 @@
+"""select: which groups enter an update, and which of its tokens keep their loss.
+
+Groups and episodes go first, and what stays is counted in T and E. Tokens go after, and stay counted: dropping them
+doesn't make the others weigh more. Everything dropped is counted by its reason.
+
+    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; where
+                 the baseline compares by fork, the continuations of one point are what has to differ
+    bounds       drop episodes whose reward lies outside [low, high]
+    keep         of each group's episodes, the `keep` best, or the `keep` with the widest spread (half best, half worst)
+    entropy_top  tokens: of each episode the share with the highest entropy, at least one
+    kl_mask      tokens: drop where (lp - old)^2 / 2 is above this
+    shift_mask   tokens: drop where the advantage has already moved the probability its way by more than this
+
+1. An episode never enters when its status forbids it; for a recipe with advantages, nor when it is unscored, and of its
+   tokens only those with a known log-prob at sampling.
+2. `entropy_top` intersects with what else was selected and breaks ties by position.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..data.stream import Stream
+from .baseline import flat_groups
+from .word import Context, Word
+
+
+class Select(Word):
+    """What is left out."""
+
+    flat: Literal["keep", "drop"] = "keep"
+    """What becomes of a group that earned all the same."""
+    bounds: tuple[float | None, float | None] | None = None
+    """(low, high), None for an open end; an unscored episode is outside."""
+    keep: int | None = Field(default=None, ge=1)
+    """Episodes of each group; None: all."""
+    keep_how: Literal["best", "spread"] = "best"
+    """Which episodes of a group `keep` leaves."""
+    entropy_top: float | None = Field(default=None, gt=0, le=1)
+    """Share of each episode's tokens; None: all."""
+    kl_mask: float | None = Field(default=None, gt=0)
+    """Largest (lp - old)^2 / 2 of a token that keeps its loss; None: any."""
+    shift_mask: float | None = Field(default=None, gt=0)
+    """Largest move of a token's probability its way; None: any."""
+
+    def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
+        """(E,) bool: episodes that may enter, and count in their group."""
+        table = stream.episodes
+        context.sums.add("episode/status", ~table.trains)
+        scored = table.trains
+        if advantages:
+            context.sums.add("episode/unscored", table.trains & table.reward.isnan())
+            scored = scored & ~table.reward.isnan()
+        return scored
+
+    def episodes(self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False) -> Tensor:
+        """(E,) bool: episodes that enter the update. by_fork: the baseline compares by fork."""
+        table, entered = stream.episodes, scored
+        if self.flat == "drop":
+            owner = table.fork if by_fork else table.group
+            # Imitation lets in what nobody scored, which says nothing of how the others of its group differ.
+            flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
+            context.sums.add("episode/flat", flat & entered)
+            entered = entered & ~flat
+        if self.bounds is not None:
+            low, high = self.bounds
+            outside = table.reward.isnan()
+            outside = outside if low is None else outside | (table.reward < low)
+            outside = outside if high is None else outside | (table.reward > high)
+            context.sums.add("episode/outside", outside & entered)
+            entered = entered & ~outside
+        if self.keep is not None:
+            kept = self._kept(entered, stream)
+            context.sums.add("episode/surplus", entered & ~kept)
+            entered = kept
+        return entered
+
+    def _kept(self, entered: Tensor, stream: Stream) -> Tensor:
+        table = stream.episodes
+        kept = torch.zeros_like(entered)
+        assert self.keep is not None
+        for group in torch.unique(table.group[entered]).tolist():
+            members = ((table.group == group) & entered).nonzero()[:, 0]
+            known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored comes last; NaN would come first
+            ranked = members[torch.argsort(known, descending=True, stable=True)]
+            if self.keep_how == "best" or len(ranked) <= self.keep:
+                kept[ranked[: self.keep]] = True
+            else:
+                kept[ranked[: (self.keep + 1) // 2]] = True
+                kept[ranked[len(ranked) - self.keep // 2 :]] = True
+        return kept
+
+    def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
+        """(T,) bool: what `entropy_top` leaves of the tokens that entered."""
+        if self.entropy_top is None:
+            return entered
+        if stream.entropy is None:
+            raise ValueError("select.entropy_top needs the entropy of each token, from before the update")
+        at = entered.nonzero()[:, 0]
+        by_entropy = at[torch.argsort(stream.entropy[at], descending=True, stable=True)]
+        ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
+        owner = stream.episode[ranked]
+        size = torch.bincount(owner, minlength=len(stream.episodes.tape))
+        rank = torch.arange(len(ranked)) - (torch.cumsum(size, 0) - size)[owner]
+        # floor of share * length, robust against 0.1 * 30 = 3.0000000000000004 and its like
+        quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)
+        out = torch.zeros_like(entered)
+        out[ranked[rank < quota[owner]]] = True
+        return out
+
+    def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
+        """(n,) bool: which of the tokens `index` keep their loss, given their log-probs now; None: all."""
+        keep: Tensor | None = None
+        old = stream.old[index].to(lp.dtype)
+        if self.kl_mask is not None:
+            near = (lp.detach() - old).square() / 2 <= self.kl_mask
+            context.sums.add("token/kl_masked", ~near)
+            keep = near
+        if self.shift_mask is not None:
+            shift = lp.detach().exp() - old.exp()
+            gone = torch.where(a > 0, shift, -shift) > self.shift_mask
+            context.sums.add("token/shift_masked", gone)
+            keep = ~gone if keep is None else keep & ~gone
+        return keep

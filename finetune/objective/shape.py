@@ -1,0 +1,126 @@
+"""shape: rewards as the recipe wants to see them, before the baseline; the KL price comes after it, per token.
+
+    clip        x = min(max(x, low), high); the share outside is counted before clipping
+    running     x / s  or  (x - m) / s, over all rewards of the run so far (unbiased s); never touched by evaluation
+    overlong    x + max(-factor, min(0, -(len - (limit - buffer)) / buffer * factor))
+    episode_kl  x - beta * sum of the estimates over the episode's tokens
+    token_kl    adds r_t = -beta * estimate to each token's reward, after the baseline
+
+1. `running` leaves rewards as they are until two different ones were seen (a deviation of 0 or of one value scales
+   nothing); it comes before the group baseline, which would otherwise undo it.
+2. `overlong` never costs more than `factor`, and every later word sees the shaped reward.
+3. Shapes of an episode (overlong, episode_kl) count on its last turn where rewards are per turn.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..data import segments
+from ..data.stream import Stream
+from .kl import Estimator, estimate
+from .word import Context, Word
+
+
+class Clip(Word):
+    """Rewards outside [low, high] count as the bound."""
+
+    kind: Literal["clip"] = "clip"
+    low: float
+    """The least that a reward counts."""
+    high: float
+    """The most that a reward counts."""
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        context.sums.add("reward/clipped", ((x < self.low) | (x > self.high))[scored])
+        return x.clamp(self.low, self.high)
+
+
+class Running(Word):
+    """Rewards on the scale of all rewards seen so far."""
+
+    kind: Literal["running"] = "running"
+    centre: bool = False
+    """True: the running mean is subtracted first."""
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        context.moments.take(*context.mean_and_square(x[scored]))
+        std = context.moments.std
+        if std is None:
+            return x
+        return (x - context.moments.mean) / std if self.centre else x / std
+
+
+class Overlong(Word):
+    """A price on the last `buffer` tokens before the length limit (DAPO)."""
+
+    kind: Literal["overlong"] = "overlong"
+    limit: int = Field(gt=0)
+    """Tokens of an episode, the agent's own, from which on the whole price is paid."""
+    buffer: int = Field(gt=0)
+    """Tokens ahead of the limit in which it grows."""
+    factor: float = 1.0
+    """The whole price."""
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
+        cost = (-over / self.buffer * self.factor).clamp(min=-self.factor, max=0.0)
+        context.sums.add("reward/overlong", cost[stream.episodes.trains])
+        return _on_episode(x, cost, stream)
+
+
+class EpisodeKL(Word):
+    """A price on how far the sampler went from the reference, taken off the episode's reward."""
+
+    kind: Literal["episode_kl"] = "episode_kl"
+    beta: float = Field(ge=0)
+    """Price of a nat."""
+    estimator: Estimator = "k3"
+    """Of the KL."""
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        if not self.beta:
+            return x
+        cost = segments.total(_priced(self.estimator, stream), stream.episode, len(stream.episodes.tape))
+        context.sums.add("reward/kl", cost[stream.episodes.trains])
+        return _on_episode(x, -self.beta * cost, stream)
+
+
+class TokenKL(Word):
+    """A price per token on how far the sampler went from the reference."""
+
+    kind: Literal["token_kl"] = "token_kl"
+    beta: float = Field(ge=0)
+    """Price of a nat."""
+    estimator: Estimator = "k1"
+    """Of the KL."""
+
+    def price(self, stream: Stream) -> Tensor:
+        """(T,) float64 to add to the tokens' rewards."""
+        return -self.beta * _priced(self.estimator, stream)
+
+
+Shape = Annotated[Clip | Running | Overlong | EpisodeKL | TokenKL, Field(discriminator="kind")]
+
+
+def _priced(kind: Estimator, stream: Stream) -> Tensor:
+    """(T,) float64 estimates of sampler against reference; 0 where the sampler's log-prob is unknown."""
+    if stream.ref is None:
+        raise ValueError("a KL price needs the reference's log-probs: give the trainer a reference model")
+    lp = stream.old if stream.anchor is None else stream.anchor
+    known = lp.isfinite()
+    d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))
+    return torch.where(known, d, torch.zeros_like(d))
+
+
+def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
+    """x with an episode's change added, on its last turn when x is per turn."""
+    if len(x) == len(change):
+        return x + change
+    owner = stream.turns.episode
+    last = torch.cat([owner[1:] != owner[:-1], owner.new_ones(1, dtype=torch.bool)])
+    return x + torch.where(last, change[owner], torch.zeros_like(x))

@@ -1,0 +1,188 @@
+"""surrogate: the loss of one token whose gradient is the policy's. r = exp(lp - anchor), A the advantage.
+
+    ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
+    reinforce  l = -A lp
+    cispo      l = -sg(min(max(r, 1 - low), high_cap)) A lp
+    cpg        l = -A min(lp, anchor + log(1 + high)) where A > 0, -A max(lp, anchor + log(1 - low)) where A < 0
+    sapo       l = -(4 / tau) sigmoid(tau (r - 1)) A, with a tau for each sign of A
+    nll        l = -lp: every own token is a target, whoever wrote it
+    minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): as nll, fading as the model outgrows the reference
+    none       l = 0: regularisers alone (distillation)
+
+With per = turn or episode, r is the geometric mean of its tokens' ratios (GSPO).
+
+1. A token whose advantage is exactly 0 has loss and gradient exactly 0.
+2. e^x goes on along its tangent above x = 20: r A with A < 0 is unclipped above and would overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..data.stream import Stream
+from .anchor import Per, over_unit
+from .kl import exp
+from .word import Context, Word
+
+
+class _Surrogate(Word):
+    """What all surrogates tell the trainer."""
+
+    advantages: ClassVar[bool] = True
+    """Whether it learns from advantages, so that a token needs a score and a known log-prob at sampling."""
+
+    @property
+    def local(self) -> bool:
+        """True when a token needs nothing of other tokens."""
+        return True
+
+
+class PPO(_Surrogate):
+    """Clipped ratio."""
+
+    kind: Literal["ppo"] = "ppo"
+    low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below 1 - low."""
+    high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above 1 + high."""
+    dual: float | None = Field(default=None, gt=1)
+    """Bound on r for A < 0 (dual clip); None: none."""
+    per: Per = "token"
+    """Over whose tokens the ratio is taken: the geometric mean of theirs."""
+
+    @property
+    def local(self) -> bool:
+        return self.per == "token"
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        r = exp(over_unit(lp - anchor, self.per, index, stream))
+        raw, bound = r * a, r.clamp(1 - self.low, 1 + self.high) * a
+        loss = -torch.minimum(raw, bound)
+        clipped = bound < raw
+        if self.dual is not None:
+            loss = torch.where(a < 0, torch.minimum(loss, -self.dual * a), loss)
+            clipped = clipped | ((a < 0) & (r > self.dual))
+        context.sums.add("clip", clipped)
+        return loss
+
+
+class Reinforce(_Surrogate):
+    """The score function itself; no ratio."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        return -lp * a
+
+
+class CISPO(_Surrogate):
+    """Clipped weights in front of the score function: no token loses its gradient."""
+
+    kind: Literal["cispo"] = "cispo"
+    low: float | None = Field(default=None, ge=0, le=1)
+    """The weight is at least 1 - low; None: no bound."""
+    cap: float = Field(default=5.0, gt=0)
+    """The weight is at most this."""
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        r = exp(lp.detach() - anchor)
+        bounded = r.clamp(min=None if self.low is None else 1 - self.low, max=self.cap)
+        context.sums.add("clip", bounded != r)
+        return -bounded * a * lp
+
+
+class CPG(_Surrogate):
+    """Clipped policy gradient: bounds on the log-prob, no ratio in the gradient."""
+
+    kind: Literal["cpg"] = "cpg"
+    low: float = Field(default=0.2, ge=0, lt=1)
+    """The log-prob is bounded at log(1 - low) from its anchor where A < 0."""
+    high: float = Field(default=0.2, ge=0)
+    """The log-prob is bounded at log(1 + high) from its anchor where A > 0."""
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        up = torch.minimum(lp, anchor + math.log1p(self.high))
+        down = torch.maximum(lp, anchor + math.log1p(-self.low))
+        used = torch.where(a > 0, up, down)
+        context.sums.add("clip", (used != lp) & (a != 0))
+        return -a * used
+
+
+class SAPO(_Surrogate):
+    """A soft gate in place of the clip."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau: float = Field(default=1.0, gt=0)
+    """Where A > 0."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Where A < 0."""
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        tau = torch.full_like(lp, self.tau_negative).masked_fill(a > 0, self.tau)
+        return -4 / tau * torch.sigmoid(tau * (exp(lp - anchor) - 1)) * a
+
+
+class NLL(_Surrogate):
+    """Next-token cross-entropy on the own tokens."""
+
+    advantages: ClassVar[bool] = False
+    kind: Literal["nll"] = "nll"
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        return -lp
+
+
+class MinorNLL(_Surrogate):
+    """Cross-entropy that fades where the model already outgrew the reference."""
+
+    advantages: ClassVar[bool] = False
+    kind: Literal["minor_nll"] = "minor_nll"
+    beta: float = Field(default=0.1, gt=0)
+    """How soon it fades."""
+    per: Per = "episode"
+    """Over what log-ratios are averaged."""
+
+    @property
+    def local(self) -> bool:
+        return self.per == "token"
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        if stream.ref is None:
+            raise ValueError("minor_nll needs the reference's log-probs: give the trainer a reference model")
+        ratio = over_unit(lp - stream.ref[index].to(lp.dtype), self.per, index, stream)
+        return -2 / self.beta * F.logsigmoid(self.beta * ratio)
+
+
+class NoSurrogate(_Surrogate):
+    """Nothing: the regularisers are the whole loss."""
+
+    advantages: ClassVar[bool] = False
+    kind: Literal["none"] = "none"
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        return torch.zeros_like(lp)
+
+
+Surrogate = Annotated[PPO | Reinforce | CISPO | CPG | SAPO | NLL | MinorNLL | NoSurrogate, Field(discriminator="kind")]

@@ -1,0 +1,69 @@
+"""weigh: what one token's loss counts, fixed once per optimiser batch. loss = sum_t w_t l_t, divided by nothing else.
+
+    token     w = 1 / T                    every token alike
+    episode   w = 1 / (E T_e)              every episode alike, whatever its length
+    turn      w = 1 / (N T_n)              every turn alike
+    group     w = 1 / (G T_g)              every group alike (prompt mean)
+    constant  w = 1 / (E limit)            no length anywhere (dr_grpo); limit 1: mean over episodes of token sums
+    sum       w = 1 / limit                nothing is averaged
+
+T, E, N and G count what enters the update: after groups were selected, before tokens are. So a token that a mask drops
+still counts below the line, and micro-batches, ranks, packing and an episode's split into rows add up exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..data import segments
+from ..data.stream import Stream
+from .word import Word
+
+
+class Weigh(Word):
+    """How tokens' losses are added up."""
+
+    kind: Literal["token", "episode", "turn", "group", "constant", "sum"] = "token"
+    """One of the lines above."""
+    limit: float = 1.0
+    """For `constant` and `sum`: usually the length limit of a completion."""
+
+    def totals(self, stream: Stream, entered: Tensor) -> float:
+        """What the weights are divided by: T, E, N or G of the part that this process holds. Adds up over ranks."""
+        match self.kind:
+            case "token":
+                return float(entered.sum())
+            case "sum":
+                return 1.0
+            case "turn":
+                return float(len(torch.unique(stream.turn[entered])))
+            case "group":
+                return float(len(torch.unique(stream.group[entered])))
+            case _:
+                return float(len(torch.unique(stream.episode[entered])))
+
+    def __call__(self, stream: Stream, entered: Tensor, n: float) -> Tensor:
+        """(T,) float64; 0 off `entered`. n: `totals` added up over all ranks."""
+        one = entered.to(torch.float64)
+        match self.kind:
+            case "token":
+                w = one / max(n, 1.0)
+            case "episode":
+                w = self._share(one, stream.episode, len(stream.episodes.tape), n)
+            case "turn":
+                w = self._share(one, stream.turn, len(stream.turns.reward), n)
+            case "group":
+                w = self._share(one, stream.group, len(stream.episodes.groups), n)
+            case "constant":
+                w = one / (max(n, 1.0) * self.limit)
+            case _:
+                w = one / self.limit
+        return w
+
+    @staticmethod
+    def _share(one: Tensor, owner: Tensor, owners: int, n: float) -> Tensor:
+        size = segments.total(one, owner, owners)[owner]
+        return one / (max(n, 1.0) * size.clamp(min=1.0))

@@ -1,0 +1,136 @@
+"""Which models `train` may train, and the setting `players`: the other models in the episodes, trained or frozen.
+
+Knows nothing of torch: a configuration is checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+
+from ...agents.setup.engine_config import (
+    AnyEngineConfig,
+    EmbeddedConfig,
+    SGLangConfig,
+    VLLMConfig,
+    VLLMInProcessConfig,
+)
+from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
+from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+
+TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig
+
+
+def kind(given: Any) -> str:
+    """Which engine is meant; the embedded one where nothing says so."""
+    return given.get("kind", "embedded") if isinstance(given, dict) else given.kind
+
+
+def _trainable(given: Any) -> Any:
+    if (given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)) == "litellm":
+        raise ValueError(
+            "a hosted model can't be trained: its answers come without the ids that were sampled and "
+            "their log-probs, and its weights are not ours. Record it with `tapereel run` and imitate its "
+            "tapes with a model of yours: warm.tapes=RUN"
+        )
+    return given
+
+
+TrainedEngine = Annotated[
+    Annotated[EmbeddedConfig, Tag("embedded")]
+    | Annotated[VLLMConfig, Tag("vllm")]
+    | Annotated[SGLangConfig, Tag("sglang")]
+    | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")],
+    Discriminator(kind),
+    BeforeValidator(_trainable),
+]
+
+
+class PlayerConfig(PartnerConfig):
+    """Another model in the episodes: it learns from them by `loop` as the run's own does, or is frozen."""
+
+    frozen: bool = False
+    """It stays as it is; what it says is context to those who learn. Any engine may be frozen."""
+    optimiser: OptimiserConfig | None = None
+    """In place of `loop.optimiser`."""
+
+    @model_validator(mode="after")
+    def _can_do_that(self) -> PlayerConfig:
+        if self.frozen and self.optimiser is not None:
+            raise ValueError("what is frozen takes no optimiser: leave it out, or frozen")
+        if not self.frozen and not isinstance(self.engine, TrainedConfig):
+            raise ValueError(
+                f"an engine of kind {self.engine.kind} has no weights here to be trained: set frozen to "
+                "true, or give a model folder (kind embedded)"
+            )
+        return self
+
+    def loop_of(self, loop: LoopConfig) -> LoopConfig:
+        """What it learns by."""
+        return loop if self.optimiser is None else loop.model_copy(update={"optimiser": self.optimiser})
+
+
+Players = Annotated[dict[PlayerName, PlayerConfig], *Partners.__metadata__]  # type: ignore[attr-defined]
+
+
+def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, warm: bool) -> None:
+    """ValueError where these settings don't go together."""
+    if not players:
+        return
+    if loop.agents is None:
+        raise ValueError(
+            "with players beside it, the model of `engine` must know whom it learns as: name its own "
+            "agents in loop.agents"
+        )
+    for name, player in players.items():
+        both = sorted({*player.agents}.intersection(loop.agents))
+        if both:
+            raise ValueError(
+                f"{both[0]!r} is in loop.agents, so that `engine` speaks for it, and in players.{name}: "
+                "an agent has one model"
+            )
+    if warm and not all(player.frozen for player in players.values()):
+        raise ValueError(
+            "a warm start teaches the model of `engine` alone, and players that learn would begin behind: "
+            "imitate first, in a run for each model (loop.agents: its agents, loop.updates: 0, the others "
+            "frozen), and name the models that come out as engine.model and players.NAME.engine.model"
+        )
+
+
+def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str, warm: WarmStartConfig | None = None) -> None:
+    """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, weights
+    are too coarse for small steps, or an attention can't do with their precision."""
+    if isinstance(engine, TrainedConfig) and engine.dtype != "float32" and engine.lora is None:
+        raise ValueError(
+            f"{name}.dtype={engine.dtype} rounds most of an update's small steps away: leave the weights "
+            f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({name}.lora)"
+        )
+    kind = getattr(engine, "attention", None) or ""
+    ways = {
+        "loop.optimiser": loop.optimiser,
+        "loop.critic.optimiser": loop.critic and loop.critic.optimiser,
+        "warm.optimiser": warm and warm.optimiser,
+    }
+    wide = [way for way, one in ways.items() if one is not None and one.autocast is None]
+    if kind.startswith("flash") and wide and getattr(engine, "dtype", "float32") == "float32":
+        raise ValueError(f"{name}.attention={kind} has no kernels for float32: set {wide[0]}.autocast=bfloat16")
+    publish = getattr(engine, "publish", None)
+    if publish == "lora" and loop.publish != "drain":
+        raise ValueError(
+            f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "
+            f"one it began with, so set loop.publish=drain, or {name}.publish=reload"
+        )
+    if isinstance(engine, SGLangConfig) and loop.publish == "drain":
+        raise ValueError(
+            f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
+            "loop.publish=reprefill, by which they go on with the new weights"
+        )
+    if loop.sleep and publish in (None, "lora"):
+        what = (
+            "an engine in this process, which shares its memory anyway"
+            if publish is None
+            else "servers that take adapters, which must be awake for that"
+        )
+        raise ValueError(f"loop.sleep is for servers that reload all weights, and {name} is {what}: leave it out")

@@ -1,0 +1,101 @@
+"""A policy: weights that a run trains, and what samples with them. Knows nothing of episodes and of who else plays."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
+from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
+from ...agents.engines.weights.weight_config import add_adapters
+from ...agents.rendering.renderer import Renderer
+from ...agents.setup.engine_config import EmbeddedConfig, connect_to, samples_with
+from ...tapes.store.store import Store
+from ..history.history import BrokenHistory, History
+from ..history.loop_config import LoopConfig
+from ..trainer.checkpoint import copied_weights
+from ..trainer.trainer import Trainer
+from .player_config import TrainedConfig
+
+if TYPE_CHECKING:
+    from ...agents.engines.servers.server_engine import RemoteEngine
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model, which updates change in place."""
+
+    model: Any
+    tokenizer: Any
+    renderer: Renderer
+    slots: int = 64
+    capacity: int | None = None
+    attention: Attention | None = None
+    """How the model computes its attention in training; None: as transformers chose."""
+    servers: Callable[[], Awaitable[RemoteEngine]] | None = None
+    """Connects to the servers that sample for the loop; None: an engine in this process does."""
+
+    def copy(self, version: str) -> EmbeddedEngine:
+        """An engine with a copy of the weights as they are now, which are called `version`."""
+        model = copying.deepcopy(self.model)
+        if samples_with(self.attention) != self.attention:
+            model.set_attn_implementation(samples_with(self.attention))
+        return EmbeddedEngine(
+            model, self.renderer, version=version, slots=self.slots, capacity=self.capacity, copy=False
+        )
+
+    async def sampler(self, version: str) -> EmbeddedEngine | RemoteEngine:
+        """The engine of the loop, with the weights as they are now."""
+        if self.servers is None:
+            return self.copy(version)
+        engine = await self.servers()
+        try:
+            if engine.version != version:
+                await engine.publish(copied_weights(self.model), version)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    def history(
+        self, store: Store, lineage: str, directory: Path, make_trainer: Callable[[str], Trainer], loop: LoopConfig
+    ) -> History:
+        """Its history of that lineage, with checkpoints in `directory`."""
+        return History(
+            store,
+            lineage,
+            directory,
+            self.model,
+            make_trainer,
+            renderer=self.renderer,
+            tokenizer=self.tokenizer,
+            keep=loop.keep_checkpoints,
+            keep_bytes=loop.keep_checkpoint_bytes,
+        )
+
+
+def load_policy(engine: TrainedConfig, seed: int) -> Policy:
+    """The model that `engine` names, with its adapters, drawn from `seed`, where those are what is trained."""
+    device = device_of(engine.device)
+    found = load_pretrained(engine.model, dtype=engine.dtype, attention=engine.attention)
+    renderer = engine.renderer.make(found.tokenizer)
+    # Adapters are drawn on the CPU: the same ones whatever trains them.
+    model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
+    servers = None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True)
+    return Policy(
+        placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention, servers
+    )
+
+
+def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:
+    """BrokenHistory where the run did not begin with weights of that digest; notes it in a new one's results."""
+    begun = results.setdefault("base", digest)
+    if begun != digest:
+        raise BrokenHistory(
+            f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} "
+            "now: its updates don't apply to them"
+        )

@@ -1,0 +1,66 @@
+"""Recipes that imitate: maximum likelihood, rejection sampling, minorised SFT and distillation."""
+
+from ..objective import KL, NLL, Baseline, MinorNLL, NoSurrogate, Score, Select
+from ..objective.recipe import Recipe
+
+sft = Recipe(name="sft", score=Score(temperature="one"), baseline=Baseline(kind="none"), surrogate=NLL())
+"""sft: next-token cross-entropy on the agents' own tokens.
+
+    loss = -1/T sum_t lp_t
+
+Source: maximum likelihood. No score is needed, and a token counts whoever wrote it. The temperature it was
+sampled at plays no part.
+"""
+
+rft = Recipe(
+    name="rft",
+    score=Score(temperature="one"),
+    baseline=Baseline(kind="none"),
+    surrogate=NLL(),
+    select=Select(bounds=(1.0, None)),
+)
+"""rft: rejection fine-tuning: cross-entropy on the episodes that earned enough.
+
+    loss = -1/T sum_t lp_t        over the own tokens of episodes with reward >= 1
+
+Source: Yuan et al. 2023 (arXiv 2308.01825).
+
+1. `select.bounds` is what counts as enough; an unscored episode never does.
+"""
+
+minor_sft = Recipe(
+    name="minor_sft",
+    score=Score(temperature="one"),
+    baseline=Baseline(kind="none"),
+    surrogate=MinorNLL(beta=0.1, per="episode"),
+)
+"""minor_sft: cross-entropy that fades as the model outgrows where it started.
+
+    loss = -1/T sum_t (2 / beta) log sigmoid(beta mean_episode(lp - ref))        beta 0.1
+
+At lp = ref its gradient is that of cross-entropy; it is 2 sigmoid(-beta mean(lp - ref)) of it elsewhere.
+
+Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
+
+1. The log-ratio is averaged over the episode's own tokens, so that beta doesn't depend on its length; the paper's is
+   the sum over the answer.
+2. Token mean over the batch; the paper takes the mean over an answer's tokens, then over answers
+   (`weigh.kind = episode`).
+3. The factor 2 / beta is the paper's; TorchRL leaves it out, which scales the gradient by beta / 2.
+"""
+
+distill = Recipe(
+    name="distill",
+    score=Score(temperature="one"),
+    baseline=Baseline(kind="none"),
+    surrogate=NoSurrogate(),
+    regulariser=(KL(estimator="k3", beta=1.0),),
+)
+"""distill: stay with a teacher on the tokens at hand; nothing is rewarded.
+
+    loss = 1/T sum_t k3_t,  k3 = exp(ref - lp) - 1 - (ref - lp)
+
+Source: k3 distillation as in TorchRL. On the student's own samples it descends KL(teacher || student).
+
+1. The teacher is the trainer's `reference`; both are scored at temperature 1.
+"""

@@ -1,0 +1,490 @@
+"""The demo: from nothing to a chat model that learned to use a calculator, on one run directory, in minutes on a CPU.
+
+Demonstrations are recorded, the model imitates them, then improves by its own rollouts in the async loop; held-out
+tasks measure it before and after. Every phase finds out from the run directory what is done already, so a killed demo
+goes on where it was. What this module knows is the recipe; every part of it is the part that any other run uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
+from ...agents.episode.llm import derive_seed
+from ...envs.adapters.calculator import Calculator, calculator_tasks, demonstrate, read_action
+from ...envs.taskset import overlap
+from ...tapes import Sampling, Tape, Task
+from ...tapes.common.config import Config
+from ...tapes.common.progress import Progress, silent
+from ...tapes.errors import MissingExtra, TapereelError, UsageError
+from ...tapes.store.run_directory import METRICS, RunDir, append_metrics, open_run
+from ...tapes.store.store import Store
+
+try:
+    import torch
+
+    from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+    from ...agents.rendering.renderer import Renderer
+    from ..data.provenance import episode_of
+    from ..data.rows import Row, rows
+    from ..data.stream import Episode
+    from ..history.history import History
+    from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+    from ..loop.sft import warm_start
+    from ..loop.warm_start import bring_in
+    from ..policies.policy import Policy
+    from ..recipes import get_recipe
+    from ..report.curves import reward_curve
+    from ..report.plots import plot_curve
+    from ..report.report import Fact, Plot, ReportData, Score, TapePage, tape_page
+    from ..report.run_report import Reporter, checks, command, reporting, reward_plot
+    from ..report.run_report import next_commands as next_of_any
+    from ..report.trackers import TrackerName, check_trackers, tracking
+    from ..trainer.checkpoint import checkpoints
+    from ..trainer.schedule import Schedule
+    from .longer import UPDATES, lengthening
+    from .training import Training, closing, new_results
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
+        raise
+    raise MissingExtra(error.name, "demo", "the demo") from error
+
+
+SPARE = 1.25
+"""Tasks that are set aside for each one held out: a split by hash is only about as large as asked for."""
+
+
+class DemoConfig(Config):
+    """What the demo does. The defaults are what the README's numbers were made with."""
+
+    seed: int = 0
+    algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
+    """The recipe of the improvement; `loop.recipe` follows it."""
+    model_size: Literal["micro", "tiny", "small", "base"] = "small"
+    context: int = Field(default=64, ge=32)
+    """Tokens of prompt and completion together; a whole episode takes about 45."""
+    tasks: int = Field(default=14_000, ge=64)
+    held_out: int = Field(default=512, ge=16)
+    """Held-out tasks of an evaluation."""
+    demonstrations: int = Field(default=12_000, ge=64)
+    bad: float = Field(default=0.7, ge=0, le=1)
+    """Share of demonstrations that go about it the wrong way."""
+    warm: WarmStartConfig = WarmStartConfig(
+        updates=400,
+        batch=64,
+        optimiser=OptimiserConfig(lr=3e-3, schedule=Schedule(kind="cosine", warmup=20, total=400)),
+    )
+    loop: LoopConfig = LoopConfig(
+        updates=40,
+        groups=16,
+        group_size=16,
+        sampling=Sampling(max_tokens=16),
+        limits=Limits(turns=4, seconds=120.0),
+        optimiser=OptimiserConfig(lr=3e-4),
+    )
+    threads: int = Field(default=1, ge=1)
+    """Torch threads. One is steady when anything else runs beside; two are faster on an idle machine."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Draw the metrics there too; metrics.jsonl is always written."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DemoConfig:
+        if self.loop.recipe not in (self.algo, LoopConfig.model_fields["recipe"].default):
+            raise ValueError(
+                f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
+                "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own"
+            )
+        if self.loop.sleep:
+            raise ValueError("loop.sleep is for servers, and a demo's engine is in this process: leave it out")
+        if self.held_out * SPARE >= self.tasks:
+            raise ValueError(
+                f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
+                "aside: nothing is left to train on; raise tasks or lower held_out"
+            )
+        # What is written down is what trains.
+        object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
+        return self
+
+
+class DemoFailed(TapereelError, RuntimeError):
+    """The demo's own parts don't do what it relies on; says which."""
+
+
+def calculator_agent() -> ChatAgent:
+    """The agent of the demo: whatever the model writes is a call of the calculator, an answer, or misread."""
+    return ChatAgent(parse=read_action, name="solver", misreads=0)
+
+
+def calculator() -> Calculator:
+    """The environment of the demo."""
+    return Calculator(scorer="chain_sum", max_turns=4)
+
+
+def demo_training(
+    config: DemoConfig,
+    directory: RunDir,
+    train_tasks: Sequence[Task] = (),
+    held_out: Sequence[Task] = (),
+    *,
+    progress: Progress = silent,
+) -> Training:
+    """All that trains in a demo, with the base weights; without tasks it can only go over what is recorded."""
+    tokenizer, sampling = char_tokenizer(), config.loop.sampling
+    model = tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context)
+    return Training(
+        directory,
+        Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=config.context),
+        calculator_agent(),
+        calculator,
+        train_tasks,
+        held_out,
+        config.loop,
+        get_recipe(config.algo, config.loop.changes),
+        config.warm,
+        seed=config.seed,
+        evaluations={
+            "sampled": sampling.model_copy(update={"temperature": 1.0}),
+            "greedy": sampling.model_copy(update={"temperature": 0.0}),
+        },
+        progress=progress,
+    )
+
+
+async def _measured(training: Training, history: History, when: str) -> dict[str, Any]:
+    async with closing(training.engine(history)) as engine:
+        return await training.evaluate(engine, when)
+
+
+@dataclass
+class Demo:
+    """One run of the demo. `run()` once."""
+
+    config: DemoConfig
+    out: Path
+    controls: bool = False
+    progress: Progress = silent
+    results: dict[str, Any] = field(default_factory=dict)
+    """What is known so far; kept in results.json."""
+
+    def run(self, *, resume: bool = False) -> dict[str, Any]:
+        """Everything, or what is left of it. Gives the summary that `--json` prints."""
+        torch.set_num_threads(self.config.threads)
+        check_trackers(self.config.trackers)
+        with open_run(
+            self.out, self.config, resume=resume, begin=new_results, free=("trackers",), changes={UPDATES: self._longer}
+        ) as directory:
+            self.results, self.store = directory.results, directory.store
+            with reporting(reporter(self, directory)):
+                with directory.timed("total"), tracking(directory, self.config.trackers):
+                    self._work(directory)
+                self.results["books"] = self.store.books().model_dump(mode="json")
+                directory.save()
+        return self.summary()
+
+    def _work(self, directory: RunDir) -> None:
+        self._setup(directory)
+        self._demonstrate()
+        self.training.shown = self.demo_order
+        self.training.restore()
+        if self.training.history.updates == 0 and not self.config.warm.updates:
+            self.training.history.settle()  # the controls begin here too
+        self.training.imitate(self.demo_order, self.demos.__getitem__)
+        asyncio.run(self._improve())
+        if self.controls:
+            self._run_controls()
+
+    def _longer(self, directory: RunDir, then: int, now: int) -> str:
+        if "controls" in directory.results:
+            raise UsageError(
+                f"the controls in {self.out} trained on as many tokens as {then} updates of the loop did: "
+                f"with loop.updates={now} they control nothing; choose another --out"
+            )
+        return lengthening(self.config.loop, self.config.warm.updates)(directory, then, now)
+
+    # Phases
+
+    def _setup(self, directory: RunDir) -> None:
+        config = self.config
+        tasks = calculator_tasks(config.tasks, config.seed)
+        share = config.held_out / config.tasks * SPARE
+        train, held_out = tasks.split(1 - share, share)
+        self.train_tasks, self.held_out = list(train), list(held_out)[: config.held_out]
+        if overlap(train, held_out) != 0:
+            raise DemoFailed("training and held-out tasks overlap")
+        self.training = demo_training(config, directory, self.train_tasks, self.held_out, progress=self.progress)
+        self.results.update(held_out_tasks=len(self.held_out), train_tasks=len(self.train_tasks), overlap=0)
+        self.demos: dict[str, tuple[list[Row], Episode]] = {}
+        self.demo_order: list[str] = []
+
+    def _demonstrate(self) -> None:
+        """Record the demonstrations that are not on tape yet."""
+        n = self.config.demonstrations
+        have = {}
+        for summary in self.store.summaries(split="demo", closed=True):
+            tape = self.store.tape(summary.id, refresh=False)
+            if tape.trains:
+                have[tape.begin.attempt] = tape.id
+                self._keep_demo(tape)
+        with self.training.run.timed("demonstrations"):
+            asyncio.run(self._record([k for k in range(n) if k not in have], have))
+        self.demo_order = [have[k] for k in range(n)]
+        rewards = [self.demos[tape][1].reward or 0.0 for tape in self.demo_order]
+        self.results["demonstrations"] = {"n": n, "reward": sum(rewards) / n}
+        self.training.run.save()
+
+    def _keep_demo(self, tape: Tape) -> None:
+        self.demos[tape.id] = (rows(tape), episode_of(tape))
+
+    async def _record(self, missing: list[int], have: dict[int, str]) -> None:
+        def policy(request: Request) -> str:
+            heard = [m["content"] for m in request.messages if m["role"] == "user"]
+            return demonstrate(heard[0], heard[1:], random.Random(request.seed), bad=self.config.bad)
+
+        engine = ScriptedEngine(policy, renderer=self.training.renderer)
+        work = iter(missing)
+
+        async def worker() -> None:
+            for k in work:
+                tape = await rollout(
+                    self.training.agent,
+                    calculator,
+                    self.train_tasks[k % len(self.train_tasks)],
+                    engine=engine,
+                    seed=derive_seed(self.config.seed, "demo", k),
+                    attempt=k,
+                    split="demo",
+                    limits=self.config.loop.limits,
+                    sampling=self.config.loop.sampling,
+                    journal=self.store.writer,
+                )
+                if not tape.trains:
+                    raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
+                have[k] = tape.id
+                self._keep_demo(tape)
+                self.progress("recording demonstrations", len(have), self.config.demonstrations, "")
+
+        await asyncio.gather(*(worker() for _ in range(256)))
+
+    async def _improve(self) -> None:
+        await self.training.before()
+        await self.training.improve()
+        await self.training.after()
+
+    # Controls: the same number of trained tokens, without what is claimed to teach
+
+    def _run_controls(self) -> None:
+        training = self.training
+        controls = self.results.setdefault("controls", {})
+        base = next(c for c in checkpoints(self.out / "checkpoints") if c.update == self.config.warm.updates)
+        trained = training.history.trained_tokens - int(base.state["trained_tokens"])
+        for name, run in (("sft", self._control_sft), ("shuffled", self._control_shuffled)):
+            if name in controls:
+                continue
+            out = self.out / "controls" / name
+            with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
+                training.model.load_state_dict(base.weights())
+                history = training.history_in(store, f"{self.results['lineage']}-{name}", out)
+                history.restore()
+                with training.run.timed("controls"):
+                    run(history, trained)
+                controls[name] = asyncio.run(_measured(training, history, f"control-{name}"))
+                controls[name]["trained_tokens"] = history.trained_tokens
+            training.run.save()
+        training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
+
+    def _control_sft(self, history: History, trained: int) -> None:
+        """Go on imitating, for as many tokens as the improvement trained on."""
+
+        def report(_: int, line: dict[str, Any]) -> None:
+            done = min(history.trained_tokens, trained)
+            self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
+
+        # Updates are recorded beside the tapes they name, or no later process could apply them again.
+        tapes = bring_in(self.out, self.demo_order, history.store, self.training.renderer)
+        warm_start(
+            self.config.warm,
+            store=history.store,
+            history=history,
+            tapes=tapes,
+            source=self.demos.__getitem__,
+            seed=self.config.seed + 1,
+            phase="sft-more",
+            updates=10**9,
+            on_update=report,
+            stop=lambda: history.trained_tokens >= trained,
+        )
+
+    def _control_shuffled(self, history: History, trained: int) -> None:
+        """The same loop, with rewards that say nothing, for as many tokens; its episodes are shorter, so it takes more
+        updates. Four times as many are the end, should they shrink to nothing."""
+        if self.config.loop.demonstrations:
+            bring_in(self.out, self.demo_order, history.store, self.training.renderer)
+        config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
+        asyncio.run(
+            self.training.run_loop(
+                history,
+                config,
+                lambda update: append_metrics(history.store.path / METRICS, update.metrics),
+                name="control: shuffled rewards",
+                start=0,
+                stop=lambda: history.trained_tokens >= trained,
+            )
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        r = self.results
+
+        def mean(part: Any, name: str) -> float | None:
+            return part[name]["mean"] if part else None
+
+        controls = r.get("controls") or None
+        seconds = {name: r["seconds"].get(name, 0.0) for name in ("sft", "rollout", "train", "total")}
+        return {
+            "run": str(self.out),
+            "seed": self.config.seed,
+            "algo": self.config.algo,
+            "held_out": {
+                "before": mean(r["before"], "sampled"),
+                "after": mean(r["after"], "sampled"),
+                "greedy_before": mean(r["before"], "greedy"),
+                "greedy_after": mean(r["after"], "greedy"),
+                "n": len(self.held_out),
+            },
+            "controls": controls
+            and {
+                name: {
+                    "after": mean(c, "sampled"),
+                    "greedy_after": mean(c, "greedy"),
+                    "trained_tokens": c["trained_tokens"],
+                }
+                for name, c in controls.items()
+            },
+            "seconds": {**seconds, **{k: v for k, v in r["seconds"].items() if k not in seconds}},
+            "tokens": self.training.token_counts(),
+            "episodes": r["books"]["begun"],
+        }
+
+
+# What a demo leaves to read: reward.png, report.html, and the table that is printed
+
+_PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
+"""Of the wall-clock time, one after the other; the engine's and the trainer's seconds lie inside `rl`."""
+
+
+def reporter(demo: Demo, run: RunDir) -> Reporter:
+    """The report of a demo: that of any training run, and what only a demo knows once it is through."""
+
+    def complete(data: ReportData) -> ReportData:
+        return complete_report(demo, data)
+
+    return Reporter(
+        run,
+        f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}",
+        demo.config.algo.upper(),
+        demo.config.loop.updates,
+        demo.config.loop.checkpoint_every,
+        complete=complete,
+    )
+
+
+def complete_report(demo: Demo, data: ReportData) -> ReportData:
+    """Write reward.png; gives the page of the whole demo."""
+    plot = demo_plot(demo)
+    plot_curve(demo.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
+    summary = demo.summary()
+    held = summary["held_out"]
+    books = demo.results["books"]
+    return data.model_copy(
+        update={
+            "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
+            "rollouts.",
+            "facts": (
+                Fact(
+                    label="held-out reward, sampled",
+                    value=f"{_show(held['before'])} → {_show(held['after'])}",
+                    note=f"{held['n']} tasks, none of them trained on",
+                ),
+                Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
+                Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
+                Fact(label="episodes on tape", value=f"{books['begun']:,}"),
+            ),
+            "plots": (plot, *(other for other in data.plots if other.small)),
+            "scores": scores(demo),
+            "seconds": {part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
+            "tapes": pages(demo),
+            "next": (*next_of_any(str(demo.out)), _lab(demo)),
+        }
+    )
+
+
+def demo_plot(demo: Demo) -> Plot:
+    """Reward per update, with the held-out levels and the control."""
+    shuffled = demo.out / "controls" / "shuffled" / METRICS
+    others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
+    return reward_plot(demo.config.algo.upper(), demo.out / METRICS, demo.results, others=others)
+
+
+def scores(demo: Demo) -> tuple[Score, ...]:
+    """The table: before, after, and the controls."""
+    r = demo.results
+    rows = [("after imitation (before RL)", r["before"], ""), ("after RL", r["after"], "")]
+    for name, part in (r.get("controls") or {}).items():
+        title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
+        rows.append((title, part, f"{part['trained_tokens']:,} trained tokens"))
+    return tuple(
+        Score(
+            name=name,
+            sampled=part["sampled"]["mean"],
+            greedy=part["greedy"]["mean"],
+            n=part["sampled"]["n"],
+            note=note or _partial_credit(part),
+        )
+        for name, part, note in rows
+        if part
+    )
+
+
+def next_commands(demo: Demo) -> tuple[str, ...]:
+    """Things to try on this very run."""
+    run = str(demo.out)
+    return (*next_of_any(run), *checks(run), _lab(demo))
+
+
+def _lab(demo: Demo) -> str:
+    return command("lab", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
+
+
+def pages(demo: Demo) -> tuple[TapePage, ...]:
+    """A handful of tapes: a demonstration, and wrong and right answers before and after."""
+    chosen: list[TapePage] = []
+
+    def decode(token: int) -> str:
+        return str(demo.training.tokenizer.decode([token]))
+
+    def add(split: str, caption: str, reward: float, count: int = 1) -> None:
+        found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
+        chosen.extend(tape_page(demo.store.tape(s.id, refresh=False), caption, decode) for s in found)
+
+    add("demo", "a demonstration that goes about it the right way", 1.0)
+    add("demo", "one that doesn't", 0.0)
+    add("eval-before-sampled", "before RL, wrong", 0.0, 2)
+    add(f"eval-{demo.training.end}-sampled", "after RL, right", 1.0, 2)
+    add(f"eval-{demo.training.end}-sampled", "after RL, wrong", 0.0)
+    return tuple(chosen)
+
+
+def _partial_credit(part: dict[str, Any]) -> str:
+    value = part["sampled"]["metrics"].get("reasoning_gym")
+    return "" if value is None else f"reasoning-gym's own scorer, with partial credit: {value:.3f}"
+
+
+def _show(value: float | None) -> str:
+    return "unscored" if value is None else f"{value:.3f}"

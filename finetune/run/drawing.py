@@ -1,0 +1,62 @@
+"""Which task comes next in a training run: each in turn, or by how hard another run's tapes found them.
+
+The rates that a run begins with are kept in its results, so one that died goes on with the tasks that it would have
+had, whatever became of the tapes. Knows nothing of models or updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from ...envs.curriculum import EASY, HARD, Curriculum, Rate, pass_rates, pools
+from ...envs.taskset import BadTasks, Taskset
+from ...tapes.common.config import Config
+from ...tapes.errors import UsageError
+from ...tapes.records import Task
+from ...tapes.store.store import Store
+
+RATES = "task_rates"
+"""In a run's results: task hash -> [passed, tried]."""
+
+
+class CurriculumConfig(Config):
+    """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed, new where nobody tried."""
+
+    tapes: str
+    """A run directory: its attempts at these tasks are counted once, when training begins."""
+    success: float = 1.0
+    """The least reward of an attempt that passed."""
+    easy: float = Field(default=EASY, ge=0, le=1)
+    """Tasks that more of the attempts passed are easy."""
+    hard: float = Field(default=HARD, ge=0, le=1)
+    """Tasks that fewer of the attempts passed are hard."""
+    weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
+    """How often each pool is drawn from; one that is empty gives its share to the others."""
+
+
+def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[int]]:
+    """Task hash -> [passed, tried] of those tasks, in the run that is named. UsageError where it tried none of them."""
+    with Store.open(config.tapes) as store:
+        found = pass_rates(store.tapes(closed=True), success=config.success)
+    rates = {task.hash: [found[task.hash].passed, found[task.hash].tried] for task in tasks if task.hash in found}
+    if not rates:
+        raise UsageError(
+            f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
+            "train on, so nothing tells how hard they are; record some with `tapereel run`"
+        )
+    return rates
+
+
+def drawn(
+    config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, Any], seed: int
+) -> Callable[[int], Task]:
+    """The task of group k. UsageError where the weights or bounds leave nothing to draw from."""
+    measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
+    try:
+        parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)
+        return Curriculum(parts, config.weights, seed=seed)
+    except BadTasks as error:
+        raise UsageError(f"curriculum: {error}") from error

@@ -1,0 +1,481 @@
+"""`train`: the async loop on any agent, environment, tasks and model, in one run directory.
+
+Imitation of another run's tapes where it is asked for, then rollouts and updates side by side, with evaluations on
+held-out tasks before, between and after. A run that was killed goes on where it was: recorded updates are applied again
+from the tapes, and rollouts that are on tape are used. One that came to its end goes on where it is made longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, JsonValue, model_validator
+
+from ...agents.runs.pass_at_k import check_k
+from ...agents.setup.setup import Scene, load_tasks
+from ...agents.setup.team_config import check_together, threads_of
+from ...envs.taskset import Taskset, overlap
+from ...tapes import Sampling, Task
+from ...tapes.common.config import Config
+from ...tapes.common.progress import Progress, silent
+from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.store.run_directory import CONFIG, METRICS, RunDir, open_run, read_metrics
+from ...tapes.value import Value
+
+try:
+    import torch
+
+    from ...agents.engines.embedded.pretrained import weights_digest
+    from ..history.history import History
+    from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
+    from ..loop.loop import UpdateReport, check_recipe
+    from ..loop.warm_start import bring_in, choose
+    from ..policies.phases import Phases
+    from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
+    from ..policies.policy import Policy, check_begun, load_policy
+    from ..policies.policy_team import NO_WARM_START, Team
+    from ..recipes import get_recipe
+    from ..report.plots import plot_curve
+    from ..report.run_report import Reporter, reporting, reward_plot
+    from ..report.trackers import TrackerName, check_trackers, tracking
+    from ..trainer.distributed import Crew, launched
+    from ..trainer.ranks import Ranks
+    from .drawing import RATES, CurriculumConfig, drawn, rates_of
+    from .longer import UPDATES, lengthening
+    from .training import MeasuredBy, Training, closing, new_results
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
+        raise
+    raise MissingExtra(error.name, "train", "training") from error
+
+
+class EvaluationConfig(Config):
+    """Held-out tasks, and when and how the policy is measured on them. Measuring changes no state of training."""
+
+    fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the tasks that is held out, chosen by task hash; 0: none, and nothing is measured."""
+    tasks: str | tuple[JsonValue, ...] | None = None
+    """Held-out tasks of their own, in place of a fraction; none of them may be among those trained on."""
+    task_row: str | None = None
+    """As `task_row` of the tasks to train on, for the rows of `tasks` here."""
+    limit: int | None = Field(default=256, ge=1)
+    """Held-out tasks of one evaluation; None for all."""
+    every: int | None = Field(default=10, ge=1)
+    """Updates of the loop between two evaluations; None: only before and after."""
+    sampling: Sampling | None = None
+    """None: as the loop samples."""
+    greedy: bool = False
+    """Measure at temperature 0 as well."""
+    concurrency: int = Field(default=64, ge=1)
+    """Episodes in flight."""
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each held-out task."""
+    k: tuple[int, ...] = ()
+    """Report pass@k for these; it takes as many attempts."""
+    success: float = 1.0
+    """The least reward of a success."""
+    engine: MeasuredBy | None = None
+    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: that of the loop, whose
+    next weights wait until these are measured. None: the loop's where servers sample for it, else its own."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> EvaluationConfig:
+        check_k(self.k, self.attempts)
+        return self
+
+
+class ImitationConfig(WarmStartConfig):
+    """A warm start on the tapes of another run."""
+
+    tapes: str
+    """Its run directory. The tapes are copied, so it isn't needed again."""
+    split: str | None = None
+    """Only tapes of this split; None: `train` and `demo`."""
+    min_reward: float | None = None
+    """Only tapes with at least this reward."""
+
+
+class TrainConfig(Scene):
+    """What to train, on what, and how."""
+
+    engine: TrainedEngine
+    """The model, which is trained, and how it is sampled: embedded, or by servers that take its weights."""
+    seed: int = 0
+    loop: LoopConfig = LoopConfig()
+    players: Players = Field(default={})
+    """Other models in the episodes, by names of your choice: each learns as its agents, or is frozen. The model of
+    `engine` learns as those in `loop.agents`, and speaks for everybody whom no player has."""
+    warm: ImitationConfig | None = None
+    curriculum: CurriculumConfig | None = None
+    """Draw tasks by how hard they are; None: each in turn."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    processes: ProcessesConfig = ProcessesConfig()
+    """Of a run that `accelerate launch` or `torchrun` started several times over; without them it says nothing."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Draw the metrics there too; metrics.jsonl is always written."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> TrainConfig:
+        check_engine(self.engine, self.loop, "engine", self.warm)
+        check_players_of(self.players, self.loop, warm=self.warm is not None)
+        for name, player in self.players.items():
+            if not player.frozen:
+                check_engine(player.engine, self.loop, f"players.{name}.engine")
+        return self
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of the process."""
+        return threads_of([self.engine, *(player.engine for player in self.players.values())])
+
+
+class PlayerSummary(Value):
+    """What became of another model in the episodes."""
+
+    agents: tuple[str, ...]
+    lineage: str | None
+    """None: it was frozen."""
+    updates: int
+    model: str | None
+    """The folder with the trained model, or with the frozen one; None where the engine has no folder."""
+
+
+class TrainSummary(Value):
+    """What a training run came to."""
+
+    run: str
+    lineage: str
+    recipe: str
+    updates: int
+    """Of the loop; those of the warm start are not counted."""
+    reward: dict[str, float | None]
+    """Mean reward of the loop's `first` and `last` five updates."""
+    agents: dict[str, dict[str, float | None]]
+    """The same for each agent that is compared with itself (`loop.by_agent`), by path."""
+    players: dict[str, PlayerSummary]
+    held_out: dict[str, Any]
+    """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks; `every`:
+    {update: mean reward}. None where nothing was measured."""
+    seconds: dict[str, float]
+    tokens: dict[str, int]
+    episodes: int
+    books_close: bool
+    model: str
+    """The folder with the trained model, in Hugging Face format."""
+    report: str
+    """A page with all of this, for a browser."""
+
+
+def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> TrainSummary:
+    """Train, or go on with the run in `out`. RunExists where one is and `resume` is false.
+
+    Raises UsageError before anything is written where the configuration names what isn't there. Started as one of
+    several processes (`accelerate launch`, `torchrun`), rank 0 does this and the others help it; all give the summary.
+    """
+    torch.set_num_threads(config.threads)
+    with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
+        run = _Run(config, Path(out), progress, ranks)
+        if ranks.rank:
+            return run.crew.follow()
+        with run.crew.leading():
+            summary = run.lead(resume)
+        run.crew.end(summary)
+        return summary
+
+
+def train_training(
+    config: TrainConfig,
+    directory: RunDir,
+    policy: Policy | None = None,
+    team: Team | None = None,
+    *,
+    agent: Any = None,
+    env: Any = None,
+    train_tasks: Sequence[Task] = (),
+    held_out: Sequence[Task] = (),
+    progress: Progress = silent,
+    crew: Crew | None = None,
+) -> Training:
+    """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
+    recorded. `policy` and `team`: the models that the configuration names, where they are loaded already."""
+    evaluation = config.evaluation
+    sampled = evaluation.sampling or config.loop.sampling
+    every = {"sampled": sampled}
+    if evaluation.greedy:
+        every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
+    return Training(
+        directory,
+        policy or load_policy(config.engine, config.seed),
+        agent,
+        env,
+        train_tasks,
+        held_out,
+        config.loop,
+        get_recipe(config.loop.recipe, config.loop.changes),
+        config.warm or NO_WARM_START,
+        evaluations=every if held_out else {},
+        concurrent=evaluation.concurrency,
+        attempts=evaluation.attempts,
+        k=evaluation.k,
+        success=evaluation.success,
+        seed=config.seed,
+        progress=progress,
+        crew=crew,
+        team=team or Team(config.players, seed=config.seed),
+        measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
+    )
+
+
+class _Run:
+    """Everything that the configuration names, loaded ahead of the run directory."""
+
+    def __init__(self, config: TrainConfig, out: Path, progress: Progress, ranks: Ranks) -> None:
+        self.config, self.out, self.progress = config, out, progress
+        self.scene = config.load()
+        self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
+        self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
+        check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
+        check_together(config.engine, config.players)
+        if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
+            raise UsageError(
+                "several processes compute the updates of one policy, and players that learn have theirs "
+                "computed by one: start a single process, or set players.NAME.frozen"
+            )
+        self.policy = load_policy(config.engine, config.seed)
+        self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
+        phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
+        self.crew = Crew(ranks, self.policy.model, phases.trainer)
+        self.rates: dict[str, list[int]] | None = None
+
+    def lead(self, resume: bool) -> TrainSummary:
+        """All that one process does alone, and rank 0 of several."""
+        if not (self.out / CONFIG).exists():
+            self.tapes_to_imitate()
+            if self.config.curriculum is not None:
+                self.rates = rates_of(self.config.curriculum, self.train_tasks)
+                drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
+        check_trackers(self.config.trackers)
+        engines = ("engine", *(f"players.{name}.engine" for name in self.config.players))
+        free = (*(f"{engine}.{name}" for engine in engines for name in ("threads", "device")), "processes", "trackers")
+        changes = {
+            UPDATES: lengthening(
+                self.config.loop, self.config.warm.updates if self.config.warm else 0, self.config.players
+            )
+        }
+        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free, changes=changes) as directory:
+            self.report = Reporter(
+                directory,
+                f"Training {self.scene.agent.name}",
+                self.recipe.name,
+                self.config.loop.updates,
+                self.config.loop.checkpoint_every,
+                tokenizer=self.policy.tokenizer,
+            )
+            with reporting(self.report):
+                with directory.timed("total"), tracking(directory, self.config.trackers):
+                    self.work(directory)
+                directory.results["books"] = directory.store.books().model_dump(mode="json")
+                directory.results["books_close"] = directory.store.books().closes
+                directory.save()
+                self.draw(directory)
+        return self.summary(directory)
+
+    def work(self, directory: RunDir) -> None:
+        self._same_model(directory)
+        self.training = training = train_training(
+            self.config,
+            directory,
+            self.policy,
+            self.team,
+            agent=self.scene.agent,
+            env=self.scene.env,
+            train_tasks=self.train_tasks,
+            held_out=self.held_out,
+            progress=self.progress,
+            crew=self.crew,
+        )
+        self.report.agents = training.trained
+        tapes = training.shown = self._imitated(directory)
+        training.draw = self._drawn(directory)
+        training.restore()
+        training.imitate(tapes, training.history.from_store)
+        asyncio.run(self._improve(directory))
+
+    def _drawn(self, directory: RunDir) -> Callable[[int], Task] | None:
+        """How the curriculum draws: by the rates that the run began with."""
+        config = self.config.curriculum
+        if config is None:
+            return None
+        if RATES not in directory.results:
+            directory.results[RATES] = self.rates or rates_of(config, self.train_tasks)
+            directory.save()
+        return drawn(config, self.train_tasks, directory.results[RATES], self.config.seed)
+
+    def _same_model(self, directory: RunDir) -> None:
+        check_begun(
+            directory.results, weights_digest(self.policy.model.state_dict()), directory.path, self.config.engine.model
+        )
+
+    def tapes_to_imitate(self) -> Sequence[str]:
+        """Ids of the tapes in the other run; none without a warm start."""
+        warm = self.config.warm
+        if warm is None:
+            return ()
+        tapes = choose(warm.tapes, self.policy.renderer, split=warm.split, min_reward=warm.min_reward)
+        if len(tapes) < warm.batch:
+            raise UsageError(
+                f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
+                "more, or make the batch smaller"
+            )
+        return tapes
+
+    def _imitated(self, directory: RunDir) -> Sequence[str]:
+        """Ids of the tapes in this run, which are copied at the first call."""
+        warm = self.config.warm
+        if warm is not None and "imitated" not in directory.results:
+            tapes = self.tapes_to_imitate()
+            directory.results["imitated"] = bring_in(warm.tapes, tapes, directory.store, self.policy.renderer)
+            directory.save()
+        return directory.results.get("imitated", ())
+
+    async def _improve(self, directory: RunDir) -> None:
+        async with self.team.opened(directory):
+            await self._improve_together()
+
+    async def _improve_together(self) -> None:
+        measured = _Evaluations(self.training, self.config.evaluation.every if self.held_out else None)
+        if self.held_out:
+            await self.training.before()
+        try:
+            await self.training.improve(measured.on_update)
+        except BaseException:
+            await measured.stop()
+            raise
+        await measured.finish()
+        if self.held_out:
+            await self.training.after()
+
+    def draw(self, directory: RunDir) -> None:
+        """Write reward.png."""
+        plot = reward_plot(self.recipe.name, self.out / METRICS, directory.results, self.training.trained)
+        plot_curve(self.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
+
+    def summary(self, directory: RunDir) -> TrainSummary:
+        results, history = directory.results, self.training.history
+        lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
+        return TrainSummary(
+            run=str(self.out),
+            lineage=results["lineage"],
+            recipe=self.recipe.name,
+            updates=history.updates - self.training.warm.updates,
+            reward=_ends(lines, "reward"),
+            agents={path: _ends(lines, f"reward/{path}") for path in self.training.trained},
+            players={name: self._player(name) for name in self.config.players},
+            held_out=_held_out(results),
+            seconds=results["seconds"],
+            tokens=self.training.token_counts(),
+            episodes=results["books"]["begun"],
+            books_close=results["books_close"],
+            model=_model(history),
+            report=str(self.report.path),
+        )
+
+    def _player(self, name: str) -> PlayerSummary:
+        player, history = self.config.players[name], self.team.histories.get(name)
+        if history is None:
+            folder = getattr(player.engine, "model", None)
+            return PlayerSummary(agents=player.agents, lineage=None, updates=0, model=folder)
+        return PlayerSummary(
+            agents=player.agents, lineage=history.lineage, updates=history.updates, model=_model(history)
+        )
+
+
+class _Evaluations:
+    """Evaluations beside the loop. Each has an engine of its own, with a copy of the weights of its moment, so training
+    goes on meanwhile and is not touched; or the loop's, whose next weights wait for it. One that a kill cut off is not
+    made up for: its weights are gone."""
+
+    def __init__(self, training: Training, every: int | None) -> None:
+        self.training, self.every = training, every
+        self.last: asyncio.Task[None] | None = None
+
+    def on_update(self, report: UpdateReport) -> None:
+        done = report.update - self.training.warm.updates
+        if self.every is not None and done % self.every == 0 and done < self.training.loop.updates:
+            shared = self.training.measured_by == "loop"
+            engine = None if shared else self.training.engine(self.training.history)
+            self.last = asyncio.create_task(self._measure(self.last, engine, done))
+            self.training.measurement = self.last if shared else None
+
+    async def _measure(self, before: asyncio.Task[None] | None, own: Any, update: int) -> None:
+        if before is not None:
+            await before
+        run = self.training.run
+        async with closing(own) if own is not None else self.training.measuring() as engine:
+            found = await self.training.evaluate(engine, f"update-{update:06d}")
+        run.results.setdefault("evaluations", {})[str(update)] = found
+        self.training.note_scores()
+        self.training.note_evaluation(update, found)
+        run.save()
+
+    async def finish(self) -> None:
+        """Wait for the last one."""
+        if self.last is not None:
+            await self.last
+
+    async def stop(self) -> None:
+        """Cancel what runs; its episodes are closed as cancelled."""
+        if self.last is not None:
+            self.last.cancel()
+            await asyncio.gather(self.last, return_exceptions=True)
+
+
+def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+    """(tasks to train on, held-out tasks), which have none in common."""
+    if config.tasks is not None:
+        held_out = load_tasks(config.tasks, config.task_row)
+        common = overlap(tasks, held_out)
+        if common:
+            raise UsageError(
+                f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out others"
+            )
+        train = tasks
+    elif config.fraction:
+        train, held_out = tasks.split(1 - config.fraction, config.fraction)
+        if not len(train) or not len(held_out):
+            raise UsageError(
+                f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
+                f"train on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for "
+                "no evaluation"
+            )
+    else:
+        return list(tasks), []
+    return list(train), list(held_out)[: config.limit]
+
+
+def _held_out(results: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for when in ("before", "after"):
+        part = results.get(when)
+        for name, key in (("sampled", when), ("greedy", f"greedy_{when}")):
+            if name == "sampled" or (part and name in part):
+                found[key] = part[name]["mean"] if part else None
+    last = results.get("after") or results.get("before")
+    every = {k: part["sampled"]["mean"] for k, part in results.get("evaluations", {}).items()}
+    return {**found, "n": last["sampled"]["n"] if last else 0, "every": every}
+
+
+def _model(history: History) -> str:
+    return str(history.directory / f"update-{history.updates:06d}" / "hf")
+
+
+def _ends(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return {"first": _mean(values[:5]), "last": _mean(values[-5:])}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

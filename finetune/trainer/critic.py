@@ -1,0 +1,254 @@
+"""The critic: a value per own token, with its own loss, optimiser and schedule. It never touches the policy's gradient.
+
+The value of a token is that of the state before it, read off the hidden state that predicts it. A critic has a body of
+its own (`Critic.of`, a copy of the policy's), or reads the policy's states without gradient (`Critic.on`, a head alone:
+cheap, and it sees what the policy has learned).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..data.rows import Row
+from ..objective.word import Context, Moments, Sums, Word
+from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
+from .ranks import Ranks
+from .schedule import Schedule
+
+
+class Value(Word):
+    """The critic's loss at one token. V: its value now, v: its value when the batch was collected, R: the target A + v.
+
+        l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
+
+    The loss has its own optimiser and denominator: a token mean over the tokens that entered, whatever the recipe
+    weighs by.
+    """
+
+    clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from what it was and still be pulled; None: no bound."""
+
+    def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
+        """(n,) losses."""
+        error = (value - target).square()
+        if self.clip is None:
+            return error / 2
+        bounded = (old + (value - old).clamp(-self.clip, self.clip) - target).square()
+        context.sums.add("value/clipped", (bounded > error).detach())
+        return torch.maximum(error, bounded) / 2
+
+
+class Critic(nn.Module):
+    """Hidden states to values: V = mean + std * head(h), mean and std fixed at 0 and 1 unless `normalised`."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False, model: nn.Module | None = None
+    ) -> None:
+        """model: the policy that `body` is a part of; None where the critic owns it."""
+        super().__init__()
+        reference = next(body.parameters())
+        self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.owns_body = owns_body
+        # The policy's body is not a submodule: its weights are the policy's to save, to train and to move.
+        self._body = [body]
+        self._home = [self if model is None else model]
+        if owns_body:
+            self.body = body
+        self.normalised = normalised
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("std", torch.ones((), dtype=torch.float64))
+
+    @classmethod
+    def of(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
+        """A critic with a copy of the model's body."""
+        body, output = parts(model)
+        return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
+
+    @classmethod
+    def on(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
+        """A value head on the model's own states, which it reads and never moves."""
+        body, output = parts(model)
+        return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model)
+
+    @property
+    def home(self) -> nn.Module:
+        """The model whose weights a forward pass reads: the critic itself, or the policy."""
+        return self._home[0]
+
+    def forward(self, micro: Micro) -> Tensor:
+        """(n,) values of the micro-batch's tokens, float32 or wider."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
+            h = states(self._body[0], micro)
+        with torch.autocast(h.device.type, enabled=False):
+            raw = self.head(h.to(self.head.weight.dtype))[:, 0]
+        raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+        return raw * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
+
+    @property
+    def fresh(self) -> bool:
+        """True until it was given a scale."""
+        return float(self.mean) == 0 and float(self.std) == 1
+
+    def begin(self, mean: float, std: float) -> None:
+        """The first scale: a new head, which adds nothing to the mean, says the mean of the targets from here on."""
+        self.mean.fill_(mean)
+        self.std.fill_(std)
+
+    @torch.no_grad()
+    def rescale(self, mean: float, std: float) -> None:
+        """Another mean and deviation of the targets; what the critic says stays as it was."""
+        old_mean, old_std = float(self.mean), float(self.std)
+        self.head.weight.mul_(old_std / std)
+        self.head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
+        self.mean.fill_(mean)
+        self.std.fill_(std)
+
+
+class CriticTrainer:
+    """Trains a critic on the targets of the updates it is given."""
+
+    def __init__(
+        self,
+        critic: Critic,
+        *,
+        loss: Value | None = None,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        schedule: Schedule | None = None,
+        passes: int = 1,
+        micro_tokens: int = MICRO_TOKENS,
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """passes: optimiser steps on each update's targets; with one, a critic is late in a short run. autocast: the
+        body forwards in this dtype, the head in that of its weights. ranks: the processes that step together; they must
+        be the trainer's."""
+        self.critic = critic
+        self.ranks = ranks or Ranks()
+        if critic.owns_body:
+            self.ranks.shard(critic)
+        self.loss = loss or Value()
+        self.lr = lr
+        self.grad_clip = grad_clip
+        self.schedule = schedule or Schedule()
+        self.passes = passes
+        self.micro_tokens = micro_tokens
+        self.moments = Moments()
+        self.steps = 0
+        """Optimiser steps taken."""
+        self.skips = 0
+        """Updates that met a number which isn't finite and left the critic as it was."""
+        self.parameters = [p for p in critic.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        self.autocast = autocast
+        if critic.owns_body:
+            be_still(critic.body, checkpointing=gradient_checkpointing)
+
+    def values(self, rows: Sequence[Row]) -> Tensor:
+        """(T,) value of the state before each own token, without gradient."""
+        n = sum(len(row.own) for row in rows)
+        out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
+        with torch.no_grad():
+            for micro in self.ranks.rounds(plan(rows, micro_tokens=self.micro_tokens)):
+                out[micro.index] = self._value(micro)
+        return out
+
+    def _value(self, micro: Micro) -> Tensor:
+        with casting(self.critic, self.autocast):
+            return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
+
+    def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
+        """Steps towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said.
+
+        What it sums up is of the first pass, but for what was skipped.
+        """
+        sums = Sums()
+        if self.critic.normalised:
+            self._rescale(target[entered], Context(sums=sums, add_up=self.ranks.add_up))
+        for k in range(self.passes):
+            if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
+                sums.put("value/skipped", 1 if self.ranks.rank == 0 else 0, 1 if self.ranks.rank == 0 else 0)
+                break
+        explained(old[entered], target[entered], sums)
+        return sums
+
+    def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
+        """One optimiser step; false where a number wasn't finite, on any rank."""
+        context = Context(sums=sums, add_up=self.ranks.add_up)
+        n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
+        self.optimizer.zero_grad(set_to_none=True)
+        finite = True
+        for micro in self.ranks.rounds(plan(rows, live=entered, micro_tokens=self.micro_tokens)):
+            value = self._value(micro)
+            per_token = self.loss(value, old[micro.index].to(value.dtype), target[micro.index].to(value.dtype), context)
+            sums.add("value/loss", per_token.detach())
+            loss = per_token.sum() / n
+            finite = bool(loss.isfinite())
+            if self.ranks.halt(not finite):
+                finite = False
+                break
+            loss.backward()
+        finite = not self.ranks.any(not finite)
+        if finite and n:
+            self.ranks.add_up_gradients(self.parameters)
+            norm = self.ranks.clip(self.parameters, self.grad_clip)
+            sums.put("value/grad_norm", norm)
+            finite = isfinite(norm)
+        if finite and n:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * self.schedule.factor(self.steps)
+            self.optimizer.step()
+            self.steps += 1
+        elif not finite:
+            self.skips += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def _rescale(self, target: Tensor, context: Context) -> None:
+        self.moments.take(*context.mean_and_square(target.double()))
+        if self.moments.std is None:
+            return
+        if self.critic.fresh:
+            self.critic.begin(self.moments.mean, self.moments.std)
+        else:
+            self.critic.rescale(self.moments.mean, self.moments.std)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next update depends on, the critic's weights included."""
+        return {
+            "critic": self.critic.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "skips": self.skips,
+            "moments": [self.moments.n, self.moments.mean, self.moments.m2],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
+        self.ranks.load(self.optimizer, state["optimizer"])
+        self.steps, self.skips = int(state["steps"]), int(state["skips"])
+        self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
+
+
+def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
+    """Adds up what the share of explained variance follows from: 1 - error / spread of the targets."""
+    sums.add("value", value)
+    sums.add("value/target", target)
+    sums.add("value/error", (target - value).square())
+    sums.add("value/target/square", target.square())

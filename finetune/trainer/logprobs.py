@@ -1,0 +1,197 @@
+"""score: log-probs of own tokens under a model. With `micro`, the only place that sees prompts and padding.
+
+Hidden states are taken at own positions only, and the vocabulary is met in chunks (`head`). Where rows of a group share
+a long prompt it is forwarded once, and its keys and values, with their gradient, serve all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...tapes.errors import TapereelError
+from ..data.rows import Row
+from . import lm_head as head
+from .micro_batches import MICRO_TOKENS, Micro, plan
+from .ranks import Ranks
+
+__all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "plan", "score"]
+
+
+class UnsupportedModel(TapereelError, ValueError):
+    """A model whose log-probs `score` can't compute exactly; names the part that is in the way."""
+
+
+class Scores(NamedTuple):
+    """What a model says of own tokens, in row order."""
+
+    logprob: Tensor
+    """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
+    entropy: Tensor | None
+    """(T,) entropy of that distribution in nats; None unless asked for."""
+
+
+def forward(
+    model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False, float32: bool = False
+) -> Scores:
+    """Scores of a micro-batch's tokens, with gradient where it is enabled."""
+    return read_out(
+        model,
+        states(parts(model)[0], micro),
+        micro,
+        entropy=entropy,
+        unit_temperature=unit_temperature,
+        float32=float32,
+    )
+
+
+def read_out(
+    model: nn.Module,
+    hidden: Tensor,
+    micro: Micro,
+    *,
+    entropy: bool = False,
+    unit_temperature: bool = False,
+    float32: bool = False,
+) -> Scores:
+    """Scores from hidden states (n, D) that `states` gave. float32: the output layer's product in float32, whatever
+    the dtype of its weights."""
+    _, output = parts(model)
+    temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
+    if not bool((temperature > 0).all()):
+        raise ValueError(
+            "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
+            "tapes out of RL data, or score with temperature 1"
+        )
+    # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = torch.promote_types(output.weight.dtype, torch.float32) if float32 else output.weight.dtype
+        weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
+        return Scores(*head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy))
+
+
+def states(body: nn.Module, micro: Micro) -> Tensor:
+    """(n, D) the hidden states that predict the micro-batch's tokens."""
+    device = next(body.parameters()).device
+    ids = micro.ids.to(device)
+    if micro.positions is not None:
+        # No mask, no cache, one row: from restarting positions the model knows where one row ends and the next begins.
+        positions = micro.positions.to(device)
+        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    elif micro.prefix is None:
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    else:
+        cache = body(input_ids=micro.prefix.to(device)[None], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(ids))
+        hidden = body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(device))
+
+
+def score(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    ref: bool = False,
+    entropy: bool = False,
+    unit_temperature: bool = False,
+    micro_tokens: int = MICRO_TOKENS,
+    live: Tensor | None = None,
+    ranks: Ranks | None = None,
+    float32: bool = False,
+    pack: bool = False,
+) -> Scores:
+    """Scores of all own tokens of `rows`, in row order, without gradient.
+
+    ref: with the LoRA adapters of a peft model switched off. unit_temperature: T = 1 whatever was recorded.
+    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time.
+    float32: as in `read_out`; pack: as in `plan`.
+    """
+    ranks = ranks or Ranks()
+    n = sum(len(row.own) for row in rows)
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    lp = torch.full((n,), torch.nan, dtype=dtype)
+    h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
+    with torch.no_grad(), without_adapters(model) if ref else nullcontext():
+        share = shares_prefixes(model) and not ranks.sharded
+        for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
+            part = ranks.run(
+                model,
+                partial(forward, model, micro, entropy=entropy, unit_temperature=unit_temperature, float32=float32),
+            )
+            lp[micro.index] = part.logprob.to(lp.device)
+            if h is not None and part.entropy is not None:
+                h[micro.index] = part.entropy.to(h.device)
+    return Scores(lp, h)
+
+
+def _base(model: nn.Module) -> Any:
+    """The model below its adapters, or itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
+    """The body that gives hidden states, and the output layer. Refuses a head that does more than multiply."""
+    base = _base(model)
+    output = base.get_output_embeddings()
+    if not isinstance(output, nn.Linear):
+        raise UnsupportedModel(
+            f"the output layer of {type(base).__name__} is a {type(output).__name__}, not a Linear: "
+            "leave it out of the adapters' targets"
+        )
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        value = getattr(base.config, name, None)
+        if value not in (None, 1, 1.0):
+            raise UnsupportedModel(
+                f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
+                "which score doesn't know"
+            )
+    return base.get_decoder(), output
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """True when keys and values of a prefix can serve several rows: full attention, and nothing recomputed."""
+    base = _base(model)
+    kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
+    plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
+    return plain and not (base.training and base.is_gradient_checkpointing)
+
+
+def packs(model: nn.Module) -> bool:
+    """True when rows are better packed than padded: its attention is of variable length, on a GPU."""
+    base = _base(model)
+    kind = str(getattr(base.config, "_attn_implementation", None))
+    return "flash" in kind and next(base.parameters()).device.type == "cuda"
+
+
+def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Forwards of the model's body are in this dtype; None: in that of its weights."""
+    return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
+
+
+def be_still(model: nn.Module, *, checkpointing: bool) -> None:
+    """No dropout: what is trained must be what sampled. Checkpointing needs the training mode. UnsupportedModel."""
+    if not checkpointing:
+        model.eval()
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise UnsupportedModel(
+                f"gradient checkpointing runs the model in training mode, where {name} drops "
+                f"{module.p:.0%} of its inputs at random: set its dropout to 0"
+            )
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """A peft model as it was before its adapters: the reference that costs no second copy."""
+    if not hasattr(model, "disable_adapter"):
+        raise UnsupportedModel(f"{type(model).__name__} has no adapters to switch off: pass a reference model")
+    with model.disable_adapter():  # type: ignore[operator]
+        yield

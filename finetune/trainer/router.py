@@ -1,0 +1,67 @@
+"""The balance of a mixture-of-experts model's routers over a whole optimiser batch.
+
+    aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
+
+rows are (token, layer) pairs, padding apart. f carries no gradient, and P is a mean: with f and the number of rows
+taken over the whole batch first, the parts that micro-batches and ranks add are exactly those of the whole.
+
+Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .logprobs import Micro, UnsupportedModel, parts
+
+
+@dataclass(frozen=True)
+class Load:
+    """Where the tokens of a batch went."""
+
+    share: Tensor
+    """(E,) f: assignments per row; they add up to the number of experts that each token gets."""
+    rows: float
+
+    def loss(self, probabilities: Tensor) -> Tensor:
+        """A part's contribution, from its sum of router probabilities (E,)."""
+        return len(self.share) * (self.share * probabilities).sum() / self.rows
+
+
+def routed(model: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """((n, D) hidden states that predict the tokens wanted, each layer's router logits of the tokens there are)."""
+    body, output = parts(model)
+    out = body(input_ids=micro.ids.to(output.weight.device), use_cache=False, output_router_logits=True)
+    hidden, logits = out.last_hidden_state, out.router_logits
+    there = micro.there.reshape(-1).to(hidden.device)
+    at = micro.at.to(hidden.device)
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at), tuple(layer[there] for layer in logits)
+
+
+def probabilities(logits: Sequence[Tensor]) -> Tensor:
+    """(E,) sum over rows of the routers' probabilities."""
+    return torch.stack([layer.float().softmax(-1).sum(0) for layer in logits]).sum(0)
+
+
+@torch.no_grad()
+def load(model: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor]) -> Load:
+    """f over all tokens of the micro-batches of all ranks; one more forward pass."""
+    config: Any = model.config
+    k = getattr(config, "num_experts_per_tok", None)
+    if k is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no experts to balance: take the aux regulariser out")
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    counts = torch.zeros(experts + 1, dtype=torch.float64)
+    for micro in micros:
+        _, logits = routed(model, micro)
+        for layer in logits:
+            chosen = layer.topk(k, dim=-1).indices.flatten().cpu()
+            counts[:-1] += torch.bincount(chosen, minlength=experts)
+            counts[-1] += len(layer)
+    counts = add_up(counts)
+    return Load(share=(counts[:-1] / counts[-1]).float(), rows=float(counts[-1]))

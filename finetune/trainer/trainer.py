@@ -1,0 +1,499 @@
+"""The trainer: one update function for every recipe. It is blind to algorithms and knows nothing of tapes and loops.
+
+Accumulation is exact: weights are fixed for the whole optimiser batch before the first micro-batch, so any split into
+micro-batches, rows or ranks gives the sum of the same terms. An update that meets a number which isn't finite
+(log-prob, loss, gradient norm) leaves weights and optimiser as they were, and is counted and reported. On one CPU
+thread the same batches in the same order give bit-equal weights.
+
+1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
+2. An update without any live token isn't applied: momentum alone moves nothing.
+3. Weight decay spares vectors (norms, biases).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..data.rows import Row
+from ..data.stream import BadBatch, Episode, Stream
+from ..objective import KL, Balance, Context, Demonstrations, Moments, Sums
+from ..objective import loss as objective
+from ..objective.batches import prepare
+from ..objective.recipe import Recipe
+from ..recipes import get_recipe
+from .critic import CriticTrainer
+from .logprobs import (
+    MICRO_TOKENS,
+    Micro,
+    Scores,
+    be_still,
+    casting,
+    forward,
+    packs,
+    parts,
+    plan,
+    read_out,
+    score,
+    shares_prefixes,
+    states,
+)
+from .ranks import Ranks
+from .router import Load, load, probabilities, routed
+from .schedule import Schedule
+from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
+
+__all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
+
+
+class Trainer:
+    """Trains `model` by `recipe`. Not safe to share between threads."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float | None = 1.0,
+        schedule: Schedule | None = None,
+        reference: nn.Module | Literal["adapters-off"] | None = None,
+        critic: CriticTrainer | None = None,
+        critic_first: int = 0,
+        ema: float | None = None,
+        autocast: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        ranks: Ranks | None = None,
+        micro_tokens: int = MICRO_TOKENS,
+        pack: bool | None = None,
+    ) -> None:
+        """grad_clip: largest gradient norm; None: no bound. reference: a frozen model, or the model without its LoRA
+        adapters. critic_first: updates in which the critic learns and the policy stays as it is. ema: decay of a
+        running average of the weights, kept in `averaged`. autocast: forward in this dtype (bfloat16), weights and
+        output layer in their own. ranks: the processes that step together. pack: rows end to end instead of padded;
+        None: where the model's attention is of variable length."""
+        objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
+        self.model = model
+        self.recipe = recipe
+        self.lr = lr
+        self.grad_clip = grad_clip
+        self.schedule = schedule or Schedule()
+        self.reference = reference
+        self.critic = critic
+        self.critic_first = critic_first
+        self.ema = ema
+        self.autocast = autocast
+        self.ranks = ranks or Ranks()
+        self.ranks.shard(model)
+        if isinstance(reference, nn.Module):
+            self.ranks.shard(reference)
+        self.micro_tokens = micro_tokens
+        self.pack = packs(model) if pack is None else pack
+        self.moments = Moments()
+        self.betas = list(objective.betas(recipe))
+        self.steps = 0
+        """Updates applied."""
+        self.skips: dict[str, int] = {}
+        """Updates skipped, by reason."""
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        vectors = [p for p in self.parameters.values() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()} if ema is not None else {}
+        self.gradient_checkpointing = gradient_checkpointing
+        be_still(model, checkpointing=gradient_checkpointing)
+
+    def update(
+        self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
+    ) -> UpdateStats:
+        """One optimiser step on one rollout batch, groups whole; demonstrations are for a recipe with an `nll`."""
+        return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
+
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Iterator[UpdateStats]:
+        """Several optimiser steps on one rollout batch; advantages are computed once, over the whole.
+
+        Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
+        number of updates so far; seed None keeps the order given. Demonstrations are cut alike, by tape. batches: as
+        in `prepare`.
+        """
+        shown = _cut_rows(demonstrations, minibatches)
+        prepared = self.prepare(
+            rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=shown[0]
+        )
+        beside = [prepared.demonstrations, *map(self.demonstrations_of, shown[1:])]
+        for _ in range(epochs):
+            for part, own in zip(self._cut(len(episodes), minibatches, seed), beside, strict=True):
+                yield self.step(replace(prepared, demonstrations=own), episodes=part)
+
+    def _cut(self, episodes: int, minibatches: int, seed: int | None) -> list[Tensor | None]:
+        if minibatches == 1:
+            return [None]
+        if minibatches > episodes:
+            raise BadBatch(f"{episodes} episodes can't be cut into {minibatches} mini-batches: take fewer mini-batches")
+        order = torch.arange(episodes)
+        if seed is not None:
+            order = torch.randperm(episodes, generator=torch.Generator().manual_seed(seed * 1_000_003 + self.steps))
+        cuts = []
+        for members in order.tensor_split(minibatches):
+            mask = torch.zeros(episodes, dtype=torch.bool)
+            mask[members] = True
+            cuts.append(mask)
+        return cuts
+
+    def prepare(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        several: bool = False,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Prepared:
+        """Advantages and everything else that is computed once per rollout batch.
+
+        several: more than one step will follow, so that a recomputed anchor must be written down now. batches: episodes
+        of each rollout batch, in order, where these are several; what is compared by batch is compared within one.
+        """
+        recipe = self.recipe
+        stream = Stream.of(rows, episodes)
+        if recipe.needs_reference:
+            stream = stream.having(ref=self._reference(rows))
+        if self.critic is not None:
+            stream = stream.having(value=self.critic.values(rows))
+        top = recipe.select.entropy_top is not None
+        if top or (recipe.anchor.to == "recomputed" and several):
+            now = self._score(self.model, rows, entropy=top)
+            stream = stream.having(anchor=now.logprob, entropy=now.entropy)
+        context = Context(moments=self.moments, add_up=self.ranks.add_up)
+        batch = prepare(recipe, rows, episodes, stream, context, batches)
+        return Prepared(
+            rows=rows, batch=batch, sums=context.sums, demonstrations=self.demonstrations_of(demonstrations)
+        )
+
+    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
+        """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
+        wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
+        if wanted != self.ranks.any(bool(rows)):
+            raise BadBatch(
+                f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
+                f"{len(rows)} demonstrations: give both or neither"
+            )
+        if not wanted:
+            return None
+        episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
+        batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
+        return rows, batch.part(add_up=self.ranks.add_up)
+
+    def _reference(self, rows: Sequence[Row]) -> Tensor:
+        if isinstance(self.reference, nn.Module):
+            return self._score(self.reference, rows).logprob
+        return self._score(self.model, rows, ref=True).logprob
+
+    def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
+        with casting(self.model, self.autocast):
+            return score(
+                model,
+                rows,
+                unit_temperature=self._unit,
+                micro_tokens=self.micro_tokens,
+                ranks=self.ranks,
+                float32=self._float32,
+                pack=self.pack,
+                **options,
+            )
+
+    @property
+    def _unit(self) -> bool:
+        return self.recipe.score.temperature == "one"
+
+    @property
+    def _float32(self) -> bool:
+        return self.recipe.score.head == "float32"
+
+    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
+        """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
+        batch = prepared.batch
+        lr = self.lr * self.schedule.factor(self.steps)
+        part, done, norm = self._gradient(prepared, episodes, self.grad_clip)
+        if done.skipped is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if self.steps >= self.critic_first:
+                self.optimizer.step()
+        if self.critic is not None and batch.target is not None and batch.stream.value is not None:
+            done.sums.merge(self.critic.update(prepared.rows, batch.stream.value, batch.target, part.entered))
+        if done.skipped is None:
+            self._after(done.sums, part)
+        else:
+            self.skips[done.skipped] = self.skips.get(done.skipped, 0) + 1
+        return self._account(prepared, part, done, norm, lr)
+
+    def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
+        """What `step` would come to, without the step: its account, and the loss's gradient by each weight, unclipped.
+        Weights, optimiser and critic stay as they are."""
+        part, done, norm = self._gradient(prepared, None, None)
+        grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
+        lr = self.lr * self.schedule.factor(self.steps)
+        return self._account(prepared, part, done, norm, lr), grads
+
+    def pull(self, prepared: Prepared) -> Tensor:
+        """(T,) the loss's gradient by each own token's log-prob: below 0 where a step makes the token likelier."""
+        part = prepared.batch.part(None, self.ranks.add_up)
+        found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
+        return found[0] if found else torch.full((len(part.live),), float("nan"))
+
+    def _gradient(
+        self, prepared: Prepared, episodes: Tensor | None, clip: float | None
+    ) -> tuple[objective.Part, Accumulated, float]:
+        """(what is trained on, what it came to, the gradient's norm); the gradient is left on the weights."""
+        part = prepared.batch.part(episodes, self.ranks.add_up)
+        self.optimizer.zero_grad(set_to_none=True)
+        done = self._accumulate(prepared.rows, part)
+        if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
+            self._add_demonstrations(prepared.demonstrations, done)
+        return part, done, self._agree(done, clip)
+
+    def _account(
+        self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float, lr: float
+    ) -> UpdateStats:
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = Sums()
+        sums.merge(prepared.sums)
+        sums.merge(done.sums)
+        batch = prepared.batch
+        return UpdateStats(
+            step=self.steps,
+            skipped=done.skipped,
+            loss=done.loss,
+            grad_norm=norm,
+            lr=lr,
+            sums=sums,
+            stream=batch.stream,
+            weight=part.weight,
+            advantage=batch.advantage,
+            shown=self._shown(prepared),
+        )
+
+    def _shown(self, prepared: Prepared) -> tuple[Sequence[Row], Stream, Tensor] | None:
+        if prepared.demonstrations is None:
+            return None
+        rows, part = prepared.demonstrations
+        return rows, part.batch.stream, self._imitation * part.weight
+
+    def _agree(self, done: Accumulated, clip: float | None) -> float:
+        """The gradient norm over all ranks, clipped to `clip`; decides with them whether anyone steps."""
+        bad = done.skipped not in (None, "nothing to train on")
+        if self.ranks.any(bad):
+            done.skipped = done.skipped if bad else "another rank"
+            return float("nan")
+        if not self.ranks.any(done.skipped is None):
+            return float("nan")
+        done.skipped = None
+        self.ranks.add_up_gradients(self.parameters.values())
+        norm = self.ranks.clip(self.parameters.values(), clip)
+        if not isfinite(norm):
+            done.skipped = "gradient"
+        return norm
+
+    def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
+        """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
+        done = Accumulated()
+        share = not self._balance and not self.ranks.sharded and shares_prefixes(self.model)
+        micros = self.ranks.rounds(
+            plan(
+                rows, live=part.live, micro_tokens=self.micro_tokens, share=share, pack=self.pack and not self._balance
+            )
+        )
+        balance = None
+        if self._balance:
+            balance = self.ranks.run(self.model, partial(load, self.model, micros, self.ranks.add_up))
+        if not micros:
+            done.skipped = "nothing to train on"
+            return done
+        context = Context(sums=done.sums, moments=self.moments)
+        whole = None if self.recipe.local or len(micros) == 1 else self._whole(rows, part, context, done)
+        tensors: list[Tensor] = []
+        pulls: list[Tensor] | None = None
+        for micro in micros:
+            if done.skipped is None:
+                scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums))
+                tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
+            if self.ranks.halt(done.skipped is not None):
+                done.skipped, done.loss = done.skipped or "another rank", float("nan")
+                break
+            torch.autograd.backward(tensors, pulls)
+        return done
+
+    def _pulls(
+        self,
+        micro: Micro,
+        scores: Scores,
+        aux: Tensor | None,
+        whole: list[Tensor] | None,
+        part: objective.Part,
+        context: Context,
+        done: Accumulated,
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """(what to go back from, with which gradients; None: 1). Says in `done` where something isn't finite."""
+        if not bool(scores.logprob.isfinite().all()):
+            done.skipped = "log-prob"
+            return [], None
+        done.sums.add("logprob", scores.logprob.detach(), extremes=True)
+        if scores.entropy is not None:
+            done.sums.add("entropy", scores.entropy.detach())
+        if self.recipe.surrogate.advantages:
+            observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
+        if whole is not None:
+            tensors = [t for t in scores if t is not None]
+            pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
+            if aux is None:
+                return tensors, pulls
+            done.loss += float(aux.detach())
+            return [*tensors, aux], [*pulls, torch.ones_like(aux)]
+        loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
+        loss = loss if aux is None else loss + aux
+        done.loss += float(loss.detach())
+        if not bool(loss.isfinite()):
+            done.skipped = "loss"
+        return [loss], None
+
+    def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
+        """The loss's gradient by all log-probs (and entropies), for a recipe that compares across tokens."""
+        scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
+        index = part.live.nonzero()[:, 0]
+        leaves = [t[index].requires_grad_() for t in scores if t is not None]
+        loss = part.loss(leaves[0], leaves[1] if len(leaves) > 1 else None, index, context, tuple(self.betas))
+        done.loss = float(loss.detach())
+        if not bool(loss.isfinite()):
+            bad = not bool(leaves[0].isfinite().all())
+            done.skipped, done.loss = "log-prob" if bad else "loss", float("nan")
+            return []
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        out = []
+        for leaf, grad in zip(leaves, grads, strict=True):
+            column = torch.zeros(len(part.live), dtype=leaf.dtype)
+            if grad is not None:
+                column[index] = grad
+            out.append(column)
+        return out
+
+    def _forward(self, micro: Micro, load: Load | None, sums: Sums) -> tuple[Scores, Tensor | None]:
+        """Scores, and what the micro-batch adds for the balance of the experts."""
+        with casting(self.model, self.autocast):
+            if load is None:
+                return self._read(states(parts(self.model)[0], micro), micro), None
+            hidden, logits = routed(self.model, micro)
+            aux = load.loss(probabilities(logits).cpu())
+            sums.put("aux", float(aux.detach()), 0 if "aux" in sums else 1)
+            return self._read(hidden, micro), self._balance * aux
+
+    @property
+    def _balance(self) -> float:
+        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Balance))
+
+    @property
+    def _imitation(self) -> float:
+        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Demonstrations))
+
+    def _read(self, hidden: Tensor, micro: Micro) -> Scores:
+        lp, entropy = read_out(
+            self.model,
+            hidden,
+            micro,
+            entropy=self.recipe.needs_entropy,
+            unit_temperature=self._unit,
+            float32=self._float32,
+        )
+        return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
+
+    def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
+        """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
+        rows, part = demonstrations
+        scale = self._imitation
+        done.skipped = None
+        for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
+            with casting(self.model, self.autocast):
+                work = partial(forward, self.model, micro, unit_temperature=True, float32=self._float32)
+                lp = self.ranks.run(self.model, work).logprob.cpu()
+            done.sums.add("demonstrations/nll", -lp.detach())
+            loss = scale * part.loss(lp, None, micro.index, Context(), ())
+            bad = not bool(loss.isfinite())
+            if self.ranks.halt(bad):
+                done.skipped, done.loss = "loss" if bad else "another rank", float("nan")
+                return
+            done.loss += float(loss.detach())
+            loss.backward()
+
+    def _after(self, sums: Sums, part: objective.Part) -> None:
+        """What follows an applied update: the count, the controllers, the running average."""
+        self.steps += 1
+        entered = len(torch.unique(part.batch.stream.episode[part.entered]))
+        for i, word in enumerate(self.recipe.regulariser):
+            if isinstance(word, KL) and word.adaptive is not None:
+                name = f"kl/{word.to}/k1"
+                mine = [sums.sums.get(name, 0.0), sums.counts.get(name, 0.0), float(entered)]
+                kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
+                if n:
+                    self.betas[i] = word.adaptive.next(self.betas[i], kl / n, int(episodes))
+        if self.ema is not None:
+            with torch.no_grad():
+                for name, p in self.parameters.items():
+                    self.averaged[name].lerp_(p, 1 - self.ema)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights that the next update depends on: tensors, numbers and strings only."""
+        moments = self.moments
+        return self.ranks.whole(
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "steps": self.steps,
+                "skips": dict(self.skips),
+                "betas": list(self.betas),
+                "moments": [moments.n, moments.mean, moments.m2],
+                "averaged": dict(self.averaged),
+                "critic": self.critic.state_dict() if self.critic else None,
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict`, bit for bit once the model has the weights of then."""
+        self.ranks.load(self.optimizer, state["optimizer"])
+        self.steps = int(state["steps"])
+        self.skips = dict(state["skips"])
+        self.betas = list(state["betas"])
+        self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
+        if set(state["averaged"]) != set(self.averaged):
+            raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
+        for name, tensor in self.ranks.part(state["averaged"], self.averaged).items():
+            self.averaged[name].copy_(tensor)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+
+
+def _cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
+    """The rows in so many parts, each tape whole; parts without any where there are no rows."""
+    tapes = list(dict.fromkeys(row.tape for row in rows))
+    if tapes and len(tapes) < parts:
+        raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give more of them")
+    owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
+    return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]

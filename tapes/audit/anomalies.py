@@ -1,0 +1,354 @@
+"""What looks odd in a run, each with tapes to look at: nothing here is a verdict.
+
+| kind | told when |
+|---|---|
+| constant reward | every score of a component has the same value (two scores at least) |
+| flat in groups | a component differs within no group, though it differs within the run |
+| flat groups | groups whose tapes have equal rewards: they teach nothing where rewards are compared within a group |
+| repeated actions | a path does the same action, content and all, so many times in a row |
+| cut completions | more than `OFTEN` of the completions reached their limit of tokens |
+| cut episodes | more than `OFTEN` of the episodes ended as truncated or at a limit |
+| impossible log-probs | above 0 by more than rounding |
+| unknown log-probs | sampled tokens without a log-prob |
+| log-prob mismatch | an update whose trainer and sampler differ on a token by more than its age explains (`MISMATCH`) |
+| reward without evidence | a component that has evidence elsewhere |
+| reward without action | a tape that earned something and did nothing |
+| reward that is no number | NaN or an infinity |
+| group never closed | an attempt still runs, or a number below the highest is missing |
+| group closed short | an attempt ended, and never in a way that can be trained on |
+| retries, failed calls | calls that were tried again, calls whose last try failed |
+| failed tries | tries that failed, by error |
+
+It knows nothing of files; `AuditFold` feeds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..arrays import decode
+from ..records import Status
+from ..value import Value
+
+OFTEN = 0.1
+"""Share of all from which on cutting is told."""
+MISMATCH = 0.1
+"""Nats; rounding stays far below, even in bfloat16 most of the time."""
+PER_UPDATE = 2.0
+"""Nats on top for each update of the oldest token's age, since updates move log-probs: twice the most that was seen in
+127 updates with `max_lag` 1."""
+ROUNDING = 1e-6
+"""A log-softmax in float32 may come out so far above 0."""
+
+
+class Scored(NamedTuple):
+    """One reward of a tape."""
+
+    name: str
+    kind: str | None
+    """Of the action that earned it; None for the episode as a whole."""
+    value: float
+    weight: float
+    evidence: bool
+    """Whether it has any."""
+
+
+class Anomaly(Value):
+    """Something to look at."""
+
+    kind: str
+    """The first column of the table above."""
+    what: str
+    """Which component, action or error; empty where there is no other."""
+    count: int
+    """How many times."""
+    of: int | None
+    """Of how many that could have been so; None where that is no sensible question."""
+    detail: str
+    """A sentence."""
+    tapes: tuple[str, ...]
+    """Some that show it."""
+
+
+class _Odd:
+    __slots__ = ("count", "most", "tapes")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most = 0.0
+        self.tapes: list[str] = []
+
+
+class _Group:
+    """The attempts at one task, as far as they have come."""
+
+    __slots__ = ("equal", "first", "running", "tapes", "values")
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        """attempt -> its tapes without an end."""
+        self.tapes: dict[int, bool] = {}
+        """attempt -> whether some tape of it may be trained on."""
+        self.first: list[str] = []
+        self.values: dict[str, tuple[float, int, bool]] = {}
+        """Component -> (its first value, tapes, whether they all have it), of tapes that may be trained on."""
+        self.equal: tuple[float, int, bool] | None = None
+        """Likewise of the whole reward."""
+
+
+class Anomalies:
+    """Counts what is odd. Fed by `AuditFold`; single use."""
+
+    def __init__(self, examples: int, repeats: int) -> None:
+        """examples: how many tapes each names. repeats: as of `AuditFold`."""
+        self._examples, self._repeats = examples, repeats
+        self._odd: dict[tuple[str, str], _Odd] = {}
+        self._groups: dict[str, _Group] = {}
+        self._tapes_of: dict[str, list[str]] = {}
+        self._bare: dict[str, list[str]] = {}
+        self._oldest: dict[str, list[str]] = {}
+        """call -> the versions that it was sampled from."""
+        self._uses: list[tuple[str, int, float, list[str], list[str]]] = []
+        """(lineage, update, nats, its tapes, its calls)."""
+        self._ended = self._completions = self._tokens = self._calls = self._updates = 0
+
+    def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
+        odd = self._odd.setdefault((kind, what), _Odd())
+        odd.count += n
+        odd.most = max(odd.most, most)
+        self._name(odd.tapes, tapes)
+
+    def _name(self, known: list[str], tapes: Sequence[str]) -> None:
+        for tape in tapes:
+            if len(known) >= self._examples:
+                return
+            if tape not in known:
+                known.append(tape)
+
+    # Feeding
+
+    def begun(self, group: str | None, attempt: int, tape: str) -> None:
+        """A tape began."""
+        if group is not None:
+            of = self._groups.setdefault(group, _Group())
+            of.running[attempt] = of.running.get(attempt, 0) + 1
+            self._name(of.first, [tape])
+
+    def call(self, tape: str, body: Mapping[str, Any]) -> None:
+        """A call, as plain values."""
+        self._calls += 1
+        tries = body.get("attempts") or []
+        for error in (str(one["error"]).partition(":")[0] for one in tries if one.get("error")):
+            self._note("failed tries", error, [tape])
+        if len(tries) > 1:
+            self._note("retries", "", [tape], n=1, most=len(tries))
+        if tries and tries[-1].get("error"):
+            self._note("failed calls", "", [tape])
+        if body.get("spans") or body.get("logprobs") is not None:
+            self._completions += 1
+            if body.get("finish") == "length":
+                self._note("cut completions", "", [tape])
+            self._logprobs(tape, body)
+            self._oldest[str(body.get("call"))] = [str(version) for version, _, _ in body.get("spans") or ()]
+
+    def _logprobs(self, tape: str, body: Mapping[str, Any]) -> None:
+        text = body.get("logprobs")
+        n = len(decode("i", body["completion"])) if body.get("completion") else 0
+        self._tokens += n
+        values = decode("f", text) if text is not None else None
+        unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
+        if unknown:
+            self._note("unknown log-probs", "", [tape], n=unknown)
+        high = [x for x in values if x > ROUNDING] if values and (unknown or max(values) > ROUNDING) else []
+        if high:
+            self._note("impossible log-probs", "", [tape], n=len(high), most=max(high))
+
+    def update(self, body: Mapping[str, Any], only: Container[str] | None) -> None:
+        """A `use` record; counted when it trained on one of `only`."""
+        tapes = [
+            tape for tape in dict.fromkeys(item[0] for item in body.get("items") or ()) if only is None or tape in only
+        ]
+        apart = (body.get("info") or {}).get("mismatch")
+        if not isinstance(apart, int | float) or not tapes:
+            return
+        self._updates += 1
+        if apart > MISMATCH:
+            calls = [item[1] for item in body.get("items") or ()]
+            self._uses.append((str(body.get("lineage")), int(body.get("update") or 0), apart, tapes, calls))
+
+    def _mismatches(self) -> None:
+        """Judged at the end: a use may be read before the calls that it trained on."""
+        for lineage, update, apart, tapes, calls in self._uses:
+            ages = (_age(version, lineage, update) for call in calls for version in self._oldest.get(call, ()))
+            if apart > MISMATCH + PER_UPDATE * max(ages, default=0):
+                self._note("log-prob mismatch", lineage, tapes, most=apart)
+        self._uses.clear()
+
+    def ended(
+        self,
+        tape: str,
+        group: str | None,
+        attempt: int,
+        status: Status,
+        usable: bool,
+        actions: int,
+        repeats: tuple[int, str],
+        rewards: Sequence[Scored],
+    ) -> None:
+        """A tape ended; `repeats` is its longest row of equal actions, and their kind."""
+        self._ended += 1
+        if status in (Status.TRUNCATED, Status.LIMIT):
+            self._note("cut episodes", "", [tape])
+        if repeats[0] >= self._repeats:
+            self._note("repeated actions", repeats[1], [tape], most=repeats[0])
+        sums: dict[str, float] = {}
+        for one in rewards:
+            if one.weight:
+                self._reward(tape, one, actions)
+                sums[one.name] = sums.get(one.name, 0.0) + one.weight * one.value
+        if group is not None:
+            whole = sum(one.weight * one.value for one in rewards if one.weight)
+            self._group(self._groups[group], attempt, usable, sums, whole)
+
+    def _reward(self, tape: str, one: Scored, actions: int) -> None:
+        self._name(self._tapes_of.setdefault(one.name, []), [tape])
+        if not one.evidence:
+            self._name(self._bare.setdefault(one.name, []), [tape])
+        if not math.isfinite(one.value):
+            self._note("reward that is no number", one.name, [tape])
+        elif not actions and one.value:
+            self._note("reward without action", one.name, [tape])
+
+    def _group(self, group: _Group, attempt: int, usable: bool, sums: Mapping[str, float], whole: float) -> None:
+        group.running[attempt] -= 1
+        group.tapes[attempt] = group.tapes.get(attempt, False) or usable
+        if usable and sums:
+            for name, value in sums.items():
+                group.values[name] = _same(group.values.get(name), value)
+            group.equal = _same(group.equal, whole)
+
+    # Telling
+
+    def found(self, components: Mapping[tuple[str | None, str, bool], Mapping[str, Any]]) -> tuple[Anomaly, ...]:
+        """All of them; `components` are the sums of each (layer, name, whether it is a metric)."""
+        recorded = {name: of for (layer, name, metric), of in components.items() if layer is None and not metric}
+        self._mismatches()
+        made = [*self._rewards(recorded), *self._told(), *self._closing()]
+        return tuple(sorted(made, key=lambda one: (one.kind, one.what)))
+
+    def _rewards(self, components: Mapping[str, Mapping[str, Any]]) -> list[Anomaly]:
+        made = []
+        for name, of in components.items():
+            tapes = self._tapes_of.get(name, [])
+            n = of["scores"] - of["unknown"]
+            if n > 1 and of["low"] == of["high"]:
+                made.append(_anomaly("constant reward", name, n, of["scores"], f"always {of['low']:g}", tapes))
+            elif (compared := self._compared(name)) and all(compared):
+                made.append(
+                    _anomaly(
+                        "flat in groups",
+                        name,
+                        len(compared),
+                        len(compared),
+                        "the same on all tapes of each group, other in other groups",
+                        tapes,
+                    )
+                )
+            if 0 < of["evidence"] < of["scores"]:
+                made.append(
+                    _anomaly(
+                        "reward without evidence",
+                        name,
+                        of["scores"] - of["evidence"],
+                        of["scores"],
+                        "other scores of this component have evidence",
+                        self._bare.get(name, []),
+                    )
+                )
+        compared = [group for group in self._groups.values() if group.equal is not None and group.equal[1] > 1]
+        flat = [group for group in compared if group.equal is not None and group.equal[2]]
+        if flat:
+            made.append(
+                _anomaly(
+                    "flat groups",
+                    "",
+                    len(flat),
+                    len(compared),
+                    "all their tapes have the same reward",
+                    self._first(flat),
+                )
+            )
+        return made
+
+    def _compared(self, name: str) -> list[bool]:
+        """For each group with that component on two tapes or more: whether it is the same on all."""
+        found = [group.values[name] for group in self._groups.values() if name in group.values]
+        return [same for _, n, same in found if n > 1]
+
+    def _first(self, groups: Sequence[_Group]) -> list[str]:
+        return [tape for group in groups[: self._examples] for tape in group.first[:1]]
+
+    def _told(self) -> list[Anomaly]:
+        asked = {
+            "cut completions": self._completions,
+            "cut episodes": self._ended,
+            "unknown log-probs": self._tokens,
+            "impossible log-probs": self._tokens,
+            "log-prob mismatch": self._updates,
+            "retries": self._calls,
+            "failed calls": self._calls,
+            "repeated actions": self._ended,
+        }
+        said = {
+            "cut completions": "completions that reached their limit of tokens",
+            "cut episodes": "episodes that ended as truncated or at a limit",
+            "unknown log-probs": "sampled tokens without a log-prob",
+            "impossible log-probs": "log-probs above 0, up to {most:.3g}",
+            "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
+            "more than the age of their tokens explains",
+            "retries": "calls that were tried again, up to {most:.0f} tries",
+            "failed calls": "calls whose last try failed",
+            "failed tries": "tries of calls that failed so",
+            "repeated actions": "episodes that do the same action up to {most:.0f} times in a row",
+            "reward that is no number": "NaN or an infinity; in none of the sums",
+            "reward without action": "scores other than 0 on tapes that did nothing",
+        }
+        return [
+            _anomaly(kind, what, odd.count, asked.get(kind), said[kind].format(most=odd.most), odd.tapes)
+            for (kind, what), odd in self._odd.items()
+            if kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * asked[kind]
+        ]
+
+    def _closing(self) -> list[Anomaly]:
+        never, short = [], []
+        for group in self._groups.values():
+            if any(group.running.values()) or len(group.running) <= max(group.running):
+                never.append(group)
+            elif not all(group.tapes.values()):
+                short.append(group)
+        told = (
+            ("group never closed", never, "an attempt still runs, or one before the last is missing"),
+            ("group closed short", short, "an attempt never ended in a way that can be trained on"),
+        )
+        return [
+            _anomaly(kind, "", len(groups), len(self._groups), why, self._first(groups))
+            for kind, groups, why in told
+            if groups
+        ]
+
+
+def _age(version: str, lineage: str, update: int) -> int:
+    """Updates between a version and the weights that update `update` (from 0) changes; 0 where it isn't of that
+    lineage, so that nothing is known to explain a difference."""
+    name, _, n = version.rpartition(":")
+    return max(0, update - int(n)) if name == lineage and n.isdigit() else 0
+
+
+def _same(known: tuple[float, int, bool] | None, value: float) -> tuple[float, int, bool]:
+    return (value, 1, True) if known is None else (known[0], known[1] + 1, known[2] and value == known[0])
+
+
+def _anomaly(kind: str, what: str, count: int, of: int | None, detail: str, tapes: Sequence[str]) -> Anomaly:
+    return Anomaly(kind=kind, what=what, count=count, of=of, detail=detail, tapes=tuple(tapes))

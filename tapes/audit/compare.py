@@ -1,0 +1,363 @@
+"""Diff: two tapes aligned at the place where they part, and two runs compared task by task.
+
+What is compared is what happened: who did what, with which tokens, what it earned, how it ended. What was asked for
+beforehand (agent, seeds, sampling ...) is told beside it. Times and ids are never compared. Nothing is run, and nothing
+is known here of agents and environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from math import isclose
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import JsonValue, computed_field
+
+from ..common.progress import Progress, silent
+from ..records import Reward
+from ..steps import Step, Unknown
+from ..store.attempts import attempts_of, counts
+from ..tape import Tape
+from ..transcript import StepLine, TapeSummary, kind_of, step_lines, summarise
+from ..value import Value
+from .verdict import clipped, diff_lines, differences, plain
+
+if TYPE_CHECKING:
+    from ..store.store import Store, Summary
+
+
+class Setting(Value):
+    """Something that was decided beforehand, and otherwise for each tape."""
+
+    field: str
+    """`sampling.temperature`, `agent.config.system`, `seed` ..."""
+    first: JsonValue
+    """None where there is nothing."""
+    second: JsonValue
+
+
+class Parting(Value):
+    """The first place where two tapes differ."""
+
+    turn: int | None
+    """Counted from 0; None at the end of the episode."""
+    step: int | None
+    """Index of the step, in both tapes; None at the end of the episode."""
+    by: str | None
+    """The path that spoke on the first tape, or on the second where the first has no such step; None at the end."""
+    field: str
+    """`answer.text`, `kind`, `tokens[3]`, `reward.exact`, `step` (one has no more of them), `end.status` ..."""
+    first: JsonValue
+    """None where there is nothing. Long texts are cut around the difference."""
+    second: JsonValue
+
+    @computed_field
+    @property
+    def diff(self) -> list[str]:
+        """Both values, line by line: `-` is the first tape's, `+` the second's, ` ` what they share."""
+        return diff_lines(self.first, self.second)
+
+
+class TapeDiff(Value):
+    """Two tapes, side by side."""
+
+    first: TapeSummary
+    second: TapeSummary
+    same_task: bool
+    shared: int
+    """Steps at the front that are alike."""
+    shared_turns: int
+    """Whole turns at the front that are alike."""
+    parting: Parting | None
+    """None: nothing that happened differs."""
+    settings: tuple[Setting, ...]
+    steps: tuple[tuple[StepLine | None, StepLine | None], ...]
+    """What follows the shared steps on each; None where one has no more."""
+
+    @computed_field
+    @property
+    def exit_code(self) -> int:
+        """0 when nothing that happened differs, nor the task."""
+        return 0 if self.parting is None and self.same_task else 1
+
+
+Change = Literal["won", "lost", "changed", "same", "only_first", "only_second"]
+
+
+class TaskDiff(Value):
+    """What two runs made of one task."""
+
+    task: str
+    """Its hash."""
+    name: str
+    """Empty when it has none."""
+    change: Change
+    """Seen from the second run: `won`, its mean reward is higher; `changed`, it is the same, or unknown, and the tapes
+    differ, or there are more of them in one."""
+    first: float | None
+    """Mean reward of the attempts; None where none is scored, or none is there."""
+    second: float | None
+    attempts: tuple[int, int]
+    tapes: tuple[str, str] | None
+    """Two attempts, one of each run: the best and the worst where it was won or lost, else the first that differ; None
+    where there is no such pair."""
+    parting: Parting | None
+    """Where these two part."""
+
+
+class RunDiff(Value):
+    """Two runs, task by task."""
+
+    first: str
+    second: str
+    splits: tuple[str | None, str | None]
+    """None: all splits."""
+    counts: dict[Change, int]
+    scored: int
+    """Tasks with a scored attempt in both."""
+    mean_first: float | None
+    """Mean over those tasks of the mean reward of their scored attempts; None where there are none."""
+    mean_second: float | None
+    tasks: tuple[TaskDiff, ...]
+    """Every task that isn't the same: the lost ones, those that changed, the won ones, then what only one run has; in
+    each the largest differences first."""
+
+    @computed_field
+    @property
+    def exit_code(self) -> int:
+        """0 when every task is in both and came to the same."""
+        return 1 if self.tasks else 0
+
+
+# Two tapes
+
+
+def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
+    """Where two tapes part. Open ones are compared as far as they have come."""
+    a, b = first.entries, second.entries
+    parting = parting_of(first, second)
+    shared = min(len(a), len(b)) if parting is None or parting.step is None else parting.step
+    return TapeDiff(
+        first=summarise(first),
+        second=summarise(second),
+        same_task=first.begin.task_hash == second.begin.task_hash,
+        shared=shared,
+        shared_turns=first.turns if shared == len(a) else a[shared].turn,
+        parting=parting,
+        settings=tuple(_settings(first, second)),
+        steps=tuple(zip_longest(step_lines(first)[shared:], step_lines(second)[shared:])),
+    )
+
+
+def parting_of(first: Tape, second: Tape) -> Parting | None:
+    """The first place where two tapes differ; None where nothing that happened does."""
+    a, b = first.entries, second.entries
+    earned = _earned(first), _earned(second)
+    both = min(len(a), len(b))
+    for k in range(both):
+        if found := _step_difference(first, second, k, earned):
+            return Parting(turn=a[k].turn, step=k, by=a[k].by, **found)
+    if len(a) != len(b):
+        entry, step = (a if len(a) > both else b)[both], (first if len(a) > both else second)[both]
+        told = f"{kind_of(step)}: {step}"
+        return Parting(
+            turn=entry.turn,
+            step=both,
+            by=entry.by,
+            field="step",
+            first=told if len(a) > both else None,
+            second=told if len(b) > both else None,
+        )
+    found = _first(_end(first, earned[0]), _end(second, earned[1]))
+    return None if found is None else Parting(turn=None, step=None, by=None, **found)
+
+
+def _first(then: Any, now: Any) -> dict[str, Any] | None:
+    found = next(differences(plain(then), plain(now)), None)
+    if found is None:
+        return None
+    first, second = clipped(found.recorded, found.observed)
+    return {"field": found.field, "first": first, "second": second}
+
+
+Earned = dict[int | None, dict[str, float]]
+"""Step (None: the episode) -> component -> value."""
+
+
+def _earned(tape: Tape) -> Earned:
+    """What was recorded, in the prefix of a fork too, which the parent earned."""
+    earned: Earned = _earned(tape.parent) if tape.parent is not None else {}
+    for reward in tape.rewards:
+        earned.setdefault(reward.step, {})[_component(reward)] = reward.value
+    return earned
+
+
+def _component(reward: Reward) -> str:
+    return f"{'reward' if reward.weight else 'metric'}.{reward.name}"
+
+
+def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Earned]) -> dict[str, Any] | None:
+    tokens = _tokens(first, k), _tokens(second, k)
+    compared = None not in tokens  # an engine of texts has none, which is no difference
+    sides: list[dict[str, Any]] = []
+    for tape, own, ids in zip((first, second), earned, tokens, strict=True):
+        step: Step = tape[k]
+        kind, content = kind_of(step), step.content if isinstance(step, Unknown) else step.model_dump(mode="json")
+        sides.append(
+            {
+                "by": tape.entries[k].by,
+                "kind": kind,
+                kind: content,
+                "tokens": ids if compared else None,
+                **own.get(k, {}),
+            }
+        )
+    return _first(*sides)
+
+
+def _tokens(tape: Tape, k: int) -> list[int] | None:
+    """The completion tokens that a step was read from; None where its calls have none."""
+    ids: list[int] = []
+    for call, start, end in tape.entries[k].calls:
+        completion = tape.call(call).completion
+        if completion is None:
+            return None
+        ids += completion[start:end]
+    return ids
+
+
+def _end(tape: Tape, earned: Earned) -> dict[str, Any]:
+    cause = tape.cause
+    told = {"type": cause.type.value, "error": cause.error} if cause is not None else None
+    return {**earned.get(None, {}), "end": {"status": tape.status.value if tape.status else None, "cause": told}}
+
+
+def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
+    sides: list[dict[str, Any]] = []
+    for tape in (first, second):
+        told = tape.begin.model_dump(
+            mode="json",
+            include={
+                "task_hash",
+                "agent",
+                "env",
+                "env_seed",
+                "seed",
+                "split",
+                "sampling",
+                "limits",
+                "versions",
+            },
+        )
+        sides.append({**told, "policy": list(summarise(tape).versions)})
+    for found in differences(sides[0], sides[1]):
+        then, now = clipped(found.recorded, found.observed)
+        yield Setting(field=found.field, first=then, second=now)
+
+
+# Two runs
+
+
+def diff_runs(
+    first: Store,
+    second: Store,
+    split: str | None = None,
+    *,
+    against_split: str | None = None,
+    progress: Progress = silent,
+) -> RunDiff:
+    """Compare by task what the closed tapes of two runs came to, `against_split` (default: `split`) of the second."""
+    splits = split, against_split or split
+    a, b = (
+        attempts_of(store.summaries(split=split, closed=True))
+        for store, split in zip((first, second), splits, strict=True)
+    )
+    found: list[TaskDiff] = []
+    scored: list[tuple[float, float]] = []
+    tasks = list(dict.fromkeys([*a, *b]))
+    for k, task in enumerate(tasks):
+        made = _task(task, a.get(task, []), b.get(task, []), first, second)
+        found.append(made)
+        if made.first is not None and made.second is not None:
+            scored.append((made.first, made.second))
+        progress("diff", k + 1, len(tasks), "tasks")
+    changes: dict[Change, int] = {"won": 0, "lost": 0, "changed": 0, "same": 0, "only_first": 0, "only_second": 0}
+    for task in found:
+        changes[task.change] += 1
+    return RunDiff(
+        first=str(first.path),
+        second=str(second.path),
+        splits=splits,
+        counts=changes,
+        scored=len(scored),
+        mean_first=fmean(x for x, _ in scored) if scored else None,
+        mean_second=fmean(y for _, y in scored) if scored else None,
+        tasks=tuple(sorted((task for task in found if task.change != "same"), key=_size)),
+    )
+
+
+SHOWN_FIRST: tuple[Change, ...] = ("lost", "changed", "won", "only_first", "only_second")
+"""The order in which people need to see what differs: a loss must not hide behind many wins."""
+
+
+def _size(task: TaskDiff) -> tuple[int, float]:
+    return SHOWN_FIRST.index(task.change), -abs((task.first or 0.0) - (task.second or 0.0))
+
+
+def _task(task: str, a: Sequence[Summary], b: Sequence[Summary], first: Store, second: Store) -> TaskDiff:
+    a, b = (sorted(side, key=lambda s: (s.attempt, s.begun)) for side in (a, b))
+    then, now = _mean(a), _mean(b)
+    pairs = list(zip(a, b, strict=False))
+    change: Change
+    tapes: tuple[str, str] | None = None
+    parting: Parting | None = None
+    if not a or not b:
+        change = "only_first" if a else "only_second"
+    elif then is not None and now is not None and not isclose(then, now, abs_tol=1e-12):
+        change = "won" if now > then else "lost"
+        one, two = (_best if now < then else _worst)(a), (_worst if now < then else _best)(b)
+        tapes = one.id, two.id
+        parting = _parting(first, one, second, two)
+    else:
+        change = "same" if len(a) == len(b) else "changed"
+        for one, two in pairs:
+            parting = _parting(first, one, second, two)
+            if parting is not None:
+                change, tapes = "changed", (one.id, two.id)
+                break
+    name = next((s.task for s in (*a, *b) if s.task), "")
+    return TaskDiff(
+        task=task,
+        name=name,
+        change=change,
+        first=then,
+        second=now,
+        attempts=(len(a), len(b)),
+        tapes=tapes,
+        parting=parting,
+    )
+
+
+def _reward(summary: Summary) -> float | None:
+    return summary.reward if counts(summary) else None
+
+
+def _mean(attempts: Sequence[Summary]) -> float | None:
+    scored = [reward for s in attempts if (reward := _reward(s)) is not None]
+    return fmean(scored) if scored else None
+
+
+def _best(attempts: Sequence[Summary]) -> Summary:
+    return max((s for s in attempts if _reward(s) is not None), key=lambda s: _reward(s) or 0.0)
+
+
+def _worst(attempts: Sequence[Summary]) -> Summary:
+    return min((s for s in attempts if _reward(s) is not None), key=lambda s: _reward(s) or 0.0)
+
+
+def _parting(first: Store, one: Summary, second: Store, two: Summary) -> Parting | None:
+    if first is second and one.id == two.id:
+        return None
+    return parting_of(first.tape(one.id, refresh=False), second.tape(two.id, refresh=False))

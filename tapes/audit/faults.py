@@ -1,0 +1,46 @@
+"""Faults: the errors that ended episodes, each told once, with whose it is, its line and a tape to look at.
+
+Knows nothing of files; feed it causes.
+"""
+
+from __future__ import annotations
+
+from ..records import Cause
+from ..value import Value
+
+
+class Fault(Value):
+    """An error that ended episodes."""
+
+    cause: str
+    """Whose fault."""
+    error: str
+    """Class and message."""
+    raised_at: str | None
+    """`file:line in function`; None where that isn't known."""
+    episodes: int
+    tape: str
+    """The first that it ended."""
+
+    def __str__(self) -> str:
+        at = f" ({self.raised_at})" if self.raised_at else ""
+        return f"{self.episodes:,} x error of the {self.cause}: {self.error[:300]}{at}, first on tape {self.tape}"
+
+
+class Faults:
+    """A count of them. An error of a class, raised at one place, is one, with the message that it had first."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str | None, str | None], Fault] = {}
+
+    def count(self, tape: str, cause: Cause) -> None:
+        """One more episode that an error ended."""
+        key = (cause.type.value, cause.error, cause.frame)
+        error = ": ".join(part for part in (cause.error, cause.message) if part)
+        first = Fault(cause=cause.type.value, error=error, raised_at=cause.frame, episodes=0, tape=tape)
+        fault = self._found.get(key, first)
+        self._found[key] = fault.model_copy(update={"episodes": fault.episodes + 1})
+
+    def most(self, n: int = 10) -> tuple[Fault, ...]:
+        """Those that ended most episodes, first."""
+        return tuple(sorted(self._found.values(), key=lambda fault: -fault.episodes)[:n])

@@ -1,0 +1,260 @@
+"""Verdicts: what a check of a tape came to, and where it first went another way.
+
+Three outcomes and no fourth: `verified`, `diverged` (with the place, both values and the likely cause), `unverifiable`
+(with the reason). The models are frozen and JSON all through, for scripts and viewers. What the checks are is not known
+here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
+from pydantic_core import to_jsonable_python
+
+if TYPE_CHECKING:
+    from ..tape import Tape
+
+CLIP = 4000
+"""Characters of a value that a divergence keeps; a longer one is cut around the first difference."""
+
+
+class Likely(StrEnum):
+    """What most likely made a tape diverge. A guess from the field that differs, for whoever looks for the cause."""
+
+    CODE = "code"
+    """The agent's code: another step, another setting, an error where there was none."""
+    PROMPT = "prompt"
+    """What the agent tells the model: its system prompt, or messages it writes itself."""
+    TOOLS = "tools"
+    """The functions that are offered, or their order."""
+    PARSER = "parser"
+    """The model's answer is the recorded one and is read as something else."""
+    ORDER = "order"
+    """The same requests or steps, in another order."""
+    RENDERING = "rendering"
+    """The same messages as other token ids: the tokenizer, the chat template or the renderer."""
+    EXHAUSTED = "exhausted"
+    """More or less was asked for than the tape holds."""
+    NONDETERMINISM = "nondeterminism"
+    """The agent reads a clock, randomness, a socket or another process; `where` has the line."""
+    ENVIRONMENT = "environment"
+    """The environment answers otherwise than it did."""
+    WEIGHTS = "weights"
+    """The model isn't the one that sampled the tape."""
+    REWARD = "reward"
+    """The reward code isn't what scored the tape."""
+
+
+class Divergence(BaseModel):
+    """The first place where what was observed isn't what was recorded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tape: str
+    turn: int | None = None
+    """Counted from 0; None where the place has no turn."""
+    record: int | None = None
+    """Index of the record in the tape (its `begin` is 0); None where nothing was recorded."""
+    step: int | None = None
+    """Index of the step in the tape; None where it is a call, or the end."""
+    call: str | None = None
+    """Id of the call; None where it is no call."""
+    by: str | None = None
+    """The path that spoke (`planner/searcher`), or `env`."""
+    field: str
+    """What differs: `messages[1].content`, `prompt[17]`, `observation.text`, `reward.exact`, `logprobs[3]`."""
+    recorded: JsonValue = None
+    """None where nothing was recorded. Long texts are cut around the difference."""
+    observed: JsonValue = None
+    """None where nothing was observed."""
+    cause: Likely
+    sentence: str
+    """What happened, for people."""
+    where: str | None = None
+    """`file:line in function` of the code that is to blame; None where no line is known."""
+
+    @computed_field
+    @property
+    def diff(self) -> list[str]:
+        """Both values, line by line, with `-` for recorded, `+` for observed and ` ` for what they share."""
+        return diff_lines(self.recorded, self.observed)
+
+
+class Failure(BaseModel):
+    """Code that was to give something to compare, and raised, took too long or gave what can't be used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    source: str
+    """Of a reward: the name of its source."""
+    error: str
+    """What happened, with the exception's name and message."""
+    where: str | None = None
+    """`file:line in function` of the code that is to blame; None where no line is known."""
+
+
+class Verdict(BaseModel):
+    """What one check of one tape came to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    verb: str
+    """`replay`, `reexec`, `rescore` or `requery`."""
+    tape: str
+    outcome: Literal["verified", "diverged", "unverifiable"]
+    digest: str | None = None
+    """Of the tape as it was checked; None while it has no end."""
+    divergence: Divergence | None = None
+    """Where it diverged; None for the other outcomes."""
+    reason: str | None = None
+    """Why it can't be verified; None for the other outcomes."""
+    checked: dict[str, int] = {}
+    """How many of what were compared and found equal: calls, steps, observations, rewards, tokens."""
+    not_checked: tuple[str, ...] = ()
+    """What the verdict doesn't speak of."""
+    failures: tuple[Failure, ...] = ()
+    """What ran for this check and failed, where that may happen to a part of it."""
+    measured: dict[str, float] = {}
+    """Numbers that come with the verdict, such as the largest difference of log-probs."""
+    proposed: dict[str, str | None] = {}
+    """Fields that vary from one execution to the next -> what to declare of them (`Environment.varies`)."""
+
+    def of(self, tape: Tape) -> Verdict:
+        """It, with the digest of the tape that it speaks of."""
+        return self.model_copy(update={"digest": tape.digest if tape.closed else None})
+
+    def __str__(self) -> str:
+        if self.divergence is not None:
+            d = self.divergence
+            at = "" if d.turn is None else f" at turn {d.turn}"
+            return f"diverged{at}, {d.field}: {d.sentence}"
+        return f"unverifiable: {self.reason}" if self.reason is not None else "verified"
+
+
+class Verdicts(BaseModel):
+    """What one verb came to over a run, or over some of its tapes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    verb: str
+    run: str
+    verdicts: tuple[Verdict, ...]
+    torn: tuple[str, ...] = ()
+    """A sentence for each segment whose tail can't be read."""
+    turn: int | None = None
+    """The only turn that was looked at; None for all."""
+    seconds: float = 0.0
+    """Wall clock."""
+
+    @computed_field
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tapes by outcome."""
+        counts = {"verified": 0, "diverged": 0, "unverifiable": 0}
+        for verdict in self.verdicts:
+            counts[verdict.outcome] += 1
+        return counts
+
+    @computed_field
+    @property
+    def exit_code(self) -> int:
+        """1 where a tape diverged; else 2 where one can't be verified, or there was none to verify; else 0."""
+        counts = self.counts
+        if counts["diverged"]:
+            return 1
+        return 2 if counts["unverifiable"] or not self.verdicts else 0
+
+
+def verified(verb: str, tape: str, **more: Any) -> Verdict:
+    """It holds."""
+    return Verdict(verb=verb, tape=tape, outcome="verified", **more)
+
+
+def diverged(verb: str, divergence: Divergence, **more: Any) -> Verdict:
+    """It doesn't."""
+    return Verdict(verb=verb, tape=divergence.tape, outcome="diverged", divergence=divergence, **more)
+
+
+def unverifiable(verb: str, tape: str, reason: str, **more: Any) -> Verdict:
+    """It can't be told."""
+    return Verdict(verb=verb, tape=tape, outcome="unverifiable", reason=reason, **more)
+
+
+# Comparing
+
+
+class Difference(NamedTuple):
+    """One field in which two values differ."""
+
+    field: str
+    recorded: Any
+    """None where there is nothing."""
+    observed: Any
+    """None where there is nothing."""
+
+
+def differences(recorded: Any, observed: Any, field: str = "") -> Iterator[Difference]:
+    """Where two plain values differ, in order; of two lists the shared part first, then what only one of them has."""
+    if isinstance(recorded, dict) and isinstance(observed, dict):
+        for key in dict.fromkeys([*recorded, *observed]):
+            yield from differences(recorded.get(key), observed.get(key), f"{field}.{key}" if field else str(key))
+    elif isinstance(recorded, list | tuple) and isinstance(observed, list | tuple):
+        for k, (then, now) in enumerate(zip(recorded, observed, strict=False)):
+            yield from differences(then, now, f"{field}[{k}]")
+        for k in range(min(len(recorded), len(observed)), max(len(recorded), len(observed))):
+            yield Difference(
+                f"{field}[{k}]", recorded[k] if k < len(recorded) else None, observed[k] if k < len(observed) else None
+            )
+    elif not _same(recorded, observed):
+        yield Difference(field, recorded, observed)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it."""
+    return to_jsonable_python(value, inf_nan_mode="strings", fallback=repr)
+
+
+def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
+    """Both values, JSON, with long texts cut around their first difference."""
+    then, now = plain(recorded), plain(observed)
+    if not isinstance(then, str) or not isinstance(now, str):
+        return _clip(then), _clip(now)
+    at = next((k for k, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+    return _window(then, at), _window(now, at)
+
+
+def diff_lines(recorded: Any, observed: Any) -> list[str]:
+    """Two plain values, line by line, with `-` for the first, `+` for the second and ` ` for what they share."""
+    return list(_diff(_lines(recorded), _lines(observed)))
+
+
+def _same(recorded: Any, observed: Any) -> bool:
+    if isinstance(recorded, float) and isinstance(observed, float) and recorded != recorded:
+        return observed != observed
+    return isinstance(recorded, bool) == isinstance(observed, bool) and recorded == observed
+
+
+def _clip(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= CLIP else _window(text, 0)
+
+
+def _window(text: str, at: int) -> str:
+    if len(text) <= CLIP:
+        return text
+    start = max(0, at - CLIP // 2)
+    end = start + CLIP
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def _lines(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)).splitlines()
+
+
+def _diff(recorded: list[str], observed: list[str]) -> Iterable[str]:
+    for line in difflib.ndiff(recorded, observed):
+        if not line.startswith("?"):
+            yield line[:2].strip().ljust(1) + line[2:]

@@ -1,0 +1,147 @@
+"""Kept verdicts: what `replay`, `reexec`, `rescore` and `requery` said of a run's tapes, for whoever looks at it later.
+
+Each check is one new file in `verdicts/` beside the tapes, named by verb, time and what it holds; none is ever written
+again. So the store isn't opened for writing and nothing in it changes: a verdict is what somebody said of a tape, not a
+part of it. Each names the digest of the tape that it speaks of; a tape that has no end yet gets none. A file that
+doesn't hold what its name says is not read. What the checks are is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..store.disk import REAL, put_file
+from .verdict import Verdict, Verdicts
+
+FOLDER = "verdicts"
+"""Below the run directory."""
+LARGEST = 2**29
+"""Bytes of a file that is read."""
+_NAME = re.compile(r"(replay|reexec|rescore|requery)-\d{8}T\d{6}Z-([0-9a-f]{16})\.jsonl")
+
+
+class Check(BaseModel):
+    """The first line of a file: one check of some tapes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    verb: Literal["replay", "reexec", "rescore", "requery"]
+    at: float
+    """Seconds since 1970."""
+    turn: int | None = None
+    """The only turn of each tape that was looked at; None for all."""
+    given: dict[str, str] = {}
+    """What the caller named: agent, environment, reward, model; what isn't here is the run's own."""
+
+
+class _Line(NamedTuple):
+    """Where one verdict stands."""
+
+    check: Check
+    file: str
+    offset: int
+    length: int
+    outcome: str
+
+
+def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
+    """Write the verdicts on closed tapes to a file of their own, durable when this returns; None where there are none.
+    OSError where the run can't be written to."""
+    kept = [verdict for verdict in verdicts.verdicts if verdict.digest is not None]
+    if not kept:
+        return None
+    now = time.time()
+    check = {"verb": verdicts.verb, "at": now, "turn": verdicts.turn, "given": dict(given)}
+    lines = [
+        check,
+        *(verdict.model_dump(mode="json", exclude_defaults=True, exclude={"divergence": {"diff"}}) for verdict in kept),
+    ]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    data = text.encode("utf-8", "replace")
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{verdicts.verb}-{stamp}-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+    put_file(REAL, path, data)
+    return path
+
+
+class Checks:
+    """The verdicts that a run keeps. `refresh()` reads what is new; content is read when it is asked for."""
+
+    def __init__(self, run: Path) -> None:
+        self.problems: list[str] = []
+        """A sentence for each file that can't be read."""
+        self._folder = run / FOLDER
+        self._names: set[str] = set()
+        self._lines: dict[str, list[_Line]] = {}
+
+    def refresh(self) -> set[str]:
+        """Read the files that came, or all where one is gone; gives the tapes that they speak of."""
+        try:
+            names = {name for name in os.listdir(self._folder) if _NAME.fullmatch(name)}
+        except OSError:
+            names = set()
+        changed: set[str] = set()
+        if self._names - names:
+            changed |= set(self._lines)
+            self._names, self._lines, self.problems = set(), {}, []
+        for name in sorted(names - self._names):
+            changed |= self._read(name)
+        self._names = names
+        return changed
+
+    def summary(self, tape: str) -> str:
+        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; empty where nobody
+        checked it."""
+        newest: dict[str, _Line] = {}
+        for line in self._lines.get(tape, ()):
+            if line.check.turn is None and (
+                line.check.verb not in newest or line.check.at >= newest[line.check.verb].check.at
+            ):
+                newest[line.check.verb] = line
+        return ", ".join(f"{verb} {newest[verb].outcome}" for verb in sorted(newest))
+
+    def of(self, tape: str) -> list[tuple[Check, Verdict]]:
+        """Every verdict on the tape, newest first."""
+        found = []
+        for line in sorted(self._lines.get(tape, ()), key=lambda line: -line.check.at):
+            try:
+                with (self._folder / line.file).open("rb") as file:
+                    file.seek(line.offset)
+                    found.append((line.check, Verdict.model_validate_json(file.read(line.length))))
+            except (OSError, ValidationError):
+                continue  # `refresh` says that it is gone
+        return found
+
+    def _read(self, name: str) -> set[str]:
+        """Take one file whole, or say why not."""
+        path = self._folder / name
+        try:
+            size = path.stat().st_size
+            if size > LARGEST:
+                raise ValueError(f"it has {size:,} bytes, more than the {LARGEST:,} that are read")
+            data = path.read_bytes()
+            if hashlib.sha256(data).hexdigest()[:16] != name.rpartition("-")[2].removesuffix(".jsonl"):
+                raise ValueError("its bytes are not those that were written")
+            lines = data.splitlines(keepends=True)
+            check = Check.model_validate_json(lines[0])
+            found, offset = list[tuple[str, _Line]](), len(lines[0])
+            for text in lines[1:]:
+                verdict = Verdict.model_validate_json(text)
+                found.append((verdict.tape, _Line(check, name, offset, len(text), verdict.outcome)))
+                offset += len(text)
+        except (OSError, ValueError, IndexError) as error:
+            self.problems.append(f"{FOLDER}/{name} is not shown: {str(error).splitlines()[0]}")
+            return set()
+        for tape, line in found:
+            self._lines.setdefault(tape, []).append(line)
+        return {tape for tape, _ in found}

@@ -1,0 +1,304 @@
+"""Configuration: pydantic models, written in Python first; a YAML or TOML file and `key.sub=value` settings go on top.
+
+`load_config` gives a validated model or a `ConfigError` that names each wrong key, where it was set and the nearest
+keys that exist. An unknown key is always an error, so a model that would ignore one is refused. `dump_config` writes
+the resolved whole, and `load_config` reads that back as an equal model. No setting is known here by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from ..errors import UsageError
+from .config_yaml import YamlProblem, read_value, read_yaml, write_yaml
+from .redact import holds_secret, without_secrets
+
+NAME = "NAME"
+"""Stands for any key of a mapping of groups."""
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Keys = tuple[str, ...]
+
+
+class Config(BaseModel):
+    """Base of a group of settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _onto_defaults(cls, data: Any) -> Any:
+        """A group that is set in part keeps the rest of the field's default, which the group's own may differ from."""
+        if not isinstance(data, Mapping):
+            return data
+        partly = {
+            name: _merged(_given(info.default), data[name])
+            for name, info in cls.model_fields.items()
+            if isinstance(data.get(name), Mapping) and _is_group(info)
+        }
+        return {**data, **partly}
+
+    @field_validator("*")
+    @classmethod
+    def _no_secret_in_an_address(cls, value: Any) -> Any:
+        if any(holds_secret(text) for text in _texts(value)):
+            raise ValueError(
+                "an address with a user, a password or a key in it would be recorded; leave that out, and "
+                "name the environment variable that holds it: by key_variable where there is one, or in a "
+                "module of your own that this setting names"
+            )
+        return value
+
+
+def _is_group(info: FieldInfo) -> bool:
+    """Whether the field is one model by default, and can be no other."""
+    return isinstance(info.default, BaseModel) and info.annotation is type(info.default)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(below[key], above[key])
+        for key in below
+        if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)
+    }
+    return {**below, **above, **both}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a setting; groups in it look after theirs."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+class ConfigError(UsageError):
+    """Settings that don't make a configuration; one line for each that is wrong."""
+
+
+@dataclass
+class _Layers:
+    """Settings as they pile up, and where each one came from."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[Keys, str] = field(default_factory=dict)
+    raw: dict[Keys, str] = field(default_factory=dict)
+    """The text of a setting that was typed on a command line, for fields that want text."""
+
+    def put(self, keys: Keys, value: Any, origin: str) -> None:
+        """Set one value; a mapping is merged into the one that is there, anything else replaces it."""
+        if isinstance(value, Mapping) and (value or not keys):
+            for key, item in value.items():
+                self.put((*keys, str(key)), item, origin)
+            return
+        node = self.data
+        for i, key in enumerate(keys[:-1], start=1):
+            below = node.setdefault(key, {})
+            if not isinstance(below, dict):
+                # A file may turn `x: null` into `x: {...}`: what stood there is replaced, like any other value.
+                node[key] = below = {}
+                self.origin.pop(keys[:i], None)
+            node = below
+        node[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
+        self.origin = {key: o for key, o in self.origin.items() if key[: len(keys)] != keys} | {keys: origin}
+        self.raw.pop(keys, None)
+
+    def where(self, keys: Keys) -> str:
+        """The origin of a key, of the nearest one above it, or of what is inside it."""
+        for n in range(len(keys), 0, -1):
+            if keys[:n] in self.origin:
+                return self.origin[keys[:n]]
+        inside = {origin for key, origin in self.origin.items() if key[: len(keys)] == keys}
+        return ", ".join(sorted(inside)) or "nowhere"
+
+
+def load_config(
+    base: type[ModelT] | ModelT, file: str | PathLike[str] | None = None, sets: Sequence[str] = ()
+) -> ModelT:
+    """The configuration that `base` (a model, or an instance whose values come first), `file` and `sets` make."""
+    cls = base if isinstance(base, type) else type(base)
+    _refuse_open_models(cls)
+    layers = _Layers()
+    if not isinstance(base, type):
+        layers.put((), _given(base), "Python")
+    if file is not None:
+        _add_file(layers, Path(file))
+    for text in sets:
+        _add_set(layers, text)
+    return _validate(cls, layers)
+
+
+def dump_config(config: BaseModel) -> str:
+    """Every setting with its value, as YAML that `load_config` reads back."""
+    return write_yaml(config.model_dump(mode="json"))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--config`, `--set` and `--dry-run`, for a verb whose work is described by a configuration."""
+    parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="one setting, as in --set seed=3, on top of the file; repeatable",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+
+
+def config_keys(cls: type[BaseModel]) -> list[str]:
+    """Every key that `cls` knows, dotted: `train.lr`."""
+    return [".".join(keys) for keys, _ in _walk(cls, (), ())]
+
+
+def _add_file(layers: _Layers, path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    if path.suffix == ".toml":
+        try:
+            layers.put((), tomllib.loads(text), str(path))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from None
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        try:
+            for keys, value, line in read_yaml(text):
+                layers.put(keys, value, f"{path} line {line}")
+        except YamlProblem as error:
+            raise ConfigError(f"{path}: {error}") from None
+    else:
+        raise ConfigError(f"{path}: a configuration file ends in .yaml, .yml, .json or .toml, not {path.suffix!r}")
+
+
+def _add_set(layers: _Layers, text: str) -> None:
+    key, equals, raw = text.partition("=")
+    keys = tuple(key.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text!r} is not KEY=VALUE; write it as in --set train.lr=1e-3")
+    try:
+        value = read_value(raw)
+    except YamlProblem as error:
+        raise ConfigError(f"--set {text}: {error}") from None
+    layers.put(keys, value, f"--set {text}")
+    layers.raw[keys] = raw
+
+
+def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
+    try:
+        return cls.model_validate(layers.data)
+    except ValidationError as error:
+        first = error
+    texts = [
+        keys
+        for e in first.errors()
+        if (keys := _path(layers.data, e["loc"])) in layers.raw
+        and e["type"] in ("string_type", "enum", "literal_error")
+    ]
+    for keys in texts:  # `--set name=123` means the text where the field is text
+        layers.put(keys, layers.raw[keys], layers.where(keys))
+    try:
+        return cls.model_validate(layers.data)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(cls, layers, e) for e in error.errors())
+    if len(lines) == 1:
+        raise ConfigError(next(iter(lines)))
+    raise ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
+    keys = _path(layers.data, error["loc"])
+    name = ".".join(keys) or "the configuration"
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
+    if error["type"] == "missing":
+        return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"
+    where = f" ({layers.where(keys)})" if keys else ""
+    return without_secrets(f"{name} = {error['input']!r}{where}: {error['msg'][0].lower()}{error['msg'][1:]}")
+
+
+def _path(data: Any, loc: Sequence[int | str]) -> Keys:
+    """The keys of the settings that an error's location names; names of union members in between are dropped."""
+    keys: list[str] = []
+    for item in loc:
+        listed = isinstance(data, list | tuple) and isinstance(item, int) and item < len(data)
+        if listed or (isinstance(data, dict) and item in data):
+            data = data[item]  # type: ignore[index]
+            keys.append(str(item))
+    return tuple(keys)
+
+
+def _nearest(cls: type[BaseModel], name: str) -> str:
+    known = config_keys(cls)
+    *above, leaf = name.split(".")
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
+    siblings = [key for key in known if _is_beside(key.split(".")[:-1], above)]
+    beside = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in siblings], n=3, cutoff=0.6)
+    close = [".".join((*above, key)) for key in beside] or same_leaf
+    if not close and not siblings:
+        close = difflib.get_close_matches(name, known, n=3)
+    close = [key for key in dict.fromkeys(close) if key != name]
+    if close:
+        return "; did you mean " + " or ".join(close[:3]) + "?"
+    return "; there are: " + ", ".join(dict.fromkeys(siblings or [key for key in known if "." not in key]))
+
+
+def _is_beside(group: list[str], above: list[str]) -> bool:
+    return len(group) == len(above) and all(k in (name, NAME) for k, name in zip(group, above, strict=True))
+
+
+def _given(value: Any, whole: bool = False) -> Any:
+    """What was set in Python, and every one-word field, which tells the members of a union apart; all of a group, since
+    what isn't there would be taken from the default of its place."""
+    if isinstance(value, BaseModel):
+        return {
+            info.alias or name: _given(getattr(value, name), _is_group(info))
+            for name, info in type(value).model_fields.items()
+            if whole or name in value.model_fields_set or get_origin(info.annotation) is Literal
+        }
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items()}
+    return value
+
+
+def _refuse_open_models(cls: type[BaseModel]) -> None:
+    for model in dict.fromkeys([cls, *(model for _, inner in _walk(cls, (), ()) for model in inner)]):
+        if model.model_config.get("extra") != "forbid":
+            raise TypeError(
+                f"{model.__qualname__} would ignore an unknown setting; give it "
+                'model_config = ConfigDict(extra="forbid"), or subclass Config'
+            )
+
+
+def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
+    """(keys, models inside) of each field of `cls` and of the models in it; a model inside itself is walked once."""
+    for name, info in cls.model_fields.items():
+        keys = (*above, info.alias or name)
+        inner = list(_models(info.annotation))
+        yield keys, inner
+        below = (*keys, NAME) if get_origin(info.annotation) is dict else keys
+        for model in inner:
+            if model not in seen:
+                yield from _walk(model, below, (*seen, cls))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

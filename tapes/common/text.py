@@ -1,0 +1,18 @@
+"""Numbers and untrusted text, formatted for people: no character of the result is a terminal command."""
+
+from __future__ import annotations
+
+
+def number(value: float | None) -> str:
+    """A reward or a mean as people read it: three decimals at most, and no number where there is none."""
+    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def counted(n: int, word: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
+def safe(text: str) -> str:
+    """`text` without control characters that a terminal would obey; newlines and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)

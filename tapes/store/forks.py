@@ -1,0 +1,84 @@
+"""The tree of forks: which tapes were forked from which, and at which turn, without reading the tapes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ..records import parse_record
+from ..value import Value
+
+if TYPE_CHECKING:
+    from ..records import Begin
+    from .store import Store, Summary
+
+
+class Fork(Value):
+    """A tape, and what was forked from it."""
+
+    tape: str
+    parent: str | None
+    """None for a tape that begins with its task."""
+    turn: int | None
+    """Turns of the parent that it starts with; None without a parent."""
+    unverified: str | None
+    """Why its prefix couldn't be verified, where somebody went on all the same."""
+    status: str | None
+    """None while it is open."""
+    reward: float | None
+    """None: not scored."""
+    turns: int
+    """Its own actions, those of its prefix left out."""
+    split: str
+    agent: str
+    group: str | None
+    attempt: int
+    children: tuple[Fork, ...] = ()
+    """By turn, then in the order in which they began."""
+
+
+def tree(store: Store, tape: str | None = None) -> tuple[Fork, ...]:
+    """The trees of a run that have forks, or the one in which `tape` (or the start of its id) stands, whole.
+
+    A fork whose parent is in another run is the root of its tree. NoSuchTape where there is no such tape.
+    """
+    tapes = {summary.id: summary for summary in store.summaries()}
+    children: dict[str, list[str]] = defaultdict(list)
+    for summary in tapes.values():
+        if summary.parent in tapes:
+            children[summary.parent].append(summary.id)
+    if tape is None:
+        return tuple(
+            _fork(store, name, tapes, children)
+            for name, s in tapes.items()
+            if s.parent not in tapes and (name in children or s.parent is not None)
+        )
+    name = store.tape(tape, refresh=False).id
+    while (above := tapes[name].parent) is not None and above in tapes:
+        name = above
+    return (_fork(store, name, tapes, children),)
+
+
+def _fork(store: Store, name: str, tapes: dict[str, Summary], children: dict[str, list[str]]) -> Fork:
+    s, begin = tapes[name], _begin(store, name) if tapes[name].parent is not None else None
+    parent = begin.parent if begin is not None else None
+    below = [_fork(store, child, tapes, children) for child in children.get(name, ())]
+    return Fork(
+        tape=name,
+        parent=s.parent,
+        turn=parent.turn if parent is not None else None,
+        unverified=parent.unverified if parent is not None else None,
+        status=s.status,
+        reward=s.reward,
+        turns=s.actions,
+        split=s.split,
+        agent=s.agent,
+        group=s.group,
+        attempt=s.attempt,
+        children=tuple(sorted(below, key=lambda fork: fork.turn or 0)),
+    )
+
+
+def _begin(store: Store, tape: str) -> Begin:
+    places = [place for place in store.index.places(tape) if place.t == "begin"]
+    return parse_record(next(store.bodies(places[:1])))

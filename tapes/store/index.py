@@ -1,0 +1,457 @@
+"""The index: where each tape's records stand, and what a list of tapes shows. A cache: delete it and it is made again.
+
+It holds nothing that the segments don't, reads only what was added since it last looked, and checks each line's hash
+when it does. A record that is none hides nothing but itself, and is listed. Where the file can't be written or is busy,
+it lives in memory. It knows nothing of locks or recovery.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+
+from ..records import unscores
+from .disk import REAL, Disk
+from .reader import Break, SegmentReader
+from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
+
+_FORMAT = 4
+_SCHEMA = """
+create table if not exists segments (
+    name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
+    sealed text, next text, pins text);
+create table if not exists tapes (
+    id text primary key, segment text, n integer, split text, task_hash text, task text, group_id text,
+    attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
+    reward real, calls integer, actions integer, sampled integer, failed integer);
+create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
+create table if not exists records (
+    tape text, segment text, n integer, t text, offset integer, length integer,
+    primary key (tape, segment, n)) without rowid;
+create table if not exists unread (
+    segment text, n integer, tape text, t text, why text, primary key (segment, n)) without rowid;
+create table if not exists met (name text, head text, primary key (name, head)) without rowid;
+create index if not exists tapes_by_status on tapes (status);
+create index if not exists tapes_by_group on tapes (group_id);
+create index if not exists tapes_by_task on tapes (task_hash);
+"""
+_COLUMNS = (
+    "id",
+    "segment",
+    "n",
+    "split",
+    "task_hash",
+    "task",
+    "group_id",
+    "attempt",
+    "agent",
+    "env",
+    "effect",
+    "parent",
+    "begun",
+    "status",
+    "cause",
+    "ended",
+    "reward",
+    "calls",
+    "actions",
+    "sampled",
+    "failed",
+)
+_BATCH = 20_000
+_ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role":"action"')
+
+
+class Segment(NamedTuple):
+    """What is known of one segment's intact part."""
+
+    name: str
+    offset: int
+    """Bytes."""
+    last: int
+    """Where its last line starts."""
+    n: int
+    """Lines."""
+    first: str
+    """Hash of the first line."""
+    head: str
+    frontier: int
+    sealed: str | None
+    """The seal's reason; None without a seal."""
+    next: str | None
+    pins: str
+    """JSON of `open.pins`."""
+
+
+class Summary(NamedTuple):
+    """What a list of tapes shows of one, without reading it."""
+
+    id: str
+    segment: str
+    """The segment that it begins in."""
+    n: int
+    """The ordinal of its `begin` there."""
+    split: str
+    task_hash: str
+    task: str
+    """The task's name; empty when it has none."""
+    group: str | None
+    attempt: int
+    agent: str
+    env: str
+    effect: str | None
+    parent: str | None
+    """The tape that it was forked from."""
+    begun: float
+    """Seconds since 1970."""
+    status: str | None
+    """None while it is open."""
+    cause: str | None
+    ended: float | None
+    reward: float | None
+    """As recorded with the tape; None when nothing was scored, or a part of it failed."""
+    calls: int
+    actions: int
+    sampled: int
+    """Completion tokens of its own calls, as far as the engine gave ids."""
+
+
+class Place(NamedTuple):
+    """Where one record's line stands."""
+
+    segment: str
+    n: int
+    t: str
+    offset: int
+    length: int
+
+
+class Unread(NamedTuple):
+    """A record with a true hash that can't be read, so that a summary lacks what it says."""
+
+    segment: str
+    n: int
+    tape: str
+    t: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"record {self.n} of segment {self.segment} is no {self.t} of tape {self.tape}: {self.why}"
+
+
+class Index:
+    """One folder's index. Thread-safe."""
+
+    def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
+        """`path`: the cache file; None to keep it in memory."""
+        self.folder, self.disk = folder, disk
+        self._db = _connect(path)
+        self._path = path
+        self._tapes: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def refresh(self) -> dict[str, Break]:
+        """Read what was added; gives the segments whose lines break before their file ends, live ones included."""
+        with self._lock:
+            return self._refresh_at_once()
+
+    def _refresh_at_once(self) -> dict[str, Break]:
+        try:
+            self._db.execute("begin immediate")
+        except sqlite3.Error:
+            if self._path is None:
+                raise
+            self._to_memory()
+            self._db.execute("begin immediate")
+        try:
+            breaks = self._refresh()
+        except sqlite3.DatabaseError:
+            if self._path is None:
+                raise
+            self._to_memory()
+            return self._refresh_at_once()
+        except BaseException:
+            self._tapes.clear()
+            self._db.rollback()
+            raise
+        self._db.commit()
+        return breaks
+
+    def _to_memory(self) -> None:
+        """The file is busy, read-only or damaged: go on without it."""
+        self._db.close()
+        self._db, self._path = _connect(None), None
+
+    def _refresh(self) -> dict[str, Break]:
+        known = {row.name: row for row in self.segments()}
+        names = segment_names(self.disk.names(self.folder))
+        if not all(name in names and self._still(row) for name, row in known.items()):
+            for table in ("segments", "tapes", "versions", "records", "unread", "met"):
+                self._db.execute(f"delete from {table}")
+            known = {}
+        breaks: dict[str, Break] = {}
+        for name in names:
+            found = self._read(name, known.get(name))
+            if found is not None:
+                breaks[found.segment] = found
+        return breaks
+
+    def _still(self, row: Segment) -> bool:
+        """Whether the segment still holds what was indexed: its last line is where it was."""
+        try:
+            with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
+                file.seek(row.last)
+                return row.n == 0 or parse_line(file.read(row.offset - row.last)[:-1]).h.decode() == row.head
+        except BadLine:
+            return False
+
+    def _read(self, name: str, row: Segment | None) -> Break | None:
+        if row is not None and row.offset == self.disk.size(self.folder / f"{name}.jsonl"):
+            return None
+        reader = SegmentReader(self.folder, name, disk=self.disk)
+        chain, last = reader.chain, 0
+        if row is not None:
+            reader.offset, last = row.offset, row.last
+            chain.n, chain.first, chain.head = row.n, row.first.encode(), row.head.encode()
+            chain.frontier = row.frontier
+            chain.sealed = {"reason": row.sealed, "next": row.next} if row.sealed is not None else None
+        places: list[tuple[Any, ...]] = []
+        for at, line, length in reader:
+            last = at
+            places.append(self._note(name, line, at, length))
+            if len(places) >= _BATCH:
+                self._flush(places)
+                places = []
+        self._flush(places)
+        if chain.n:
+            sealed = chain.sealed or {}
+            pins = read_pins(chain.opened) if chain.opened else (row.pins if row is not None else "{}")
+            self._db.execute(
+                "insert or replace into segments values (?,?,?,?,?,?,?,?,?,?)",
+                (
+                    name,
+                    reader.offset,
+                    last,
+                    chain.n,
+                    chain.first.decode(),
+                    chain.head.decode(),
+                    chain.frontier,
+                    sealed.get("reason"),
+                    sealed.get("next"),
+                    pins,
+                ),
+            )
+        return reader.broken()
+
+    def _note(self, segment: str, line: Line, at: int, length: int) -> tuple[Any, ...]:
+        t, tape = peek(line.body)
+        if tape is not None and t in ("begin", "step", "call", "reward", "end"):
+            try:
+                self._summarise(tape, t, line, segment)
+            except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+                if t == "begin":
+                    self._tapes[tape] = self._begin(tape, {}, segment, line.n)
+                self._db.execute(
+                    "insert or replace into unread values (?,?,?,?,?)",
+                    (segment, line.n, tape, t, str(error).splitlines()[0][:300]),
+                )
+        return tape or "", segment, line.n, t, at, length
+
+    def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
+        row = self._tapes.get(tape) or self._stored(tape)
+        if t == "begin":
+            row = _stores(self._begin(tape, read_body(line.body), segment, line.n))
+        if row is None:
+            return  # a record of a tape that never began: `verify` says so
+        self._tapes[tape] = row
+        if t == "step":
+            row["actions"] += _ACTION.match(line.body) is not None
+        elif t == "call":
+            self._call(row, read_body(line.body))
+        elif t == "reward" and row["status"] is None:
+            body = read_body(line.body)
+            value, weight = body.get("value"), body.get("weight", 1.0)
+            if row["failed"] or unscores(value, weight, body.get("evidence")):
+                row["failed"], row["reward"] = True, None
+            elif weight and isinstance(value, int | float):
+                row["reward"] = (row["reward"] or 0.0) + float(weight * value)
+        elif t == "end":
+            body = read_body(line.body)
+            cause = (body.get("cause") or {}).get("type")
+            row.update(_stores({"status": body.get("status"), "ended": body.get("at"), "cause": cause}))
+
+    def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
+        task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
+        return {
+            "id": tape,
+            "segment": segment,
+            "n": n,
+            "split": body.get("split", ""),
+            "task_hash": body.get("task_hash", ""),
+            "task": task.get("id", ""),
+            "group_id": body.get("group"),
+            "attempt": body.get("attempt"),
+            "agent": agent.get("name", ""),
+            "env": env.get("name", ""),
+            "effect": env.get("effect"),
+            "parent": (body.get("parent") or {}).get("tape"),
+            "begun": body.get("at"),
+            "status": None,
+            "cause": None,
+            "ended": None,
+            "reward": None,
+            "calls": 0,
+            "actions": 0,
+            "sampled": 0,
+            "failed": False,
+        }
+
+    def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
+        row["calls"] += 1
+        row["sampled"] += column_length(body.get("completion"))
+        versions = [(str(span[0]), row["id"]) for span in body.get("spans") or ()]
+        self._db.executemany("insert or ignore into versions values (?, ?)", versions)
+
+    def _stored(self, tape: str) -> dict[str, Any] | None:
+        found = self._db.execute("select * from tapes where id = ?", (tape,)).fetchone()
+        return dict(zip(_COLUMNS, found, strict=True)) if found else None
+
+    def _flush(self, places: list[tuple[Any, ...]]) -> None:
+        self._db.executemany("insert or replace into records values (?,?,?,?,?,?)", places)
+        marks = ",".join("?" * len(_COLUMNS))
+        self._db.executemany(
+            f"insert or replace into tapes values ({marks})", [tuple(row.values()) for row in self._tapes.values()]
+        )
+        self._tapes.clear()
+
+    # Questions
+
+    def segments(self) -> list[Segment]:
+        """In the order of their creation."""
+        return [Segment(*row) for row in self._ask("select * from segments order by name")]
+
+    def tapes(self, where: str = "1", values: Iterable[Any] = (), *, limit: int = -1, offset: int = 0) -> list[Summary]:
+        """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
+        return [
+            Summary(*row[:-1])
+            for row in self._ask(
+                f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?", *values, limit, offset
+            )
+        ]
+
+    def among(self, tapes: Iterable[str]) -> list[Summary]:
+        """Summaries of those of these ids that are here, in the order in which they began."""
+        return self.tapes("id in (select value from json_each(?))", [to_json(list(tapes)).decode()])
+
+    def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
+        """The policy versions that sampled each of these tapes; a tape that none did is left out."""
+        found: dict[str, list[str]] = {}
+        for version, tape in self._ask(
+            "select version, tape from versions where tape in (select value from json_each(?))",
+            to_json(list(tapes)).decode(),
+        ):
+            found.setdefault(tape, []).append(version)
+        return found
+
+    def unread(self) -> list[Unread]:
+        """The records that can't be read, among those that summaries are made of."""
+        return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
+
+    def rewards(self) -> dict[str, float | None]:
+        """The recorded reward of every tape; None where nothing was scored."""
+        return dict(self._ask("select id, reward from tapes"))
+
+    def written(self, segment: str, since: int) -> set[tuple[str, str]]:
+        """(tape, t) of a segment's records from line `since` on; the empty id where a record names no tape."""
+        return {
+            (tape, t)
+            for tape, t in self._ask(
+                "select distinct tape, t from records where segment = ? and n >= ?", segment, since
+            )
+        }
+
+    def ids(self, prefix: str) -> list[str]:
+        """Ids that start so, at most 3."""
+        rows = self._ask(
+            "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
+            prefix,
+            prefix + chr(sys.maxunicode),
+            len(prefix),
+            prefix,
+        )
+        return [row[0] for row in rows]
+
+    def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:
+        """The records that name this tape, in order; of the empty id: those that name none."""
+        return [
+            Place(*row)
+            for row in self._ask(
+                "select segment, n, t, offset, length from records where tape = ? order by segment, n limit ? offset ?",
+                tape,
+                limit,
+                offset,
+            )
+        ]
+
+    def met(self) -> set[tuple[str, str]]:
+        """Pins (segment, hash) inside segments that were found once and need no reading again."""
+        return {(name, head) for name, head in self._ask("select name, head from met")}
+
+    def note_met(self, pins: Iterable[tuple[str, str]]) -> None:
+        with self._lock:
+            self._db.executemany("insert or ignore into met values (?, ?)", list(pins))
+
+    def _ask(self, query: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+
+def _stores(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, when each of them is one that a column can hold; TypeError names the first that is not."""
+    for name, value in values.items():
+        if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
+            raise TypeError(f"its {name} is {value!r:.80}")
+    return values
+
+
+def read_pins(opened: dict[str, Any]) -> str:
+    """`open.pins` as JSON."""
+    return to_json(opened.get("pins") or {}).decode()
+
+
+def column_length(column: Any) -> int:
+    """How many 4-byte values a base64 column holds."""
+    if not isinstance(column, str):
+        return 0
+    return (len(column) * 3 // 4 - column.count("=", -2)) // 4
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    for attempt in (path, path, None):
+        try:
+            db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
+        except sqlite3.OperationalError:
+            continue  # it can't even be created here
+        try:
+            if db.execute("pragma user_version").fetchone()[0] not in (0, _FORMAT):
+                raise sqlite3.DatabaseError("another format")
+            db.executescript(f"{_SCHEMA} pragma user_version = {_FORMAT};")
+            return db
+        except sqlite3.OperationalError:
+            db.close()  # read-only or busy: the next attempts end in memory
+        except sqlite3.DatabaseError:
+            db.close()
+            if attempt is not None:
+                attempt.unlink(missing_ok=True)
+    raise AssertionError("a database in memory can always be made")

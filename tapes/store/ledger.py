@@ -1,0 +1,143 @@
+"""The ledger: what a lineage has trained on, a fold over `use` and `void` records. It is the queue and the redo log.
+
+A lineage's history is its parent's up to the update at which a `void` cut it, then its own `use` records, in the order
+of (update, epoch). Applying that history to the base weights gives the lineage's weights; nothing in it happens twice.
+This module knows nothing of files, and not what an update computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from ..errors import NotATape
+from ..records import Use, Void
+
+Fate = Literal["trained", "stale", "filtered", "context"]
+FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
+"""What an update can make of a token. A token that several updates name has the first of these that applies."""
+Range = tuple[str, str, int, int]
+"""(tape, call, start, end): completion tokens of a call, half-open."""
+
+
+def ranges(use: Use, fate: Fate) -> Iterator[Range]:
+    """The tokens of that fate in one update: `trained` are its items, the others are listed in its `info`."""
+    if fate == "trained":
+        for tape, call, start, end, _ in use.items:
+            yield tape, call, start, end
+        return
+    listed: Any = use.info.get(fate) or []
+    for entry in listed if isinstance(listed, list | tuple) else [listed]:
+        match entry:
+            case [str(tape), str(call), int(start), int(end)]:
+                yield tape, call, start, end
+            case _:
+                raise NotATape(
+                    f"update {use.update} of lineage {use.lineage!r} lists {entry!r} as {fate}; an entry is "
+                    "[tape, call, start, end]"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The history of one lineage."""
+
+    lineage: str
+    uses: tuple[Use, ...] = ()
+    """The redo log: every update that counts, inherited ones included, by (update, epoch)."""
+    ended: Void | None = None
+    """The `void` after which another lineage goes on instead of this one; None while it is the living one."""
+    _taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def next_update(self) -> int:
+        """The number of the next update: one more than the last that was recorded, 0 at the start."""
+        return self.uses[-1].update + 1 if self.uses else 0
+
+    def redo(self, after: int) -> tuple[Use, ...]:
+        """What a checkpoint made after update `after` lacks (-1: the base weights)."""
+        return tuple(use for use in self.uses if use.update > after)
+
+    def taught(self, before: int) -> dict[str, list[int]]:
+        """tape -> the updates below `before` that trained on a token of it, in the order of their first use: which
+        tapes taught the weights after `before` updates."""
+        taught: dict[str, list[int]] = {}
+        for use in self.uses:
+            if use.update < before:
+                for tape in dict.fromkeys(item[0] for item in use.items):
+                    taught.setdefault(tape, []).append(use.update)
+        return taught
+
+    @property
+    def taken(self) -> dict[str, set[str]]:
+        """tape -> its calls that some update trained on or set aside; what is in here is not to be taken again."""
+        return self._taken
+
+    def __contains__(self, tape: object) -> bool:
+        """Whether any token of the tape was taken."""
+        return tape in self._taken
+
+
+class Lineages:
+    """All `use` and `void` records of a run, folded. Feed it in any order of segments; ask it when fed."""
+
+    def __init__(self, records: Iterable[Use | Void] = ()) -> None:
+        self.uses: dict[str, list[Use]] = {}
+        self.voids: list[Void] = []
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Use | Void) -> None:
+        """One more record."""
+        if isinstance(record, Use):
+            self.uses.setdefault(record.lineage, []).append(record)
+        else:
+            self.voids.append(record)
+
+    @property
+    def names(self) -> list[str]:
+        """Every lineage named, oldest ancestors first where that is known."""
+        return list(dict.fromkeys([*self.uses, *(name for void in self.voids for name in (void.lineage, void.into))]))
+
+    @property
+    def living(self) -> list[str]:
+        """The lineages that no `void` ended."""
+        ended = {void.lineage for void in self.voids}
+        return [name for name in self.names if name not in ended]
+
+    def ledger(self, lineage: str) -> Ledger:
+        """The history of that lineage; empty when nothing names it. NotATape when it contradicts itself."""
+        uses = self._history(lineage, ())
+        taken: dict[str, set[str]] = {}
+        for use in uses:
+            for fate in FATES:
+                for tape, call, _, _ in ranges(use, fate):
+                    taken.setdefault(tape, set()).add(call)
+        ended = next((void for void in self.voids if void.lineage == lineage), None)
+        return Ledger(lineage, tuple(uses), ended, taken)
+
+    def _history(self, lineage: str, heirs: tuple[str, ...]) -> list[Use]:
+        if lineage in heirs:
+            raise NotATape(f"lineage {lineage!r} goes on from itself: {' <- '.join([*heirs, lineage])}")
+        above = [void for void in self.voids if void.into == lineage]
+        if len(above) > 1:
+            raise NotATape(f"lineage {lineage!r} goes on from {len(above)} others; a lineage has one past")
+        past = self._history(above[0].lineage, (*heirs, lineage)) if above else []
+        cut = above[0].update if above else -1
+        history = [use for use in past if use.update <= cut]
+        own = sorted(self.uses.get(lineage, ()), key=lambda use: (use.update, use.epoch))
+        for use in own:
+            if use.update <= cut and above:
+                raise NotATape(
+                    f"update {use.update} of lineage {lineage!r} lies in its past, which ends at update {cut}"
+                )
+        history += own
+        for a, b in pairwise(history):
+            if (a.update, a.epoch) == (b.update, b.epoch):
+                raise NotATape(
+                    f"update {a.update}, epoch {a.epoch} of lineage {lineage!r} is recorded twice; "
+                    "it can have been applied once only"
+                )
+        return history

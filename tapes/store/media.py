@@ -1,0 +1,98 @@
+"""Media: images, sound and whatever else is too large for a line, in files named by their content.
+
+A file is durable before `put` returns its reference, so a record that names it never outlives it. Nothing is removed
+but by `collect`, and that removes only what no record names. It knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from ..errors import Corrupt, NotATape
+from .disk import REAL, Disk, put_file
+
+_REFERENCE = re.compile(rb"media:([0-9a-f]{64}(?:\.[a-z0-9]{1,12})?)")
+
+
+class Media:
+    """The media files of one run. Thread-safe."""
+
+    def __init__(self, folder: Path, *, disk: Disk = REAL) -> None:
+        self.folder, self.disk = folder, disk
+        self._durable: set[str] = set()
+
+    def put(self, data: bytes, suffix: str = "") -> str:
+        """Keep `data`; gives the reference to write into a step: `media:<SHA-256><suffix>`, suffix as in `.png`.
+
+        Returns when it would survive a power cut, so it blocks: in an event loop use `asyncio.to_thread(media.put, …)`.
+        """
+        name = f"{sha256(data).hexdigest()}{suffix}"
+        if not _REFERENCE.fullmatch(f"media:{name}".encode()):
+            raise ValueError(f"{suffix!r} is no suffix: a dot and up to 12 lower-case letters and digits")
+        if name not in self._durable:
+            self.disk.make_folder(self.folder)
+            if self._holds(name):
+                self.disk.sync_dir(self.folder)  # whoever put it may have died before this
+            else:
+                put_file(self.disk, self.folder / name, data)
+            self._durable.add(name)
+        return f"media:{name}"
+
+    def _holds(self, name: str) -> bool:
+        try:
+            return digest_of(self.disk, self.folder / name) == name[:64]
+        except FileNotFoundError:
+            return False
+
+    def get(self, reference: str) -> bytes:
+        """The bytes of a reference. Corrupt when they are not those that were put, NotATape when they are gone."""
+        match = _REFERENCE.fullmatch(reference.encode())
+        if match is None:
+            raise ValueError(f"{reference[:90]!r} is no reference to a media file: media:<64 hex digits><.suffix>")
+        name = match[1].decode()
+        try:
+            with self.disk.open(self.folder / name) as file:
+                data = file.read()
+        except FileNotFoundError:
+            raise NotATape(f"{self.folder / name} is gone, but a record names it; bring it back from a copy") from None
+        if sha256(data).hexdigest() != name[:64]:
+            raise Corrupt(f"{self.folder / name} does not hold what was put there; bring the file back from a copy")
+        return data
+
+    def names(self) -> list[str]:
+        """The media files that are there, unfinished ones left out."""
+        try:
+            found = self.disk.names(self.folder)
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in found if _REFERENCE.fullmatch(f"media:{name}".encode()))
+
+    def collect(self, bodies: Iterable[bytes]) -> list[str]:
+        """Remove the files that none of these record bodies names, and unfinished ones; gives what was removed.
+
+        Call it through `Store.collect_media`, which knows that nobody is about to name one.
+        """
+        named = {name for body in bodies for name in references(body)}
+        removed = [name for name in self.names() if name not in named]
+        parts = [name for name in self.disk.names(self.folder) if name.endswith(".part")] if removed or named else []
+        for name in [*removed, *parts]:
+            self.disk.remove(self.folder / name)
+            self._durable.discard(name)
+        return removed
+
+
+def references(body: bytes) -> set[str]:
+    """Names of the media files that a record body refers to."""
+    return {name.decode() for name in _REFERENCE.findall(body)} if b"media:" in body else set()
+
+
+def digest_of(disk: Disk, path: Path) -> str:
+    """SHA-256 (hex) of a file, read in pieces."""
+    digest = sha256()
+    with disk.open(path) as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

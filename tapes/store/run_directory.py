@@ -1,0 +1,217 @@
+"""A run directory at work: its configuration, its results so far, its metrics and its store.
+
+The configuration is written when the run begins, and a resumed run must have the same one. Where a setting may change
+nevertheless, the file has the value that holds now, below a line for each change with what it was. `results.json` is
+replaced as a whole whenever something is known that a later process must not find out again. What the results mean is
+the business of whoever runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import reduce
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..common.config import ConfigError, dump_config, load_config
+from ..errors import RunExists, UsageError
+from .store import Store
+
+CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
+
+
+Change = Callable[["RunDir", Any, Any], str]
+"""(the run, a setting's value so far, its value now) -> when that was, in words. It may bring the results in line with
+the new value, and raises UsageError where that can't be."""
+
+
+class RunDir:
+    """Made by `open_run`; holds the store open for writing."""
+
+    def __init__(self, path: Path, results: dict[str, Any], store: Store, *, resumed: bool) -> None:
+        self.path = path
+        self.results = results
+        """What is known so far, as plain values; `save()` writes it."""
+        self.store = store
+        self.resumed = resumed
+        """True when an earlier process began it."""
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called with every line of metrics, once it is in the file."""
+
+    def save(self) -> None:
+        """Write the results, durable when this returns."""
+        _replace(self.path / RESULTS, json.dumps(self.results, indent=1) + "\n")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to `results["seconds"][name]`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, time.perf_counter() - started)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Adds to `results["seconds"][name]`."""
+        table = self.results.setdefault("seconds", {})
+        table[name] = round(table.get(name, 0.0) + seconds, 3)
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        append_metrics(self.path / METRICS, line)
+        for listener in self.listeners:
+            listener(line)
+
+
+@contextmanager
+def open_run(
+    path: str | Path,
+    config: BaseModel,
+    *,
+    resume: bool = False,
+    free: Collection[str] = (),
+    changes: Mapping[str, Change] | None = None,
+    begin: Callable[[], dict[str, Any]] = dict,
+) -> Iterator[RunDir]:
+    """Begin the run at `path`, or go on with it.
+
+    `begin()` gives the results that a new run starts from. The settings in `free` (dotted) may differ in a resumed
+    run, whose file keeps what it has. Those in `changes` may differ where theirs allows it, and are written down.
+    RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
+    ConfigError where it was begun with another configuration. Leaving seals the store.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; a run is a folder, so choose another --out")
+    found = (path / CONFIG).exists()
+    if found and not resume:
+        raise RunExists(f"{path} holds a run already; go on with it by --resume, or choose another --out")
+    if not found and (path / "tapes").exists():
+        raise RunExists(f"{path} holds tapes that another program recorded (it has no {CONFIG}); choose another --out")
+    changes = changes or {}
+    results = _resume(path, config, (*free, *changes)) if found else begin()
+    path.mkdir(parents=True, exist_ok=True)
+    if found:
+        _drop_torn_line(path / METRICS)
+    else:
+        # The results come first: a directory with a configuration has them.
+        _replace(path / RESULTS, json.dumps(results, indent=1) + "\n")
+        _replace(path / CONFIG, dump_config(config))
+    with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
+        run = RunDir(path, results, store, resumed=found)
+        if found:
+            _change(run, config, changes)
+        yield run
+
+
+def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
+    """The configuration of the run at `path`, whatever its kind, by path of keys; empty where there is none."""
+    from ..common.config_yaml import YamlProblem, read_yaml
+
+    try:
+        return {keys: value for keys, value, _ in read_yaml((Path(path) / CONFIG).read_text(encoding="utf-8"))}
+    except (FileNotFoundError, NotADirectoryError, YamlProblem):
+        return {}
+
+
+def pin_line(path: str | Path) -> str:
+    """A sentence with the head of a closed run, to be kept where the run can't be edited along with it."""
+    heads: dict[str, str] = json.loads((Path(path) / "pins.json").read_text(encoding="utf-8"))
+    segment, head = list(heads.items())[-1]
+    return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
+
+
+def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
+    """One JSON line; a number that isn't finite is null."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(clean) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
+    """Take the lines out of a metrics.jsonl for which `where(line)` holds."""
+    lines = read_metrics(path)
+    kept = [line for line in lines if not where(line)]
+    if len(kept) < len(lines):
+        _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, Any]:
+    recorded = load_config(type(config), path / CONFIG)
+    then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
+    if then != now:
+        keys = ", ".join(_differences(then, now))
+        raise ConfigError(
+            f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
+            "with that file as --config, or choose another --out"
+        )
+    return json.loads((path / RESULTS).read_text(encoding="utf-8"))
+
+
+def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:
+    recorded = load_config(type(config), run.path / CONFIG)
+    values, told = recorded.model_dump(mode="json"), list[str]()
+    for key, change in changes.items():
+        *above, last = key.split(".")
+        then, now = (reduce(getattr, key.split("."), one) for one in (recorded, config))
+        if then != now:
+            when = change(run, then, now)
+            reduce(lambda group, name: group[name], above, values)[last] = now
+            told.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
+    if not told:
+        return
+    # The results come first, as at the beginning: what they lose with a change is found out again without it.
+    run.save()
+    text = (run.path / CONFIG).read_text(encoding="utf-8")
+    head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    _replace(run.path / CONFIG, head + "".join(told) + dump_config(type(config).model_validate(values)))
+
+
+def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The settings without those that `keys` name, dotted; what isn't there is without it already."""
+    for key in keys:
+        *above, last = key.split(".")
+        group: Any = values
+        for name in above:
+            group = group.get(name, {})
+        group.pop(last, None)
+    return values
+
+
+def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*then, *now]):
+            yield from _differences(then.get(key), now.get(key), f"{above}.{key}" if above else key)
+    elif then != now:
+        yield above
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Whatever a power cut left of the last line must not be glued to the next one."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a small file as a whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,172 @@
+"""The format of a segment, as pure functions over bytes: encode a line, read a line, check the chain.
+
+    {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
+
+`n` is the line's ordinal; `c` how many lines of the segment were durable when it was written; `p` the hash of the line
+before (of the first line: a head that its `open` pins, else 64 zeros); `b` the record's body; `h` the SHA-256 of the
+line's bytes before its last `,"h":`. The first body is an `open` that names the segment; `commit` and `seal` state
+the hash of that first line; a `seal` is the last.
+This module knows nothing of files, locks or what bodies mean beyond `t` and `tape`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from ..errors import NotATape
+
+ZERO = b"0" * 64
+"""`p` of a first line that pins nothing."""
+MAX_LINE = 64 * 1024 * 1024
+"""Bytes. Bounds what a reader holds in memory; what is larger belongs into a media file."""
+
+_NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
+_HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
+_PEEK = re.compile(rb'\{"t":"([a-z]+)"(?:,"tape":"([^"\\]*)")?')
+_WITHOUT_TAPE = frozenset((b"use", b"void", b"open", b"publish", b"commit", b"seal"))
+_TAIL = len(b',"h":""}') + 64
+
+
+def segment_names(entries: Iterable[str]) -> list[str]:
+    """Names of the segments among a folder's entries, in the order of their creation."""
+    return sorted(entry[:-6] for entry in entries if entry.endswith(".jsonl") and _NAME.fullmatch(entry[:-6]))
+
+
+def next_name(names: list[str], nonce: str) -> str:
+    """The name after these. Numbers sort as segments were created, whatever the clock says; the nonce (6 hex digits)
+    keeps old bytes of another run's segment from passing for this one's first line."""
+    return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
+
+
+class BadLine(NotATape):
+    """Bytes that are no line, or a line that can't stand where it stands."""
+
+
+class Line(NamedTuple):
+    """One line of a segment, read and found to agree with its own hash."""
+
+    n: int
+    c: int
+    p: bytes
+    """64 hex digits."""
+    body: bytes
+    h: bytes
+    """64 hex digits."""
+
+
+def encode_line(n: int, c: int, p: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """The line, its newline included, and its hash."""
+    head = b'{"n":%d,"c":%d,"p":"%b","b":%b' % (n, c, p, body)
+    h = sha256(head).hexdigest().encode()
+    return b'%b,"h":"%b"}\n' % (head, h), h
+
+
+def parse_line(line: bytes) -> Line:
+    """Read a line without its newline. BadLine says what is wrong with it."""
+    match = _HEAD.match(line)
+    if match is None:
+        raise BadLine('it does not start with {"n":…,"c":…,"p":"…","b":{')
+    end = len(line) - _TAIL
+    if line[end : end + 6] != b',"h":"' or line[-2:] != b'"}' or line[end - 1 : end] != b"}" or end <= match.end():
+        raise BadLine('it does not end with },"h":"…"}')
+    h = sha256(memoryview(line)[:end]).hexdigest().encode()
+    if h != line[-66:-2]:
+        raise BadLine(f"its bytes hash to {h[:12].decode()}…, not to the hash that it states")
+    return Line(int(match[1]), int(match[2]), match[3], line[match.end() : end], h)
+
+
+def peek(body: bytes) -> tuple[str, str | None]:
+    """`t` and `tape` of a body, without reading the rest. BadLine when it is no record at all."""
+    match = _PEEK.match(body)
+    if match is not None and (match[2] is not None or match[1] in _WITHOUT_TAPE):
+        tape = match[2]
+        try:
+            return match[1].decode(), tape.decode() if tape is not None else None
+        except UnicodeDecodeError as error:
+            raise BadLine(f"its tape id is not UTF-8: {error}") from None
+    record = read_body(body)
+    t, tape = record.get("t"), record.get("tape")
+    if not isinstance(t, str) or not (tape is None or isinstance(tape, str)):
+        raise BadLine("its body has no `t`, or a `tape` that is no text")
+    return t, tape
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """The body as plain values, without the checks of a record. BadLine when it is no JSON object."""
+    try:
+        value = from_json(body, allow_inf_nan=True, cache_strings="keys")
+    except ValueError as error:
+        raise BadLine(f"its body is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadLine("its body is no JSON object")
+    return value
+
+
+class Chain:
+    """What a segment's next line must agree with. `take` lines in order; single use."""
+
+    __slots__ = ("first", "frontier", "head", "n", "opened", "sealed", "segment")
+
+    def __init__(self, segment: str) -> None:
+        self.segment = segment
+        self.n = 0
+        """Lines taken."""
+        self.head: bytes = ZERO
+        """Hash of the last line taken."""
+        self.first: bytes = b""
+        """Hash of the first line; empty before it."""
+        self.frontier = 0
+        """The highest `c` so far: lines below it were durable."""
+        self.opened: dict[str, Any] = {}
+        """The body of the segment's `open`."""
+        self.sealed: dict[str, Any] | None = None
+        """The body of the segment's `seal`, once taken."""
+
+    def take(self, line: Line) -> None:
+        """The next line. BadLine when it can't be that; then nothing has changed."""
+        if self.sealed is not None:
+            raise BadLine(f"line {line.n} follows the seal")
+        if line.n != self.n:
+            raise BadLine(f"line {line.n} stands where line {self.n} belongs")
+        if not self.frontier <= line.c <= line.n:
+            raise BadLine(f"line {line.n} says that {line.c} lines were durable, after {self.frontier} of {line.n}")
+        if self.n == 0:
+            self._take_open(line)
+        elif line.p != self.head:
+            raise BadLine(
+                f"line {line.n} follows a line with the hash {line.p[:12].decode()}…, "
+                f"but the line before has {self.head[:12].decode()}…"
+            )
+        elif line.body.startswith((b'{"t":"seal"', b'{"t":"commit"', b'{"t":"open"')):
+            self._take_own(line)
+        self.n += 1
+        self.head = line.h
+        self.frontier = max(self.frontier, line.c)
+
+    def _take_open(self, line: Line) -> None:
+        body = read_body(line.body)
+        pins = body.get("pins")
+        if body.get("t") != "open" or not isinstance(pins, dict):
+            raise BadLine("the first line is no `open`")
+        if body.get("segment") != self.segment:
+            raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
+        if line.p != ZERO and line.p.decode() not in pins.values():
+            raise BadLine("the first line follows a head that its `open` does not pin")
+        self.opened = body
+        self.first = line.h
+
+    def _take_own(self, line: Line) -> None:
+        body = read_body(line.body)
+        if body.get("t") == "open":
+            raise BadLine(f"line {line.n} opens a segment that is open already")
+        if body.get("opened") != self.first.decode():
+            raise BadLine(f"line {line.n}, a {body.get('t')}, belongs to another segment")
+        if body.get("t") == "seal":
+            if line.c != line.n:
+                raise BadLine(f"line {line.n} seals the segment when {line.c} of {line.n} lines were durable")
+            self.sealed = body

@@ -1,0 +1,375 @@
+"""Store: a run directory, for writing and for reading.
+
+`Store.create` and `Store.open(write=True)` take a writer of their own; any number of processes may read meanwhile.
+Of the directory the store owns `tapes/` (segments, media, index); the other files of a run are other people's business.
+What a record means is decided in the modules that fold records (`ledger`, `books`), how bytes are kept in `writer`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pydantic_core import to_json
+
+from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
+from ..journal import Durability
+from ..records import Record, Status, parse_record
+from ..tape import Tape
+from .books import Books, BooksFold
+from .disk import REAL, Disk, put_file
+from .index import Index, Place, Summary
+from .ledger import Ledger, Lineages
+from .media import Media
+from .reader import PINS, Break, SegmentReader
+from .recovery import Recovered, start_writer
+from .segment import parse_line, peek, segment_names
+from .writer import FolderLock, SegmentWriter
+
+_IN_TAPE = ("begin", "step", "call", "reward", "end")
+
+
+class Stored(NamedTuple):
+    """One record as it stands in the run; its body is parsed when `record` is asked for."""
+
+    segment: str
+    n: int
+    t: str
+    tape: str | None
+    body: bytes
+
+    @property
+    def record(self) -> Any:
+        """The record. A ValueError says what is wrong with it."""
+        return parse_record(self.body)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a reader of the live tail has come. Goes through JSON: `Cursor(**json)` and `cursor.places`."""
+
+    places: dict[str, tuple[int, int, str, str, int, bool]] = field(default_factory=dict)
+    """By segment: (byte offset, lines, hash of the first line, head, frontier, sealed)."""
+
+
+class Store:
+    """One run. Use it as a context manager: leaving seals the segment. Single use."""
+
+    def __init__(self, path: Path, *, disk: Disk, index: Path | None) -> None:
+        """Use `create` or `open`."""
+        self.path, self.disk = path, disk
+        self.folder = path / "tapes"
+        self._index_path = index
+        self._writer: SegmentWriter | None = None
+        self._books_fold, self._books_cursor, self._books_lock = BooksFold(), Cursor(), threading.Lock()
+        self.recovered = Recovered()
+        """What opening for writing found and did about writers that died."""
+
+    @classmethod
+    def create(cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Any) -> Self:
+        """Start a run: make the directory where it is missing. RunExists when it holds tapes already.
+
+        Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
+        of `SegmentWriter`. Without `cache` the index is kept in memory.
+        """
+        path = Path(path)
+        disk.make_folder(path / "tapes")
+        if segment_names(disk.names(path / "tapes")):
+            raise RunExists(
+                f"{path} holds a run already: open it with Store.open(path, write=True), or choose another path"
+            )
+        return cls.open(path, write=True, disk=disk, cache=cache, **options)
+
+    @classmethod
+    def open(
+        cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True, **options: Any
+    ) -> Self:
+        """Open a run; for writing, this recovers what dead writers left (`store.recovered`). NoRun where none is."""
+        path = Path(path)
+        try:
+            disk.names(path / "tapes")
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoRun(
+                f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
+            ) from None
+        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and disk is REAL else None)
+        if write:
+            if "durability" in options:
+                options["durability"] = Durability(options["durability"])
+            store._writer, store.recovered = start_writer(store.folder, store.index, disk=disk, **options)
+        elif options:
+            raise TypeError(f"{sorted(options)} are options of a writer; give write=True as well")
+        return store
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._writer is not None and self._writer.failure is not None and error is not None:
+            self.abandon()  # the failure is on its way up already
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Seal the segment and write `pins.json`, all heads, beside the run's other files. StoreFailed if it fails."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+                self._write_pins()
+        finally:
+            self._close_index()
+
+    def _write_pins(self) -> None:
+        """The heads of all that is sealed, and of nothing that a live writer may yet lose."""
+        self.refresh()
+        heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
+        try:
+            put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
+        except OSError as error:
+            raise StoreFailed(f"all is written and sealed, but not {self.path / PINS}: {error}") from error
+
+    def abandon(self) -> None:
+        """Let go without a seal, as a process that died would."""
+        if self._writer is not None:
+            self._writer.abandon()
+        self._close_index()
+
+    def _close_index(self) -> None:
+        if "index" in self.__dict__:
+            self.index.close()
+
+    # Writing
+
+    @property
+    def writer(self) -> SegmentWriter:
+        """The journal of this process. StoreFailed when the store is open for reading only."""
+        if self._writer is None:
+            raise StoreFailed(f"{self.path} is open for reading; open it with write=True to write")
+        return self._writer
+
+    def append_layer(self, record: Record) -> None:
+        """Queue a record that came later than its tape's end, or that has no tape (`use`, `void`, `publish`)."""
+        self.writer.append(record.body())
+
+    # Reading
+
+    @cached_property
+    def index(self) -> Index:
+        """The cache behind `tapes` and `tape`; `index.tapes(where, values)` answers what those don't."""
+        return Index(self.folder, disk=self.disk, path=self._index_path)
+
+    def refresh(self) -> dict[str, Break]:
+        """Read what was written since; gives the segments whose lines break. Raises Corrupt for those that changed."""
+        breaks = self.index.refresh()
+        for broken in breaks.values():
+            if broken.verdict == "corrupt":
+                raise broken.error()
+        return breaks
+
+    def summaries(
+        self,
+        *,
+        status: Status | str | None = None,
+        split: str | None = None,
+        task_hash: str | None = None,
+        group: str | None = None,
+        version: str | None = None,
+        agent: str | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        since: float | None = None,
+        until: float | None = None,
+        closed: bool | None = None,
+        durable: bool = False,
+    ) -> list[Summary]:
+        """What a list shows of the tapes that fit, in the order in which they began, without reading them.
+
+        `version`: sampled from by one of its calls. `since`, `until`: seconds since 1970 of its begin, half-open.
+        `durable`: only closed ones whose every record is below the frontier: what a trainer may take.
+        """
+        self.refresh()
+        where: list[str] = []
+        values: list[Any] = []
+        for clause, value in (
+            ("status = ?", status),
+            ("split = ?", split),
+            ("task_hash = ?", task_hash),
+            ("group_id = ?", group),
+            ("agent = ?", agent),
+            ("reward >= ?", min_reward),
+            ("reward <= ?", max_reward),
+            ("begun >= ?", since),
+            ("begun < ?", until),
+            ("exists (select 1 from versions v where v.tape = id and v.version = ?)", version),
+        ):
+            if value is not None:
+                where.append(clause)
+                values.append(value)
+        if closed is not None or durable:
+            where.append("status is not null" if closed or durable else "status is null")
+        if durable:
+            mine, lines = self._own_frontier()
+            where.append(
+                "not exists (select 1 from records r join segments s on s.name = r.segment where r.tape = id "
+                "and r.n >= s.frontier and s.sealed is null and not (r.segment = ? and r.n < ?))"
+            )
+            values += [mine, lines]
+        return self.index.tapes(" and ".join(where) or "1", values)
+
+    def _own_frontier(self) -> tuple[str, int]:
+        """Our own segment, and how many of its lines are durable, which its file need not say yet."""
+        if self._writer is None:
+            return "", 0
+        return self._writer.segment, self._writer.durable_lines
+
+    def tapes(self, **where: Any) -> Iterator[Tape]:
+        """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
+        for summary in self.summaries(**where):
+            yield self.tape(summary.id, refresh=False)
+
+    def tape(self, tape: str, *, refresh: bool = True) -> Tape:
+        """The tape of that id, or the only one whose id starts so, with its layers. NoSuchTape when there is none."""
+        if refresh:
+            self.refresh()
+        return self._tape(self._resolve(tape))
+
+    def _resolve(self, tape: str) -> str:
+        found = self.index.ids(tape)
+        if tape in found:
+            return tape
+        if len(found) != 1:
+            how = "no tape starts with" if not found else f"{', '.join(found)} … all start with"
+            raise NoSuchTape(f"{how} {tape!r} in {self.path}")
+        return found[0]
+
+    def _tape(self, tape: str) -> Tape:
+        """The tape, on the prefixes that it and its ancestors were forked from. A parent may have grown since."""
+        line = [self._read(tape, None)]
+        seen = {tape}
+        while (above := parse_record(line[-1][0][0]).parent) is not None:
+            if above.tape in seen:
+                raise NotATape(f"tape {tape} is said to be a fork of itself, by way of {above.tape}")
+            if above.tape not in self.index.ids(above.tape):
+                raise NotATape(
+                    f"tape {tape} was forked from tape {above.tape}, which is not in {self.path}; bring the "
+                    "run that holds it here, or read the fork there"
+                )
+            seen.add(above.tape)
+            line.append(self._read(above.tape, above.records))
+        found: Tape | None = None
+        for bodies, layers in reversed(line):
+            found = Tape.of(bodies, layers=layers, parent=found)
+        assert found is not None
+        return found
+
+    def _read(self, tape: str, records: int | None) -> tuple[list[bytes], list[Record]]:
+        """Bodies of the tape's own records and its layers, or of its first `records` ones alone."""
+        places = self.index.places(tape)
+        ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
+        inside = [place for k, place in enumerate(places) if k <= ended and place.t in _IN_TAPE]
+        if not inside[:records] or inside[0].t != "begin":
+            raise NotATape(f"tape {tape!r} has records but no begin in {self.path}")
+        layers = sorted(set(places) - set(inside)) if records is None else []
+        return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
+
+    def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
+        """Bodies at these places (`index.places`), in that order; the hash of each line is checked again."""
+        for name, group in groupby(places, lambda place: place.segment):
+            with self.disk.open(self.folder / f"{name}.jsonl") as file:
+                for place in group:
+                    file.seek(place.offset)
+                    yield parse_line(file.read(place.length)[:-1]).body
+
+    def layers(self, tape: str) -> list[Record]:
+        """What was added to the tape after its end."""
+        return self.tape(tape).layers
+
+    def _names(self) -> list[str]:
+        return segment_names(self.disk.names(self.folder))
+
+    def records(self) -> Iterator[Stored]:
+        """Every record of every segment, segment by segment, up to a torn tail. Raises Corrupt where bytes changed."""
+        for name in self._names():
+            reader = SegmentReader(self.folder, name, disk=self.disk)
+            yield from self._stored(reader)
+            broken = reader.broken()
+            if broken is not None and broken.verdict == "corrupt":
+                raise broken.error()
+
+    def tail(self, cursor: Cursor | None = None) -> tuple[list[Stored], Cursor]:
+        """What was written since `cursor` by anybody, and the cursor for the next time. Never waits."""
+        places = dict(cursor.places) if cursor is not None else {}
+        found: list[Stored] = []
+        for name in self._names():
+            reader = SegmentReader(self.folder, name, disk=self.disk)
+            chain = reader.chain
+            if name in places:
+                reader.offset, chain.n, first, head, chain.frontier, sealed = places[name]
+                chain.first, chain.head, chain.sealed = first.encode(), head.encode(), {} if sealed else None
+            found += self._stored(reader)
+            broken = reader.broken()
+            if broken is not None and broken.verdict == "corrupt":
+                raise broken.error()
+            places[name] = (
+                reader.offset,
+                chain.n,
+                chain.first.decode(),
+                chain.head.decode(),
+                chain.frontier,
+                chain.sealed is not None,
+            )
+        return found, Cursor(places)
+
+    def _stored(self, reader: SegmentReader) -> Iterator[Stored]:
+        for _, line, _ in reader:
+            t, tape = peek(line.body)
+            yield Stored(reader.segment, line.n, t, tape, line.body)
+
+    def run_records(self, *kinds: str) -> Iterator[Stored]:
+        """The records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`), or those kinds of them."""
+        self.refresh()
+        places = [place for place in self.index.places("") if not kinds or place.t in kinds]
+        for place, body in zip(places, self.bodies(places), strict=True):
+            yield Stored(place.segment, place.n, place.t, None, body)
+
+    def lineages(self) -> Lineages:
+        """Every `use` and `void` record, folded."""
+        return Lineages(stored.record for stored in self.run_records("use", "void"))
+
+    def ledger(self, lineage: str) -> Ledger:
+        """What that lineage has trained on: its redo log, its next update, the tapes it has taken."""
+        return self.lineages().ledger(lineage)
+
+    def books(self) -> Books:
+        """The account of every token and episode so far. Reads only what was added since it was last asked."""
+        with self._books_lock:
+            found, self._books_cursor = self.tail(self._books_cursor)
+            for stored in found:
+                self._books_fold.add(stored.body)
+            return self._books_fold.books()
+
+    @cached_property
+    def media(self) -> Media:
+        """The run's media files."""
+        return Media(self.folder / "media", disk=self.disk)
+
+    def collect_media(self) -> list[str]:
+        """Remove the media files that no record names; gives their names. StoreFailed while any writer is at work."""
+        with FolderLock(self.disk, self.folder):
+            for name in self._names():
+                handle = self.disk.edit(self.folder / f"{name}.jsonl")
+                free = self.disk.lock(handle)
+                self.disk.close(handle)
+                if not free:
+                    raise StoreFailed(
+                        f"segment {name} has a writer, which may be about to name a media file; close it first"
+                    )
+            return self.media.collect(stored.body for stored in self.records())
+
+
+__all__ = ["Cursor", "Durability", "Store", "Stored", "Summary"]

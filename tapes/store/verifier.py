@@ -1,0 +1,314 @@
+"""Verify: read every line of a run, trust no index, and say what holds, what is broken and what was not checked.
+
+Broken: bytes below a frontier, a seal or a pin differ from what was written; a record names what is not there; the
+books don't close. Not to be told: a torn tail that no recovery has set aside, a segment missing that nothing pins. It
+runs no agent, environment or model, and it changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import NoRun
+from ..records import DIGEST_START, Begin, Parent, fold, parse_record
+from ..value import Value
+from .books import Books, BooksFold
+from .disk import REAL, Disk
+from .media import Media, digest_of, references
+from .reader import PINS, SegmentReader, read_pin_file
+from .segment import Line, peek, segment_names
+from .writer import FolderLock
+
+_PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
+_IN_TAPE = ("begin", "step", "call", "reward", "end")
+
+
+class SegmentReport(Value):
+    """One segment."""
+
+    name: str
+    lines: int
+    """Whole, chained lines from the start."""
+    size: int
+    """Bytes that they take."""
+    head: str
+    """Hash of the last of them: the pin of all before."""
+    frontier: int
+    """Lines that the segment itself says were durable."""
+    sealed: bool
+    live: bool | None
+    """Whether a writer holds it; None when that can't be told here. Asked of segments without a seal only."""
+    problem: str | None = None
+
+
+class Report(Value):
+    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 can't be told."""
+
+    run: str
+    exit_code: int
+    records: int
+    episodes: int
+    head: str | None
+    """`segment:hash` of the newest segment: print it, keep it elsewhere, give it as a pin."""
+    segments: tuple[SegmentReport, ...]
+    broken: tuple[str, ...]
+    """Each a sentence; any of them makes the exit code 1."""
+    torn: tuple[str, ...]
+    """Tails above the frontier that are not whole lines; exit code 2."""
+    holes: tuple[str, ...]
+    """Numbers of segments that are missing and that nothing pins; exit code 2."""
+    set_aside: tuple[str, ...]
+    """Files with torn bytes that a recovery kept."""
+    pins: int
+    """Pins that were compared, those among the segments included."""
+    media: int
+    """Media files that records name; each was read and compared with its name."""
+    unnamed_media: int
+    open: int
+    """Episodes without an end: running, or not recovered yet."""
+    books: Books
+    not_checked: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        return ("holds", "broken", "can't be told")[self.exit_code]
+
+
+class _Fold:
+    """What is gathered while the lines go by."""
+
+    def __init__(self) -> None:
+        self.books = BooksFold()
+        self.broken: list[str] = []
+        self.digests: dict[str, tuple[int, bytes]] = {}
+        """Tape -> (records so far, digest after them)."""
+        self.ended: set[str] = set()
+        self.forks: list[tuple[str, Parent]] = []
+        self.media: set[str] = set()
+        self.records = 0
+
+    def add(self, segment: str, line: Line) -> None:
+        self.records += 1
+        self.media |= references(line.body)
+        try:
+            t, tape = peek(line.body)
+            record = parse_record(line.body)
+            self.books.add(line.body)
+        except ValueError as error:
+            self.broken.append(f"record {line.n} of segment {segment} can't be read: {_first_line(error)}")
+            return
+        if tape is not None and t in _IN_TAPE and tape not in self.ended:
+            n, digest = self.digests.get(tape, (0, DIGEST_START))
+            self.digests[tape] = n + 1, fold(digest, line.body)
+            if t == "end":
+                self.ended.add(tape)
+        if isinstance(record, Begin):
+            if record.parent is not None:
+                self.forks.append((record.tape, record.parent))
+            if record.task.hash != record.task_hash:
+                self.broken.append(f"tape {record.tape}: its task hashes to {record.task.hash}, not to what it says")
+
+
+class _Pins:
+    """Hashes that must be found on the way."""
+
+    def __init__(self) -> None:
+        self.of_segment: set[tuple[str, str]] = set()
+        self.anywhere: set[str] = set()
+        self.outside = 0
+        """How many were kept outside the segments."""
+        self.problems: list[str] = []
+
+    def add_file(self, disk: Disk, path: Path) -> None:
+        """The heads in a file like `pins.json`. ValueError where it holds none."""
+        heads = read_pin_file(disk, path)
+        self.of_segment |= set(heads.items())
+        self.outside += len(heads)
+
+    def add(self, disk: Disk, pin: str) -> None:
+        """One that was given: `segment:hash`, a hash, or a file."""
+        match = _PIN.fullmatch(pin)
+        if match is not None:
+            self.outside += 1
+            self.of_segment.add((match[1], match[2])) if match[1] else self.anywhere.add(match[2])
+            return
+        try:
+            self.add_file(disk, Path(pin))
+        except OSError:
+            raise ValueError(f"{pin!r} is no pin (segment:hash, or a hash of 64 hex digits) and no file") from None
+
+    def see(self, name: str, line: Line) -> None:
+        """A sound line went by."""
+        h = line.h.decode()
+        self.anywhere.discard(h)
+        self.of_segment.discard((name, h))
+
+    def unmet(self) -> list[str]:
+        return [
+            *self.problems,
+            *(
+                f"segment {name} does not hold the line with the hash {head} that was pinned"
+                for name, head in sorted(self.of_segment)
+            ),
+            *(f"no segment holds the line with the hash {head} that was pinned" for head in sorted(self.anywhere)),
+        ]
+
+
+def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> Report:
+    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. NoRun, ValueError."""
+    path, folder = Path(path), Path(path) / "tapes"
+    try:
+        entries = disk.names(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
+    names = segment_names(entries)
+    wanted = _gather_pins(path, names, pins, disk)
+    pinned = len(wanted.of_segment) + len(wanted.anywhere)
+    found, torn = _Fold(), list[str]()
+    reports = [_segment(folder, name, disk, found, wanted, torn) for name in names]
+    found.broken += wanted.unmet()
+    numbers = {int(name[:6]) for name in names}
+    holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
+    _check_forks(folder, names, disk, found)
+    unnamed = _check_media(folder, disk, found)
+    books = found.books.books()
+    found.broken += [f"the books: {finding}" for finding in books.findings]
+    return Report(
+        run=str(path),
+        exit_code=1 if found.broken else 2 if torn or holes or not names else 0,
+        records=found.records,
+        episodes=books.begun,
+        head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
+        segments=tuple(reports),
+        broken=tuple(found.broken),
+        torn=tuple(torn),
+        holes=holes,
+        set_aside=tuple(sorted(name for name in entries if ".torn-" in name)),
+        pins=pinned,
+        media=len(found.media),
+        unnamed_media=unnamed,
+        open=books.open,
+        books=books,
+        not_checked=tuple(_not_checked(reports, wanted)),
+    )
+
+
+def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
+    """Those that were given, those kept beside the run, and those that each segment's first line states."""
+    wanted = _Pins()
+    for pin in pins:
+        wanted.add(disk, pin)
+    with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
+        try:
+            wanted.add_file(disk, path / PINS)
+        except ValueError as error:
+            wanted.problems.append(str(error))
+    for name in names:
+        reader = SegmentReader(path / "tapes", name, disk=disk)
+        for _ in reader:
+            wanted.of_segment |= {(str(of), str(head)) for of, head in reader.chain.opened["pins"].items()}
+            break
+    return wanted
+
+
+def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]) -> SegmentReport:
+    reader = SegmentReader(folder, name, disk=disk)
+    for _, line, _ in reader:
+        found.add(name, line)
+        wanted.see(name, line)
+    broken, chain = reader.broken(), reader.chain
+    live = _is_live(folder, name, disk) if chain.sealed is None else False
+    problem = None
+    if broken is not None and broken.verdict == "corrupt":
+        found.broken.append(problem := str(broken))
+    elif broken is not None and not live:
+        torn.append(problem := str(broken))
+    return SegmentReport(
+        name=name,
+        lines=chain.n,
+        size=reader.offset,
+        head=chain.head.decode(),
+        frontier=chain.frontier,
+        sealed=chain.sealed is not None,
+        live=live,
+        problem=problem,
+    )
+
+
+def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
+    """Whether a writer holds the segment. Under the folder's lock, so that nobody takes our asking for a writer."""
+    try:
+        with FolderLock(disk, folder):
+            handle = disk.edit(folder / f"{name}.jsonl")
+            try:
+                return not disk.lock(handle)
+            finally:
+                disk.close(handle)
+    except OSError:
+        return None  # a read-only copy, say
+
+
+def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
+    """Each fork's parent, as far as it is in this run, has the digest that the fork recorded."""
+    wanted = {
+        parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
+        for _, parent in found.forks
+        if parent.tape in found.digests
+    }
+    met: set[tuple[str, int]] = set()
+    if wanted:
+        for tape, n, digest in _digests(folder, names, disk, wanted):
+            if wanted[tape].get(n) == digest:
+                met.add((tape, n))
+    for fork, parent in found.forks:
+        if parent.tape in wanted and (parent.tape, parent.records) not in met:
+            found.broken.append(
+                f"tape {fork} was forked from tape {parent.tape} with the digest {parent.digest} after "
+                f"{parent.records} records, which that tape does not have"
+            )
+
+
+def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    state: dict[str, tuple[int, bytes]] = dict.fromkeys(tapes, (0, DIGEST_START))
+    for name in names:
+        for _, line, _ in SegmentReader(folder, name, disk=disk):
+            t, tape = peek(line.body)
+            if tape in state and t in _IN_TAPE:
+                n, digest = state[tape]
+                state[tape] = n + 1, fold(digest, line.body)
+                yield tape, n + 1, state[tape][1].hex()
+
+
+def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
+    """Read every file that a record names; gives how many others there are."""
+    media = Media(folder / "media", disk=disk)
+    for name in sorted(found.media):
+        try:
+            if digest_of(disk, media.folder / name) != name[:64]:
+                found.broken.append(f"media file {name} does not hold what its name says")
+        except FileNotFoundError:
+            found.broken.append(f"media file {name} is gone, but a record names it")
+    return len(set(media.names()) - found.media)
+
+
+def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
+    yield "what agents, environments, models and training did; this reads bytes and runs nothing"
+    for report in reports:
+        if not report.sealed and report.lines > report.frontier:
+            yield (
+                f"segment {report.name}: its last {report.lines - report.frontier} lines stand above its frontier; "
+                "if more were cut off, that does not show"
+            )
+        if report.live is None:
+            yield f"whether a writer is at work on segment {report.name}: its lock can't be asked for here"
+    if not wanted.outside:
+        yield "no pin was given: last lines cut off, or everything rewritten from the start, would not show"
+    elif not wanted.anywhere:
+        yield f"pins in {PINS} beside the tapes protect against accidents; against intent, give one kept elsewhere"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
