@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, check_target, table
+from ..console import Exit, answer, table
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """
 tapereel lab runs/demo --recipe own --recipe dr_grpo --recipe rloo
-tapereel lab runs/demo --recipe mine.yaml --update 410 --update 420 --html lab.html
+tapereel lab runs/demo --recipe mine.yaml --update 410 --update 420 --json
 """
 
 
@@ -53,29 +52,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="name the N tokens that gain most weight, and lose most (default 5)",
     )
-    parser.add_argument("--png", metavar="FILE", help="where to draw each token's pull (default: lab.png in the run)")
-    parser.add_argument("--html", metavar="FILE", help="write all of it on one self-contained page")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute, draw and print."""
+    """Compute and print."""
     from ...finetune.inspect.lab import OWN, lab
-    from ...finetune.inspect.lab_page import draw_lab, write_lab_page
 
-    check_target("--png", args.png)
-    check_target("--html", args.html)
     if args.tokens < 0:
         raise UsageError(f"--tokens is {args.tokens}; it must be 0 or more")
     recipes = args.recipes if len(args.recipes) > 1 else [OWN, *args.recipes]
     with live_progress() as progress:
         report = lab(args.run, recipes, args.updates, policy=args.policy, tokens=args.tokens, progress=progress)
-    png = Path(args.png) if args.png is not None else Path(args.run) / "lab.png"
-    draw_lab(report, png)
-    if args.html is not None:
-        write_lab_page(report, args.html)
-    written = " and ".join(safe(str(path)) for path in (png, args.html) if path is not None)
     shown = [item for experiment in report.experiments for item in _shown(experiment)]
-    answer(args, report, *shown, f"{report.seconds:.1f} s; drawn in {written}")
+    answer(args, report, *shown, f"{report.seconds:.1f} s")
     return Exit.HOLDS
 
 

@@ -14,7 +14,6 @@ import pytest
 from tapereel.cli import main
 from tapereel.finetune.history.history import History, apply_again
 from tapereel.finetune.inspect.lab import Experiment, LabReport, lab
-from tapereel.finetune.inspect.lab_page import pull_curves, write_lab_page
 from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import checkpoints
@@ -141,12 +140,11 @@ def test_what_isn_t_there_is_refused(trained: Path, tmp_path: Path) -> None:
         lab(tmp_path / "empty", ["own"])
 
 
-def test_the_verb_prints_draws_and_writes_a_page(
+def test_the_verb_prints_a_table_or_json(
     trained: Path, telling: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("recipe: grpo\nchanges:\n  weigh:\n    kind: episode\n")
-    png, page = tmp_path / "lab.png", tmp_path / "lab.html"
     words = [
         "lab",
         str(trained),
@@ -154,39 +152,16 @@ def test_the_verb_prints_draws_and_writes_a_page(
         str(recipe),
         "--update",
         str(telling),
-        "--png",
-        str(png),
-        "--html",
-        str(page),
     ]
     assert main([*words, "--json"]) == 0
     found: Any = json.loads(capsys.readouterr().out)
     assert found["recipes"] == ["own", "mine"]
     assert found["experiments"][0]["lines"][0]["recorded"] is True
-    assert png.read_bytes().startswith(b"\x89PNG")
-    text = page.read_text()
-    assert "<svg" in text
-    assert "<script" not in text
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "yes" in out
     assert f"update {telling} (rl)" in out
     assert "computing updates under other recipes: 1/1" in err
-
-
-def test_the_page_escapes_what_a_model_wrote(trained: Path, tmp_path: Path) -> None:
-    report = lab(trained, ["own", "dr_grpo"], [LAST])
-    evil = "<script>alert(1)</script>"
-    line = report.experiments[0].lines[1]
-    shift = {"tape": "t", "call": "c", "offset": 0, "id": 1, "text": evil, "first": 0.0, "pull": 0.1}
-    bad = line.model_validate({**line.model_dump(), "gained": [shift], "recipe": evil})
-    lines = (report.experiments[0].lines[0], bad)
-    changed = report.model_copy(update={"experiments": (report.experiments[0].model_copy(update={"lines": lines}),)})
-    write_lab_page(changed, tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "&lt;script&gt;" in text
-    assert "<script" not in text
-    assert [c.name for c in pull_curves(changed.experiments[0])] == ["own", evil]
 
 
 def test_an_update_s_weights_come_from_the_nearest_checkpoint(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
