@@ -1,0 +1,4 @@
+"""Many episodes: groups of attempts, runs over tasks, pass@k with intervals, and model judges.
+
+Imports `agents.episode` and `agents.setup`.
+"""
