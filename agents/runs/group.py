@@ -19,8 +19,8 @@ from ...envs.environment import Environment
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Status, Tape, Task
 from ...tapes.journal import Journal
-from ..episode.agent import Agent
 from ..engines.engine import Engine
+from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.llm import derive_seed
 from ..episode.rollout import rollout

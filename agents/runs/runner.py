@@ -16,20 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Tape, Task
-from ...tapes.store.attempts import attempts_of, counts
 from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Status
+from ...tapes.store.attempts import attempts_of, counts
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ..engines.engine import Engine
-from ..setup.engine_config import EngineConfig
 from ..episode.limits import Limits
 from ..episode.llm import derive_seed
+from ..episode.rollout import rollout
+from ..setup.engine_config import EngineConfig
+from ..setup.setup import Loaded, Scene
 from ..setup.team_config import Partners, make_team
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
-from ..setup.setup import Loaded, Scene
-from ..episode.rollout import rollout
 
 
 class RunConfig(Scene):
