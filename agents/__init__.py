@@ -11,7 +11,7 @@ if __name__ == "agents":
 from .engines.engine import Completion, Engine, EngineError, PromptTooLong, Request
 from .engines.scripted import ScriptedEngine
 from .episode.agent import Agent, FunctionAgent, agent, delegate
-from .episode.chat import ChatAgent, MisreadTooOften
+from .episode.chat import ChatAgent, TooManyParseErrors
 from .episode.limits import LimitReached, Limits
 from .episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from .episode.rollout import rollout
@@ -29,7 +29,7 @@ __all__ = [
     "FunctionAgent",
     "LimitReached",
     "Limits",
-    "MisreadTooOften",
+    "TooManyParseErrors",
     "ModelFailed",
     "PromptTooLong",
     "RenderFailed",

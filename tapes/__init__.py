@@ -22,8 +22,8 @@ from .records import Call, Cause, CauseType, Message, Sampling, Status, Task
 from .steps import (
     Action,
     Answer,
-    Misread,
     Observation,
+    ParseError,
     Reasoning,
     Step,
     Text,
@@ -47,7 +47,7 @@ __all__ = [
     "HiddenFromAgent",
     "Message",
     "MissingExtra",
-    "Misread",
+    "ParseError",
     "NotATape",
     "Observation",
     "Reasoning",

@@ -118,8 +118,8 @@ class Exchange(Thought):
         return f"{self.asked}\n→ {self.answered}"
 
 
-class Misread(Thought):
-    """An answer of the model that could not be read as an action. The model is told, and may correct itself."""
+class ParseError(Thought, kind="misread"):
+    """The model's answer could not be parsed as an action; the next prompt tells the model why."""
 
     said_back: ClassVar[bool] = True
     problem: str

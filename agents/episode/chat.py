@@ -1,6 +1,6 @@
 """ChatAgent: the straight road from a system prompt and action types to an agent.
 
-The model's answer is read as one of the action types. An answer that can't be read becomes a `Misread` thought: it is
+The model's answer is read as one of the action types. An answer that can't be read becomes a `ParseError` thought: it is
 on the tape, the model is told what was wrong, and may try again.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...tapes import Action, Misread, Step, Tape, ToolCall, ToolCalls, ToolOffer
+from ...tapes import Action, ParseError, Step, Tape, ToolCall, ToolCalls, ToolOffer
 from ...tapes.common.plain_json import read_plain
 from .agent import Agent
 from .llm import LLM, Reply
@@ -20,7 +20,7 @@ from .llm import LLM, Reply
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-class MisreadTooOften(ValueError):
+class TooManyParseErrors(ValueError):
     """The model's answers could not be read as an action; the agent's error."""
 
 
@@ -81,8 +81,8 @@ class ChatAgent(Agent):
             except ValueError as error:
                 problem = _problem(error)
                 if tries_left == 0:
-                    raise MisreadTooOften(f"{problem} (answer: {reply.text[:200]!r})") from error
-                yield Misread(problem=problem)
+                    raise TooManyParseErrors(f"{problem} (answer: {reply.text[:200]!r})") from error
+                yield ParseError(problem=problem)
                 continue
             yield action
             return

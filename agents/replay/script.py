@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
-from ...tapes import Action, CauseType, Misread, Observation, Status, Step, Tape, Thought
+from ...tapes import Action, CauseType, Observation, ParseError, Status, Step, Tape, Thought
 from ...tapes.audit.verdict import Divergence, Likely, clipped, differences, plain
 from ...tapes.log import Entry
 from ...tapes.messages import ENV
@@ -21,6 +21,8 @@ from ...tapes.records import Call, End, StepRecord
 from ..episode.clock import asker, derive_seed
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
+"""Exception class as written on older tapes -> its name today, so that the rename is no divergence."""
 _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
@@ -269,7 +271,7 @@ class Script:
         if any(next(_step_differences(other, record), None) is None for _, other in others):
             return Likely.ORDER, f"the steps come in another order, {what}"
         heard = same_calls and entry.calls and self.tape.call(entry.calls[-1][0]).engine != "authored"
-        thought = isinstance(record.content, Thought) and not isinstance(record.content, Misread)
+        thought = isinstance(record.content, Thought) and not isinstance(record.content, ParseError)
         if heard and thought and not self._is_read(record.content, entry):
             return Likely.CODE, f"the agent thinks something that isn't in the model's answer, {what}"
         if heard:
@@ -331,7 +333,8 @@ def _what_ended(end: End | None) -> dict[str, Any]:
     if cause is None:
         return {"status": end.status.value, "cause": None}
     message = _ADDRESS.sub("0x", cause.message or "")
-    return {"status": end.status.value, "cause": {"type": cause.type.value, "error": cause.error, "message": message}}
+    error = _RENAMED_ERRORS.get(cause.error or "", cause.error)
+    return {"status": end.status.value, "cause": {"type": cause.type.value, "error": error, "message": message}}
 
 
 def _told(end: dict[str, Any]) -> str:

@@ -20,7 +20,8 @@ from tapereel.agents import (
     rollout_group,
 )
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import CauseType, Misread, Status, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes import CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes.steps import read_step
 
 from .worlds import Guess, GuessNumber, Player
 
@@ -40,7 +41,7 @@ def test_a_misread_answer_is_a_thought_that_the_model_sees():
     chat = ChatAgent("Guess.", parse=lambda text: Guess(number=int(text)))
     tape = run(chat, GuessNumber(), 7, engine=ScriptedEngine(model))
     assert tape.status is Status.FINISHED
-    assert [type(s) for s in tape[1:]] == [Misread, Guess]
+    assert [type(s) for s in tape[1:]] == [ParseError, Guess]
     assert seen[1][-2:] == [("assistant", "seven"), ("user", "invalid literal for int() with base 10: 'seven'")]
 
 
@@ -61,14 +62,19 @@ def test_json_that_nobody_could_record_is_misread_too(answer: str, says: str):
     answers = iter([answer, '{"name": "w_guess", "arguments": {"number": 7}}'])
     tape = run(ChatAgent(actions=[Guess]), GuessNumber(), 7, engine=ScriptedEngine(lambda request: next(answers)))
     assert tape.status is Status.FINISHED, tape.cause
-    assert [type(s) for s in tape[1:]] == [Misread, Guess]
+    assert [type(s) for s in tape[1:]] == [ParseError, Guess]
     assert says in tape[1].problem
+
+
+def test_the_kind_of_a_parse_error_on_tape_stays_misread():
+    assert ParseError.kind == "misread"
+    assert type(read_step("thought", "misread", {"problem": "not a number"})) is ParseError
 
 
 def test_too_many_misreadings_are_the_agents_error():
     chat = ChatAgent(parse=lambda text: Guess(number=int(text)), misreads=1)
     tape = run(chat, GuessNumber(), 7, engine=ScriptedEngine(["a", "b"]))
-    assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.AGENT, "MisreadTooOften")
+    assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.AGENT, "TooManyParseErrors")
     assert "'b'" in tape.cause.message
 
 

@@ -318,7 +318,7 @@ def test_an_answer_without_a_call_is_misread_unless_it_may_be_plain():
     strict = ChatAgent(actions=[ToolCalls], misreads=0)
     tape = asyncio.run(rollout(strict, Sums(), TASK, engine=ScriptedEngine(["5"])))
     assert tape.cause is not None
-    assert tape.cause.error == "MisreadTooOften"
+    assert tape.cause.error == "TooManyParseErrors"
     with pytest.raises(ValueError, match="must have one field, `text`"):
         ChatAgent(actions=[ToolCalls], plain=ToolCalls)
 

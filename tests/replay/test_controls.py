@@ -13,7 +13,7 @@ from tapereel.agents.engines.embedded.tiny_model import CHAT_TEMPLATE, char_toke
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs.checks.reexec import reexec
-from tapereel.tapes import Answer, Misread, Reasoning, Tape, ToolCalls
+from tapereel.tapes import Answer, ParseError, Reasoning, Tape, ToolCalls
 from tapereel.tapes.audit.verdict import Divergence, Likely
 
 from .worlds import RENDERER, TOOLS, Counting, Debate, Speaker, Thinker, parse_short, record
@@ -116,7 +116,7 @@ def test_other_tools_and_another_order_of_tools():
 
 def test_a_changed_parser():
     tape = record("misread answers")
-    first = next(k for k, step in enumerate(tape) if isinstance(step, Misread))
+    first = next(k for k, step in enumerate(tape) if isinstance(step, ParseError))
 
     def forgiving(text: str) -> Answer:
         return Answer(text=text[:3])
@@ -128,7 +128,7 @@ def test_a_changed_parser():
     def strict(text: str) -> Answer:
         raise ValueError("never")
 
-    kept = next(k for k, step in enumerate(tape) if not isinstance(step, Misread) and k > 0)
+    kept = next(k for k, step in enumerate(tape) if not isinstance(step, ParseError) and k > 0)
     divergence = found(tape, ChatAgent("Short!", parse=strict, misreads=6))
     assert divergence.cause == Likely.PARSER
     assert divergence.step is not None

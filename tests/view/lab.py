@@ -23,7 +23,7 @@ from tapereel.tapes.records import (
     Tools,
     Use,
 )
-from tapereel.tapes.steps import Answer, Misread, Reasoning, Text
+from tapereel.tapes.steps import Answer, ParseError, Reasoning, Text
 from tapereel.tapes.store.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"
@@ -79,7 +79,7 @@ class Recording:
         self._step(self.agent, "thought", Reasoning(text=text), ())
 
     def misread(self, problem: str) -> None:
-        self._step(self.agent, "thought", Misread(problem=problem), ())
+        self._step(self.agent, "thought", ParseError(problem=problem), ())
 
     def _step(self, by: str, role: Any, content: Any, calls: tuple[tuple[str, int, int], ...]) -> None:
         self.at += 0.25
@@ -219,7 +219,9 @@ def training_run(path: Path) -> Path:
         )
         broken.misread("write a number")
         broken.ask("write a number", "oo", split="history was rewritten", version="main:1")
-        broken.end("error", Cause(type="agent", error="MisreadTooOften", message="write a number", frame="a.py:1 in b"))
+        broken.end(
+            "error", Cause(type="agent", error="TooManyParseErrors", message="write a number", frame="a.py:1 in b")
+        )
         episode(store, "held", ["42"], None, split="eval", at=2040.0)
         episode(store, "slow", ["1"], None, status="limit", cause=Cause(type="seconds"), at=2041.0)
         store.writer.sync()

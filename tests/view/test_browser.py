@@ -78,7 +78,7 @@ def test_the_table_lists_failures_first(page, server):
         ("split=eval", {"held"}),
         ("unscored=1", {"broken", "running", "held", "slow"}),
         ("agent=solver&task=open", {"running"}),
-        ("text=MisreadTooOften", {"broken"}),
+        ("text=TooManyParseErrors", {"broken"}),
         ("text=go+on", {"running"}),
         ("text=%5EturN%20%5Cd&re=1", set()),
         ("text=%5E4%5B01%5D%24&re=1", {"g0a1", "g1a1", "forked"}),

@@ -196,7 +196,7 @@ def test_a_bundle_shows_the_same_without_a_server(page, address: str):
     page.goto(f"{address}#/curve")
     page.locator(".chart .dot").first.click()
     page.wait_for_function("() => T.app.table.found.length === 4")
-    page.goto(f"{address}#/?text=MisreadTooOften")
+    page.goto(f"{address}#/?text=TooManyParseErrors")
     page.wait_for_function("() => T.app.table.found.length === 1")
     page.goto(f"{address}#/tape/nobody")
     page.locator(".state", has_text="no tape nobody is in this bundle").wait_for()

@@ -223,7 +223,7 @@ def test_a_search_looks_at_what_is_shown_and_says_what_it_left_out(hostile: RunV
     assert max(len(text) for _, text in found["texts"]) == 1_000_000
     texts = dict(view.texts("broken", 0)["texts"])
     assert texts[0] == "divide"
-    assert "MisreadTooOften: write a number" in texts.values()
+    assert "TooManyParseErrors: write a number" in texts.values()
     assert len(view.texts_of(["g0a0", "g0a1"])) == 2
     assert len(hostile.texts_of(["hostile"] * 9)) < 9, "one answer holds so much and no more"
 
