@@ -1,7 +1,7 @@
-"""ChatAgent: the straight road from a system prompt and action types to an agent.
+"""ChatAgent: an agent made from a system prompt and the action types that it may use.
 
-The model's answer is read as one of the action types. An answer that can't be read becomes a `ParseError` thought: it is
-on the tape, the model is told what was wrong, and may try again.
+The agent parses the model's answer as one of the action types. An answer that can't be parsed becomes a `ParseError`
+thought on the tape; the next prompt shows the problem to the model, which may try again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
-from ...tapes import Action, ParseError, Step, Tape, ToolCall, ToolCalls, ToolOffer
+from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCall, ToolCalls, ToolOffer
 from ...tapes.common.plain_json import read_plain
 from .agent import Agent
 from .llm import LLM, Reply
@@ -21,17 +21,21 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class TooManyParseErrors(ValueError):
-    """The model's answers could not be read as an action; the agent's error."""
+    """The model's answers could not be parsed as an action; an error of the agent."""
 
 
 class ChatAgent(Agent):
-    """One model call a turn, read as an action.
+    """An agent that asks the model once a turn and parses the answer as an action.
 
-    - `parse`: a function from the answer's text to an Action; a ValueError it raises is the message to the model.
-    - else `actions`: the Action classes are offered as tools, and a function call (parsed by the engine, or written as
-      JSON, bare or between <tool_call> tags) is read as one. `ToolCalls` among them takes any calls as they are, and
-      offers the tools that the episode began with (`ToolOffer`). `plain` is what an answer without a call becomes, as
-      `Answer`: an Action class with one field, `text`; without it such an answer is misread.
+    `ChatAgent("You are helpful.")` answers with the model's text as an `Answer`; in an environment with tools it also
+    makes function calls (the same as `actions=[ToolCalls], plain=Answer`). Otherwise one of these decides:
+
+    - `parse`: a function from the answer's text to an Action. The message of a ValueError that it raises goes to the
+      model.
+    - `actions`: Action classes that are offered to the model as tools. A function call, parsed by the engine or written
+      as JSON (bare or between <tool_call> tags), becomes an instance of one of them. `ToolCalls` in `actions` accepts
+      any calls unchanged, and also offers the tools of the episode's `ToolOffer`. `plain` is the class for an answer
+      without a call: an Action with one field, `text`. Without `plain` such an answer is a `ParseError`.
     """
 
     def __init__(
@@ -47,8 +51,12 @@ class ChatAgent(Agent):
         temperature: float | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        if (parse is None) == (not actions):
-            raise ValueError("ChatAgent needs `parse` or `actions`, one of them")
+        """
+        system: the system prompt. misreads: answers of one turn that may fail to parse before the turn fails.
+        temperature, max_tokens: of this agent's calls; None: the episode's.
+        """
+        if parse is not None and actions:
+            raise ValueError("ChatAgent takes `parse` or `actions`, not both: each says how an answer is parsed")
         if plain is not None and (not actions or list(plain.model_fields) != ["text"]):
             raise ValueError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
         if misreads < 0:
@@ -64,10 +72,7 @@ class ChatAgent(Agent):
         self.max_tokens = max_tokens
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-        offered: list[Any] = [a for a in self.actions if a is not ToolCalls]
-        offered.extend(self.tools)
-        if ToolCalls in self.actions and len(tape) and isinstance(tape[0], ToolOffer):
-            offered.extend(tape[0].tools)
+        offered = self._offered(tape)
         for tries_left in range(self.misreads, -1, -1):
             reply = await llm(
                 tape.now(),
@@ -77,7 +82,7 @@ class ChatAgent(Agent):
                 max_tokens=self.max_tokens,
             )
             try:
-                action = self.parse(reply.text) if self.parse is not None else self._read(reply)
+                action = self.parse(reply.text) if self.parse is not None else self._parse_reply(reply, bool(offered))
             except ValueError as error:
                 problem = _problem(error)
                 if tries_left == 0:
@@ -87,28 +92,46 @@ class ChatAgent(Agent):
             yield action
             return
 
-    def _read(self, reply: Reply) -> Action:
-        calls = list(reply.tool_calls) or _written(reply.text)
-        if not calls and self.plain is not None:
-            return self.plain.model_validate({"text": reply.text})
+    @property
+    def _actions(self) -> tuple[type[Action], ...]:
+        return self.actions or (ToolCalls,)
+
+    @property
+    def _plain(self) -> type[Action] | None:
+        return self.plain if self.actions else Answer
+
+    def _offered(self, tape: Tape) -> list[type[Action] | dict[str, JsonValue]]:
+        """What the model may call: action classes, this agent's own tools, and the tools of the episode."""
+        offered: list[type[Action] | dict[str, JsonValue]] = [a for a in self._actions if a is not ToolCalls]
+        offered.extend(self.tools)
+        if self.parse is None and ToolCalls in self._actions and len(tape) and isinstance(tape[0], ToolOffer):
+            offered.extend(tape[0].tools)
+        return offered
+
+    def _parse_reply(self, reply: Reply, offered: bool) -> Action:
+        # Where no tool was offered, text that looks like a call (JSON, say) is the answer itself.
+        calls = (list(reply.tool_calls) or _calls_in_text(reply.text)) if offered or self.actions else []
+        if not calls and self._plain is not None:
+            return self._plain.model_validate({"text": reply.text})
         if not calls:
             raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}.")
-        parsed = [_function(call, k) for k, call in enumerate(calls)]
-        if ToolCalls in self.actions and (len(parsed) > 1 or parsed[0].name not in self._names(typed=True)):
+        parsed = [_tool_call(call, k) for k, call in enumerate(calls)]
+        typed = {a.kind: a for a in self._actions if a is not ToolCalls}
+        if ToolCalls in self._actions and (len(parsed) > 1 or parsed[0].name not in typed):
             return ToolCalls(calls=tuple(parsed))
         if len(parsed) > 1:
             raise ValueError("Answer with one call at a time.")
-        for cls in self.actions:
-            if cls.kind == parsed[0].name:
-                return cls.model_validate(parsed[0].arguments)
+        if parsed[0].name in typed:
+            return typed[parsed[0].name].model_validate(parsed[0].arguments)
         raise ValueError(f"There is no {parsed[0].name!r}. Call one of: {', '.join(self._names())}.")
 
-    def _names(self, *, typed: bool = False) -> list[str]:
-        names = [a.kind for a in self.actions if a is not ToolCalls]
-        return names if typed else names + [t.get("function", t).get("name", "?") for t in self.tools]
+    def _names(self) -> list[str]:
+        """Names of the action classes and of this agent's own tools."""
+        names = [a.kind for a in self._actions if a is not ToolCalls]
+        return names + [str(t.get("function", t).get("name", "?")) for t in self.tools]
 
 
-def _written(text: str) -> list[dict[str, Any]]:
+def _calls_in_text(text: str) -> list[dict[str, Any]]:
     """Function calls that a model wrote as text: between <tool_call> tags, or the whole text as one JSON object."""
     found = _TOOL_CALL.findall(text)
     if not found and text.strip().startswith("{"):
@@ -125,7 +148,7 @@ def _written(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _function(call: dict[str, Any], k: int) -> ToolCall:
+def _tool_call(call: dict[str, Any], k: int) -> ToolCall:
     function = call.get("function", call)
     if not isinstance(function, dict):
         raise ValueError('A call is a JSON object with "name" and "arguments".')

@@ -20,7 +20,7 @@ from tapereel.agents import (
     rollout_group,
 )
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes import Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
 from tapereel.tapes.steps import read_step
 
 from .worlds import Guess, GuessNumber, Player
@@ -64,6 +64,24 @@ def test_json_that_nobody_could_record_is_misread_too(answer: str, says: str):
     assert tape.status is Status.FINISHED, tape.cause
     assert [type(s) for s in tape[1:]] == [ParseError, Guess]
     assert says in tape[1].problem
+
+
+def test_a_system_prompt_alone_makes_an_agent_that_answers_with_text():
+    seen: list[list[tuple[str, str]]] = []
+
+    def model(request: Request) -> str:
+        seen.append([(m["role"], m["content"]) for m in request.messages])
+        return '{"no": "call"}'
+
+    tape = run(ChatAgent("Be brief."), GuessNumber(), 7, engine=ScriptedEngine(model))
+    assert [type(s) for s in tape[1:2]] == [Answer]
+    assert tape[1].text == '{"no": "call"}'
+    assert seen[0][0] == ("system", "Be brief.")
+
+
+def test_parse_and_actions_exclude_each_other():
+    with pytest.raises(ValueError, match="`parse` or `actions`, not both"):
+        ChatAgent(actions=[Guess], parse=lambda text: Guess(number=1))
 
 
 def test_the_kind_of_a_parse_error_on_tape_stays_misread():
@@ -166,11 +184,6 @@ def test_parallel_tool_calls_are_one_action_and_their_results_one_observation():
     assert roles == [("user", "go"), ("assistant", ""), ("tool", "1"), ("tool", "2")]
     assert engine.asked[1].messages[1]["tool_calls"] == list(calls)
     assert engine.asked[1].messages[2]["tool_call_id"] == "c1"
-
-
-def test_chat_agent_wants_one_way_to_read():
-    with pytest.raises(ValueError, match="`parse` or `actions`"):
-        ChatAgent()
 
 
 def test_a_group_shares_task_environment_seed_and_id_and_refills_once():
