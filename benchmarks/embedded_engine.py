@@ -194,7 +194,7 @@ def swap_milliseconds(model: PreTrainedModel) -> float:
             await asyncio.sleep(0)
         for _ in range(swaps):
             published += 1
-            await engine.publish(state, f"v{published}")
+            await engine.sync_weights(state, f"v{published}")
         await asyncio.gather(*running)
 
     plain = cpu_seconds(lambda: asyncio.run(run(0)), 5)

@@ -90,9 +90,9 @@ class TeamEngine:
 
         return replace(await engine.complete(replace(request, on_partial=partial)), engine=engine.name)
 
-    async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None:
+    async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         """New weights for the lead's engine."""
-        await self.lead.publish(state, version, mode)
+        await self.lead.sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
         for engine in self._distinct:

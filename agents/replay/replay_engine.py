@@ -180,7 +180,7 @@ class ReplayEngine:
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by key."""
 
-    async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None:
+    async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         """New weights change nothing: what was sampled was sampled."""
 
     async def close(self) -> None:

@@ -261,7 +261,7 @@ class TRLRecorder:
                 model, self._renderer, version=version, slots=self.slots, capacity=self.capacity
             )
         else:
-            await self._engine.publish(weights, version)
+            await self._engine.sync_weights(weights, version)
         self._version = version
 
     # Scores and updates

@@ -291,10 +291,10 @@ class Loop:
             await self.store.writer.durable()
             await self._settled()
             started = time.perf_counter()
-            await self.engine.publish(weights, publish.version, self.config.publish)
+            await self.engine.sync_weights(weights, publish.version, self.config.publish)
             self.publish_seconds += time.perf_counter() - started
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
-                await player.engine.publish(theirs, name.version, self.config.publish)
+                await player.engine.sync_weights(theirs, name.version, self.config.publish)
         self.rollouts.applied(plan.every)
         line = {
             **rollout_line(stats, uses, taken.tapes, seconds),

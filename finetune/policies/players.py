@@ -79,7 +79,7 @@ class Player:
             _, uses, weights, publish = await asyncio.to_thread(self.update, plan, self.history.from_store, "reprefill")
             for one in (*uses, publish):
                 store.append_layer(one)
-            await self.engine.publish(weights, publish.version)
+            await self.engine.sync_weights(weights, publish.version)
         await store.writer.durable()
 
 

@@ -55,7 +55,7 @@ class Policy:
         engine = await self.servers()
         try:
             if engine.version != version:
-                await engine.publish(copied_weights(self.model), version)
+                await engine.sync_weights(copied_weights(self.model), version)
         except BaseException:
             await engine.close()
             raise

@@ -119,7 +119,7 @@ async def hears_through_a_change_of_weights(engine: RemoteEngine, weights: Any) 
     request = replace(long_one(3, length=1500), listener=heard)
     asked = asyncio.create_task(engine.complete(request))
     await heard.begun.wait()
-    await engine.publish(weights, f"{before}+heard")
+    await engine.sync_weights(weights, f"{before}+heard")
     found = await asked
     assert [version for version, _, _ in found.spans] == [before, f"{before}+heard"]
     assert heard.ids == list(found.ids or ())
@@ -143,13 +143,13 @@ async def swap(
     of these; gives the versions published and the answers."""
     for k, (length, pause) in enumerate(tries):
         if k:
-            await engine.publish(policy(0).state_dict(), f"{engine.version}/again")
+            await engine.sync_weights(policy(0).state_dict(), f"{engine.version}/again")
         versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
         requests = [long_one(seed, length=length) for seed in range(3, 11)]
         asked = [asyncio.create_task(engine.complete(request)) for request in requests]
         for seed, version in enumerate(versions, start=1):
             await asyncio.sleep(pause)
-            await engine.publish(policy(seed).state_dict(), version, mode)
+            await engine.sync_weights(policy(seed).state_dict(), version, mode)
         answers = list(zip(requests, await asyncio.gather(*asked), strict=True))
         if any(enough(completion, versions) for _, completion in answers):
             return versions, answers
@@ -258,7 +258,7 @@ class Served:
         async def test(engine: RemoteEngine) -> None:
             request = ask("abcdabcd" * 24, 5, max_tokens=8)
             assert self.off(0, request, await engine.complete(request)) < CLOSE
-            await engine.publish(self.policy(1).state_dict(), f"{engine.version}+other")
+            await engine.sync_weights(self.policy(1).state_dict(), f"{engine.version}+other")
             assert self.off(1, request, await engine.complete(request)) < CLOSE
 
         runs(test)
@@ -272,7 +272,7 @@ class Served:
             (sync,) = engine._syncs
             engine._syncs = (Lost(sync.server),)  # type: ignore[attr-defined]
             with pytest.raises(PublishFailed, match="update"):
-                await engine.publish(self.policy(1).state_dict(), f"{engine.version}+lost")
+                await engine.sync_weights(self.policy(1).state_dict(), f"{engine.version}+lost")
             with pytest.raises(EngineError, match="publish failed"):
                 await engine.complete(ask())
 
@@ -307,7 +307,7 @@ class Served:
             weights = self.policy(1).state_dict()
             for wrong in ({"nonsense.weight": torch.zeros(2, 2)}, weights | {"model.norm.weight": torch.zeros(3)}):
                 with pytest.raises(ValueError, match=r"the weights lack|has shape"):
-                    await engine.publish(wrong, f"{engine.version}+wrong")
+                    await engine.sync_weights(wrong, f"{engine.version}+wrong")
             request = ask()
             assert self.off(0, request, await engine.complete(request)) < CLOSE
 

@@ -284,9 +284,9 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
             for n in range(4)
         ]
         await until(lambda: shared.stats.steps >= 3)
-        await shared.publish(bad, "bad")
+        await shared.sync_weights(bad, "bad")
         failed = await asyncio.gather(*running, return_exceptions=True)
-        await shared.publish(good, "v1")
+        await shared.sync_weights(good, "v1")
         # of uneven length, so that the short ones see what the failed ones left behind their own tokens
         requests = [ask(prompt_of(n, 40 if n == 3 else 1), seed=n, max_tokens=60, key=f"c{n}") for n in range(4)]
         return failed, list(zip(requests, await asyncio.gather(*(shared.complete(r) for r in requests)), strict=True))
@@ -333,7 +333,7 @@ def test_closing_ends_what_is_in_flight_as_abort() -> None:
         shared = engine(decoder(), slots=2, end_ids=())
         running = [asyncio.ensure_future(shared.complete(ask((n + 3,), seed=n, max_tokens=90))) for n in range(3)]
         await until(lambda: shared.stats.steps >= 4)
-        swap = asyncio.ensure_future(shared.publish(decoder(seed=1).state_dict(), "v1", "drain"))
+        swap = asyncio.ensure_future(shared.sync_weights(decoder(seed=1).state_dict(), "v1", "drain"))
         await asyncio.sleep(0)
         await shared.close()
         await shared.close()
@@ -358,8 +358,8 @@ def test_a_swap_that_waits_for_the_batch_goes_on_when_the_batch_is_cancelled() -
         call = asyncio.ensure_future(shared.complete(ask((5,), max_tokens=90)))
         waits = asyncio.ensure_future(shared.complete(ask((6,), max_tokens=3)))
         await until(lambda: shared.stats.sampled >= 2)
-        swap = asyncio.ensure_future(shared.publish(decoder(seed=1).state_dict(), "v1", "drain"))
-        given_up = asyncio.ensure_future(shared.publish(decoder(seed=2).state_dict(), "v2", "drain"))
+        swap = asyncio.ensure_future(shared.sync_weights(decoder(seed=1).state_dict(), "v1", "drain"))
+        given_up = asyncio.ensure_future(shared.sync_weights(decoder(seed=2).state_dict(), "v2", "drain"))
         await asyncio.sleep(0)
         given_up.cancel()
         call.cancel()
@@ -392,7 +392,7 @@ def test_the_model_given_is_copied_unless_it_is_handed_over() -> None:
     mine, other = copy.deepcopy(decoder()), decoder(seed=1).state_dict()
 
     async def swap(copied: bool) -> None:
-        await engine(mine, copy=copied).publish(other, "v1")
+        await engine(mine, copy=copied).sync_weights(other, "v1")
 
     before = {name: value.clone() for name, value in mine.state_dict().items()}
     asyncio.run(swap(True))
@@ -415,11 +415,11 @@ def test_weights_of_another_shape_change_nothing() -> None:
             ({**own, "model.norm.bias": torch.ones(32)}, "model lacks: model.norm.bias"),
         ):
             with pytest.raises(WrongWeights, match=words):
-                await shared.publish(state, "v1")
+                await shared.sync_weights(state, "v1")
         with pytest.raises(ValueError, match="published before"):
-            await shared.publish(own, "v0")
+            await shared.sync_weights(own, "v0")
         with pytest.raises(ValueError, match="publish mode 'now'"):
-            await shared.publish(own, "v1", "now")  # type: ignore[arg-type]
+            await shared.sync_weights(own, "v1", "now")  # type: ignore[arg-type]
         return shared
 
     shared = asyncio.run(main())
@@ -438,10 +438,10 @@ def test_tied_weights_are_published_by_either_name(names: str) -> None:
 
     async def main() -> Completion:
         shared = engine(decoder("qwen2", 0), end_ids=())
-        await shared.publish(state, "v1")
+        await shared.sync_weights(state, "v1")
         split = {**model.state_dict(), "lm_head.weight": torch.zeros(40, 32)}
         with pytest.raises(WrongWeights, match="are tied in this model"):
-            await shared.publish(split, "v2")
+            await shared.sync_weights(split, "v2")
         return await shared.complete(request)
 
     assert worst(model, request, asyncio.run(main())) < 1e-4

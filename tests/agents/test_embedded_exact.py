@@ -60,7 +60,7 @@ def swapped(
         running = [asyncio.ensure_future(shared.complete(request)) for request in requests]
         for k in (1, 2, 3):
             await until(lambda k=k: shared.stats.steps >= 22 * k)
-            await shared.publish(models[f"v{k}"].state_dict(), f"v{k}", mode)
+            await shared.sync_weights(models[f"v{k}"].state_dict(), f"v{k}", mode)
         return await asyncio.gather(*running), shared
 
     completions, shared = asyncio.run(main())
@@ -118,8 +118,8 @@ def test_nobody_joins_while_the_batch_drains_but_what_was_begun_goes_on() -> Non
         running = [asyncio.ensure_future(shared.complete(request)) for request in requests]
         await until(lambda: shared.stats.max_batch == 3)
         # evicts all three, which come back one by one; before they are all back, the next swap waits for them
-        await shared.publish(models["v1"].state_dict(), "v1")
-        await shared.publish(models["v2"].state_dict(), "v2", "drain")
+        await shared.sync_weights(models["v1"].state_dict(), "v1")
+        await shared.sync_weights(models["v2"].state_dict(), "v2", "drain")
         assert [task.done() for task in running] == [True, True, True, False, False]
         return await asyncio.gather(*running)
 
@@ -137,7 +137,7 @@ def test_what_mixed_old_and_new_weights_is_never_parked() -> None:
         first = ask(prompt_of(0, 8), key="c", max_tokens=40)
         running = asyncio.ensure_future(shared.complete(first))
         await until(lambda: shared.stats.steps >= 10)
-        await shared.publish(models["v1"].state_dict(), "v1", "stale_kv")
+        await shared.sync_weights(models["v1"].state_dict(), "v1", "stale_kv")
         half = await running
         second = ask(first.prompt + half.ids + prompt_of(1, 3), key="c", max_tokens=20)
         return second, await shared.complete(second)
@@ -154,7 +154,7 @@ def test_parked_kv_of_an_older_version_is_computed_again() -> None:
         shared = engine(models["v0"])
         first = ask(prompt_of(0, 8), key="c", max_tokens=12)
         reply = await shared.complete(first)
-        await shared.publish(models["v1"].state_dict(), "v1")
+        await shared.sync_weights(models["v1"].state_dict(), "v1")
         second = ask(first.prompt + reply.ids + prompt_of(1, 3), key="c", max_tokens=12)
         return second, await shared.complete(second)
 
@@ -278,7 +278,7 @@ def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: d
 
     async def publish(shared: Any, version: str, at: int, mode: Any) -> None:
         await ticks(at)
-        await shared.publish(models[version].state_dict(), version, mode)
+        await shared.sync_weights(models[version].state_dict(), version, mode)
 
     async def main() -> Any:
         shared = engine(

@@ -99,7 +99,7 @@ class TestEmbedded(Served):
         async def test(engine: RemoteEngine) -> None:
             with Store.create(path, durability="os") as store:
                 history = history_in(store, path, config, policy=self.policy(0))
-                await engine.publish(history.model.state_dict(), history.version)
+                await engine.sync_weights(history.model.state_dict(), history.version)
                 await loop_in(store, history, config, engine=engine, tasks=tasks(1)).run()
 
         runs(test)
@@ -200,7 +200,9 @@ def test_a_model_that_fails_in_the_midst_of_a_stream_ends_it_with_the_error() ->
         asked = asyncio.create_task(engine.complete(replace(long_one(3, length=1500), listener=heard)))
         await heard.begun.wait()
         weights = Served.policy(0).state_dict()
-        await server.engine.publish(weights | {"model.norm.weight": weights["model.norm.weight"] * math.nan}, "broken")
+        await server.engine.sync_weights(
+            weights | {"model.norm.weight": weights["model.norm.weight"] * math.nan}, "broken"
+        )
         with pytest.raises(ServerFailed, match=r"500: the stream broke off.*no finite probabilities") as caught:
             await asked
         assert caught.value.retry

@@ -275,9 +275,9 @@ def test_publishing_goes_step_by_step_and_tokens_carry_the_new_version(tmp_path:
     server = FaultyServer()
 
     async def test(engine: RemoteEngine) -> Completion:
-        await engine.publish(WEIGHTS, "run:1")
+        await engine.sync_weights(WEIGHTS, "run:1")
         with pytest.raises(ValueError, match="published before"):
-            await engine.publish(WEIGHTS, "run:1")
+            await engine.sync_weights(WEIGHTS, "run:1")
         return await engine.complete(ask())
 
     found = using(server, test, weights_folder=tmp_path)
@@ -296,7 +296,7 @@ def test_after_a_publish_that_failed_nothing_is_sampled(step: str) -> None:
         while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
             await asyncio.sleep(0.001)
         with pytest.raises(PublishFailed, match="out of memory"):
-            await engine.publish(WEIGHTS, "run:1")
+            await engine.sync_weights(WEIGHTS, "run:1")
         assert server.control[-1] == "/resume", "it must not stay paused"
         server.pending.popitem()[1].set()
         for request in (asked, engine.complete(ask())):
@@ -322,7 +322,7 @@ def test_weights_that_change_under_a_silent_server_are_not_guessed() -> None:
         asked = asyncio.create_task(engine.complete(ask()))
         while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
             await asyncio.sleep(0.001)
-        await engine.publish(WEIGHTS, "run:1")
+        await engine.sync_weights(WEIGHTS, "run:1")
         server.pending.popitem()[1].set()
         with pytest.raises(EngineError, match="weights changed under way"):
             await asked

@@ -75,7 +75,7 @@ def test_transfer_starts_updates_and_finishes_with_the_version(tmp_path: Path) -
     server = FaultyServer()
 
     async def test(engine: RemoteEngine) -> Any:
-        await engine.publish(WEIGHTS, "run:1")
+        await engine.sync_weights(WEIGHTS, "run:1")
         return await engine.complete(ask())
 
     assert using([server], test, way="transfer", weights_folder=tmp_path).spans == (("run:1", 0, 5),)
@@ -96,7 +96,7 @@ def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
 
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(PublishFailed, match=r"`update`.*out of memory"):
-            await engine.publish(WEIGHTS, "run:1")
+            await engine.sync_weights(WEIGHTS, "run:1")
         with pytest.raises(EngineError, match="publish failed"):
             await engine.complete(ask())
 
@@ -200,14 +200,14 @@ def test_a_server_that_was_started_anew_gives_nothing_until_it_has_the_weights()
     anew, well = FaultyServer(), FaultyServer()
 
     async def test(engine: RemoteEngine) -> None:
-        await engine.publish(WEIGHTS, "run:1")
+        await engine.sync_weights(WEIGHTS, "run:1")
         anew.version = "default"
         # The first of two equal servers is asked first.
         with pytest.raises(ForeignWeights, match=r"weights \['default'\], which were not published here since 'run:1'"):
             await engine.complete(ask("a"))
         for text in "abcd":
             assert (await engine.complete(ask(text))).spans == (("run:1", 0, 5),), "others are asked, in its place too"
-        await engine.publish(WEIGHTS, "run:2")
+        await engine.sync_weights(WEIGHTS, "run:2")
         assert anew.version == "run:2"
 
     using([anew, well], test)
@@ -256,7 +256,7 @@ def test_servers_with_different_weights_are_connected_for_training_alone() -> No
         assert engine.version == DIFFERENT
         with pytest.raises(EngineError, match="not published here"):
             await engine.complete(ask())
-        await engine.publish(WEIGHTS, "run:7")
+        await engine.sync_weights(WEIGHTS, "run:7")
         assert (await engine.complete(ask())).spans == (("run:7", 0, 5),)
         assert (ahead.version, anew.version) == ("run:7", "run:7")
 
@@ -304,19 +304,19 @@ def test_each_version_is_an_adapter_and_those_that_nobody_uses_are_unloaded(tmp_
 
     async def test(engine: AdapterEngine) -> None:
         for version in ("run:1", "run:2"):
-            await engine.publish(adapted().state_dict(), version)
+            await engine.sync_weights(adapted().state_dict(), version)
         assert server.control == ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
         server.faults = [server.hang]
         asked = asyncio.create_task(engine.complete(ask()))
         while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
             await asyncio.sleep(0.001)
-        await engine.publish(adapted().state_dict(), "run:3")
+        await engine.sync_weights(adapted().state_dict(), "run:3")
         assert server.control[3:] == ["/v1/load_lora_adapter"], "run:2 is in use"
         server.pending.popitem()[1].set()
         assert (await asked).spans == (("run:2", 0, 2),)
         assert (await engine.complete(ask())).spans == (("run:3", 0, 5),)
         assert [body["model"] for body in server.asked] == ["run:2", "run:3"]
-        await engine.publish(adapted().state_dict(), "run:4")
+        await engine.sync_weights(adapted().state_dict(), "run:4")
         unloaded = [body["lora_name"] for route, body in server.told if "unload" in route]
         assert unloaded == ["run:1", "run:2", "run:3"]
         server.version = "somebody's"
@@ -330,10 +330,10 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
     well, ill = FaultyServer(), FaultyServer()
 
     async def test(engine: AdapterEngine) -> None:
-        await engine.publish(adapted().state_dict(), "run:1")
+        await engine.sync_weights(adapted().state_dict(), "run:1")
         ill.broken_step = "/v1/load_lora_adapter"
         with pytest.raises(PublishFailed, match=r"'run:1' goes on.*serve --lora 2"):
-            await engine.publish(adapted().state_dict(), "run:2")
+            await engine.sync_weights(adapted().state_dict(), "run:2")
         assert well.told[-1] == ("/v1/unload_lora_adapter", {"lora_name": "run:2"})
         assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
 
@@ -399,7 +399,7 @@ def test_answers_of_a_silent_server_in_the_middle_of_a_publish(mode: Any, known:
         asked = asyncio.create_task(engine.complete(ask()))
         while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
             await asyncio.sleep(0.001)
-        await engine.publish(WEIGHTS, "run:1", mode)
+        await engine.sync_weights(WEIGHTS, "run:1", mode)
         if known:
             assert (await asked).spans == (("default", 0, 2),)
         else:
@@ -424,7 +424,7 @@ def test_timers_and_sums_only_grow(tmp_path: Path) -> None:
                     await engine.complete(ask())
             else:
                 await engine.complete(ask())
-            await engine.publish(WEIGHTS, f"run:{k}")
+            await engine.sync_weights(WEIGHTS, f"run:{k}")
             now = {**engine.stats.timers, "busy": engine.stats.busy_seconds, "longest": engine.stats.longest_seconds}
             assert {"request", "publish", *(f"publish/{step}" for step in STEPS)} <= set(now)
             assert all(now[name] >= seconds for name, seconds in before.items())

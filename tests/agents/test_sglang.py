@@ -176,7 +176,7 @@ def test_publishing_pauses_reloads_with_the_version_and_goes_on(mode: Any, tmp_p
     server = SGLangServer()
 
     async def test(engine: RemoteEngine) -> Completion:
-        await engine.publish({"w": torch.zeros(2)}, "run:1", mode)
+        await engine.sync_weights({"w": torch.zeros(2)}, "run:1", mode)
         return await engine.complete(ask())
 
     if mode == "drain":
@@ -200,7 +200,7 @@ def test_weights_that_it_refuses_end_the_engine_and_its_pause(status: int, tmp_p
 
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(PublishFailed, match="no such folder"):
-            await engine.publish({"w": torch.zeros(2)}, "run:1")
+            await engine.sync_weights({"w": torch.zeros(2)}, "run:1")
         with pytest.raises(EngineError, match="publish failed"):
             await engine.complete(ask())
 

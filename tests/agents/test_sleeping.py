@@ -136,7 +136,7 @@ def test_an_engine_that_sleeps_samples_nothing_and_takes_weights(tmp_path: Path)
             await engine.complete(ask())
         assert server.asked == []
         server.told.clear()
-        await engine.publish({"w": torch.zeros(2)}, "run:1")
+        await engine.sync_weights({"w": torch.zeros(2)}, "run:1")
         assert server.told[:2] == [("/reset_prefix_cache", {}), ("/wake_up", {"tags": "weights"})]
         assert [route for route, _ in server.told[2:]] == [
             "/pause",

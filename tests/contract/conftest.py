@@ -93,7 +93,7 @@ def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[..., Any]
             version = f"base/{tmp_path.name}-{next(marks)}"
             base = engine = await engine_of("reload" if way == "lora" else way)
             try:
-                await base.publish(policy(0).state_dict(), version)
+                await base.sync_weights(policy(0).state_dict(), version)
                 if way == "lora":
                     engine = await engine_of("lora")
                 return await test(engine)

@@ -120,11 +120,11 @@ async def plain(lab: Lab, engine: RemoteEngine) -> None:
 async def swapped(lab: Lab, engine: RemoteEngine, way: str, mode: Any) -> None:
     """Answers in which the weights change."""
     for k, (length, pause) in enumerate(TRIES):
-        await engine.publish(lab.base, f"{way}/{mode}/{k}/base")
+        await engine.sync_weights(lab.base, f"{way}/{mode}/{k}/base")
         requests = [lab.ask(seed, length=length) for seed in range(4)]
         asked = [asyncio.create_task(engine.complete(request)) for request in requests]
         await asyncio.sleep(pause)
-        await engine.publish(lab.other, f"{way}/{mode}/{k}/other", mode)
+        await engine.sync_weights(lab.other, f"{way}/{mode}/{k}/other", mode)
         found = await asyncio.gather(*asked)
         if any(len(completion.spans) > 1 or completion.finish == "abort" for completion in found):
             for request, completion in zip(requests, found, strict=True):
@@ -135,7 +135,7 @@ async def swapped(lab: Lab, engine: RemoteEngine, way: str, mode: Any) -> None:
 
 async def adapters(lab: Lab) -> None:
     engine = await lab.engine("lora")
-    await engine.publish(lab.adapter, "adapter/1", "drain")
+    await engine.sync_weights(lab.adapter, "adapter/1", "drain")
     request = lab.ask(5)
     lab.note("adapter", request, await engine.complete(request))
 
@@ -180,13 +180,13 @@ async def main() -> None:
         lab = Lab(channel, model, other, adapter)
         nccl_builders(lab)
         engine = await lab.engine("reload")
-        await engine.publish(lab.base, "base")
+        await engine.sync_weights(lab.base, "base")
         await plain(lab, engine)
         await swapped(lab, engine, "reload", "reprefill")
         engine = await lab.engine("transfer")
         for mode in ("reprefill", "abort"):
             await swapped(lab, engine, "transfer", mode)
-        await engine.publish(lab.base, "base again")
+        await engine.sync_weights(lab.base, "base again")
         await adapters(lab)
         told = await refusals(lab, engine)
         print(

@@ -55,7 +55,7 @@ async def in_flight(lab: Lab, url: str) -> None:
     engine = await engine_of(lab, url)
     for mode in ("reprefill", "abort"):
         await swapped(lab, engine, "nccl", mode)
-    await engine.publish(lab.base, "nccl/before training/base")
+    await engine.sync_weights(lab.base, "nccl/before training/base")
     await engine.close()
 
 
@@ -84,14 +84,14 @@ async def stood_still(lab: Lab, url: str, server: int) -> str:
 
     sync.update = late  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        await engine.publish(lab.other, "nccl/lost")
+        await engine.sync_weights(lab.other, "nccl/lost")
     except PublishFailed as error:
         told = str(error)
     else:
         raise AssertionError("weights were published to workers that stood still")
     await engine.close()
     engine = await engine_of(lab, url)
-    await engine.publish(lab.other, "nccl/found/other")
+    await engine.sync_weights(lab.other, "nccl/found/other")
     request = lab.ask(7)
     lab.note("found", request, await engine.complete(request))
     await engine.close()

@@ -231,7 +231,7 @@ def test_no_prompt_is_read_with_the_cache_of_older_weights(
         if not reset:
             forgetful = NoReset if way == "reload" else NoResetTransfer
             engine._syncs = tuple(forgetful(server) for server in engine._servers)
-        await engine.publish(policy(1).state_dict(), f"{engine.version}+reset")
+        await engine.sync_weights(policy(1).state_dict(), f"{engine.version}+reset")
         return off(1, request, await engine.complete(request))
 
     error = with_engine(test, way)
@@ -266,7 +266,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(with_engine: Callable[
         weights = policy(1).state_dict()
         for wrong in ({"nonsense.weight": torch.zeros(2, 2)}, weights | {"model.norm.weight": torch.zeros(3)}):
             with pytest.raises(ValueError, match=r"the weights lack|has shape"):
-                await engine.publish(wrong, f"{engine.version}+wrong")
+                await engine.sync_weights(wrong, f"{engine.version}+wrong")
         request = ask()
         assert off(0, request, await engine.complete(request)) < CLOSE
 
@@ -293,7 +293,7 @@ def test_the_loop_trains_with_it(with_engine: Callable[[Test], Any], tmp_path: P
     async def test(engine: RemoteEngine) -> None:
         with Store.create(path, durability="os") as store:
             history = history_in(store, path, config, policy=policy(0))
-            await engine.publish(history.model.state_dict(), history.version)
+            await engine.sync_weights(history.model.state_dict(), history.version)
             await loop_in(store, history, config, engine=engine, tasks=tasks(1)).run()
 
     with_engine(test)

@@ -112,7 +112,7 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
                     whole = later._syncs[0].update
                     later._syncs[0].update = partial(cut, whole if (way, k) == ("transfer", 1) else None)
                     with pytest.raises(PublishFailed, match="failed at `update`"):
-                        await later.publish(policy(1).state_dict(), version)
+                        await later.sync_weights(policy(1).state_dict(), version)
                     await later.close()
                     later = await connect(
                         [server],
@@ -124,7 +124,7 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
                     )
                     assert later.version.startswith("unknown: publishing")
                     continue
-                await later.publish(policy(1).state_dict(), version)
+                await later.sync_weights(policy(1).state_dict(), version)
                 request = ask(max_tokens=24)
                 completion = await later.complete(request)
                 assert [name for name, _, _ in completion.spans] == [version]

@@ -167,11 +167,11 @@ def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_g
     stub: str, folder: Path, tmp_path: Path
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
-        await engine.publish(policy(0).state_dict(), "run:1")
+        await engine.sync_weights(policy(0).state_dict(), "run:1")
         asked = asyncio.create_task(engine.complete(ask("mixed")))
         while not engine._servers[0].in_flight:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0)
-        await engine.publish(policy(0).state_dict(), "run:2")
+        await engine.sync_weights(policy(0).state_dict(), "run:2")
         found = await asked
         assert found.spans == (("run:1", 0, 2), ("run:2", 2, 6))
         found = await engine.complete(ask("silent"))
@@ -187,7 +187,7 @@ def test_weights_that_the_server_cannot_read_end_the_engine_and_leave_the_server
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(PublishFailed, match="update"):
-            await engine.publish(policy(0).state_dict(), "broken")
+            await engine.sync_weights(policy(0).state_dict(), "broken")
         with pytest.raises(EngineError, match="publish failed"):
             await engine.complete(ask("healthy"))
         label = await engine._servers[0].get("/weight_info")

@@ -47,10 +47,10 @@ def test_adapters_sample_as_the_merged_model_and_answers_keep_the_one_they_began
     async def test(engine: AdapterEngine) -> None:
         base = engine.version
         versions = [f"{base}+{seed}" for seed in (1, 2)]
-        await engine.publish(adapted(1).state_dict(), versions[0])
+        await engine.sync_weights(adapted(1).state_dict(), versions[0])
         early = [asyncio.create_task(engine.complete(long_one(seed, length=1000))) for seed in range(3, 5)]
         await under_way(engine, len(early))
-        await engine.publish(adapted(2).state_dict(), versions[1])
+        await engine.sync_weights(adapted(2).state_dict(), versions[1])
         assert await names(engine) == set(versions), "an adapter in use stays"
         late = await asyncio.gather(*(engine.complete(long_one(seed)) for seed in range(3, 5)))
         for seed, completions in ((1, await asyncio.gather(*early)), (2, late)):
@@ -59,7 +59,7 @@ def test_adapters_sample_as_the_merged_model_and_answers_keep_the_one_they_began
                 assert completion.spans == ((versions[seed - 1], 0, len(completion.ids)),)
                 assert worst(merged(seed), long_one(k + 3), completion) < CLOSE
                 assert worst(merged(3 - seed), long_one(k + 3), completion) > 0.1
-        await engine.publish(adapted(1).state_dict(), f"{base}+3")
+        await engine.sync_weights(adapted(1).state_dict(), f"{base}+3")
         assert await names(engine) == {f"{base}+3"}, "adapters that nobody uses go"
 
     with_engine(test, "lora")
@@ -68,11 +68,11 @@ def test_adapters_sample_as_the_merged_model_and_answers_keep_the_one_they_began
 def test_adapters_published_with_abort_end_what_older_ones_sample(with_engine: Callable[..., Any]) -> None:
     async def test(engine: AdapterEngine) -> None:
         first = f"{engine.version}+1"
-        await engine.publish(adapted(1).state_dict(), first)
+        await engine.sync_weights(adapted(1).state_dict(), first)
         asked = asyncio.create_task(engine.complete(long_one(3, length=3600)))
         await under_way(engine, 1)
         await asyncio.sleep(0.2)
-        await engine.publish(adapted(2).state_dict(), f"{first}+2", "abort")
+        await engine.sync_weights(adapted(2).state_dict(), f"{first}+2", "abort")
         completion = await asked
         assert completion.finish == "abort"
         assert completion.ids is not None
@@ -85,18 +85,18 @@ def test_adapters_published_with_abort_end_what_older_ones_sample(with_engine: C
 def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[..., Any]) -> None:
     async def test(engine: AdapterEngine) -> None:
         first = f"{engine.version}+1"
-        await engine.publish(adapted(1).state_dict(), first)
+        await engine.sync_weights(adapted(1).state_dict(), first)
         with pytest.raises(ValueError, match="none of the"):
-            await engine.publish(policy(1).state_dict(), f"{first}+none")
+            await engine.sync_weights(policy(1).state_dict(), f"{first}+none")
         with pytest.raises(ValueError, match="keeps the adapter"):
-            await engine.publish(adapted(2).state_dict(), f"{first}+mode", "reprefill")
+            await engine.sync_weights(adapted(2).state_dict(), f"{first}+mode", "reprefill")
         wide = {
             name: torch.cat([tensor] * 99, 0 if "lora_A" in name else 1)
             for name, tensor in adapted(2).state_dict().items()
             if "lora_" in name
         }
         with pytest.raises(PublishFailed, match="max_lora_rank"):
-            await engine.publish(wide, f"{first}+wide")
+            await engine.sync_weights(wide, f"{first}+wide")
         assert await names(engine) == {first}
         request = ask(max_tokens=32)
         assert worst(merged(1), request, await engine.complete(request)) < CLOSE
@@ -231,7 +231,7 @@ def test_sleep_and_wake_are_taken_by_the_server(with_engine: Callable[[Test], An
         assert (await asked).finish == "abort"
         with pytest.raises(EngineError, match="asleep"):
             await engine.complete(ask())
-        await engine.publish(policy(1).state_dict(), f"{engine.version}+asleep")
+        await engine.sync_weights(policy(1).state_dict(), f"{engine.version}+asleep")
         for _ in range(2):
             await engine.wake()
         request = ask(max_tokens=32)

@@ -399,7 +399,7 @@ def test_weights_that_change_in_the_midst(tmp_path: Path):
             async with streamed(client, "hi") as stream:
                 while not stream.text:
                     await stream.next()
-                await engine.publish(tiny_model(WORDS, "micro", seed=1).state_dict(), "run:1")
+                await engine.sync_weights(tiny_model(WORDS, "micro", seed=1).state_dict(), "run:1")
                 assert (await stream.rest())[-1] == "[DONE]"
             await there.end(tape)
             (call,) = there.tape(tape).calls

@@ -90,7 +90,7 @@ def sampled(mode: Any, temperature: float, *, ends: bool) -> tuple[dict[str, Any
         ]
         for k in range(1, PUBLISHES + 1):
             await until(lambda k=k: engine.stats.steps >= 17 * k + 3)
-            await engine.publish(models[f"v:{k}"].state_dict(), f"v:{k}", mode)
+            await engine.sync_weights(models[f"v:{k}"].state_dict(), f"v:{k}", mode)
         return await asyncio.gather(*jobs)
 
     return models, asyncio.run(main())

@@ -68,7 +68,7 @@ class Oracle:
             text=letter, ids=ids, logprobs=array("f", [math.log(1 / 4), 0.0]), spans=((self.version, 0, 2),)
         )
 
-    async def publish(self, state: Any, version: str, mode: Any = "reprefill") -> None:
+    async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         self.version = version
 
     def forget(self, cache_key: str) -> None:

@@ -6,7 +6,7 @@ request ends as a completion, an `EngineError` or a cancellation that leaves its
 hang. One decoding step for all running rows, then the loop is free for the agents; when nothing runs, nothing spins.
 
 It knows nothing of tapes and of training: whoever trains does so on another copy of the model, may do so in a thread,
-and hands over weights with `publish`, from the loop's own thread.
+and hands over weights with `sync_weights`, from the loop's own thread.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class _Flight:
 class EmbeddedEngine:
     """Samples from a transformers decoder with a slot KV cache.
 
-    `model` is copied unless `copy=False` hands it over for good; either way the engine's weights change by `publish`
-    only. `slots` rows run together, the rest waits in order of arrival; prompt and completion of a request may have
+    `model` is copied unless `copy=False` hands it over for good; either way the engine's weights change by
+    `sync_weights` only. `slots` rows run together, the rest waits in order of arrival;
+    prompt and completion of a request may have
     `capacity` tokens together. KV memory is slots x capacity, and `park_tokens` more (by default as much again) for
     conversations between their turns. `prefill_tokens` bounds what is prefilled between two decoding steps. A
     completion ends with an id of `end_ids` (by default the renderer's and the model's own) or of the request.
@@ -179,7 +180,7 @@ class EmbeddedEngine:
             if generation.key == cache_key:
                 generation.key = ""
 
-    async def publish(
+    async def sync_weights(
         self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *, again: bool = False
     ) -> None:
         """Make `state` the weights of the engine between two decoding steps; tokens from then on carry `version`, which

@@ -295,7 +295,7 @@ class EngineServer:
             self._need_pause()
             weights, self._weights = self._weights, None
             # A trainer that died in mid-update publishes this version again.
-            await self.engine.publish(weights, version, self._mode, again=True)
+            await self.engine.sync_weights(weights, version, self._mode, again=True)
         return {}
 
     async def _resume(self, request: web.Request) -> Any:

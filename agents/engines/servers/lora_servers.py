@@ -95,7 +95,7 @@ class AdapterEngine(RemoteEngine):
         """Requests under way, by adapter."""
         self._loaded: dict[str, Path] = {}
 
-    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
+    async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
         """Make the adapters in `state` what is sampled from; requests under way end with those they began with.
         ValueError, before anything has changed; PublishFailed, after which the version is the one before."""
         self._check_version(version)

@@ -29,7 +29,7 @@ from ..transport.http_channel import AGAIN, Channel, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Sampled, checked_ids, same_prompt
 from ..weights.sleeping import Rests, Sleeper
-from ..weights.weight_sync import PublishMode, WeightSync, check_weights, publish, write_weights
+from ..weights.weight_sync import PublishMode, WeightSync, check_weights, sync_servers, write_weights
 from .health import Health, RemoteStats, Wellness, check_all
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RemoteEngine:
         """The conversation is over."""
         self._homes.pop(cache_key, None)
 
-    async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
+    async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
         """Make `state` the weights of all servers; tokens from then on carry `version`. ValueError, before anything has
         changed, when it isn't the model's; PublishFailed, after which the engine samples no more. Servers that are
         asleep get their weights back for it, and sample when they are woken."""
@@ -202,7 +202,7 @@ class RemoteEngine:
             try:
                 with self.stats.timed("publish"):
                     await self.sleeper.weights()
-                    await publish(self._syncs, folder, version, mode, steps)
+                    await sync_servers(self._syncs, folder, version, mode, steps)
             except BaseException as error:
                 self._broken = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 raise

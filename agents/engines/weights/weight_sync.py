@@ -1,8 +1,8 @@
 """New weights for servers that sample: one order of steps, each with a timeout that raises.
 
-`publish` goes through pause, start, update, finish and resume on all servers at once, every step on every server before
-the next one. A server on which a step failed has weights that nobody can name; so `publish` raises, and whoever sampled
-with it must not go on. Weights travel as a folder that the servers can read.
+`sync_servers` takes the steps pause, start, update, finish and resume on all servers. A step
+ends on every server before the next one begins. The weights of a server on which a step failed are unknown:
+`sync_servers` raises, and the engine must not sample any more. Weights travel as a folder that the servers can read.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class VLLMReload:
         return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
 
 
-async def publish(
+async def sync_servers(
     syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode, timers: dict[str, float] | None = None
 ) -> None:
     """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server; what was
