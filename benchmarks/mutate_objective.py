@@ -1,7 +1,7 @@
 """Mutation run: flips signs, operators, comparisons and constants of the objective, one at a time, and runs its tests.
 
     python benchmarks/mutate_objective.py                     every mutant of every file (20 minutes on a free core)
-    python benchmarks/mutate_objective.py words/baseline.py   of one file, or of several
+    python benchmarks/mutate_objective.py objective/baseline.py   of one file, or of several
 
 A mutant is *killed* when a test fails. One that survives is printed with its line: a number that no test holds. Each
 runs in a fork of a process that has imported the heavy libraries once; sources on disk are never touched.
@@ -29,55 +29,58 @@ LIMIT = 150
 """Seconds after which a mutant that hangs counts as killed."""
 ROUNDING = "anything between rounding and the smallest spread of real rewards tells a flat batch"
 FILES = {
-    "words/baseline.py": "baseline",
-    "words/credit.py": "credit baseline regulariser",
-    "words/kl.py": "regulariser",
-    "words/surrogate.py": "surrogate recipes",
-    "words/weigh.py": "surrogate",
-    "words/adjust.py": "credit baseline",
-    "words/regulariser.py": "regulariser recipes",
-    "words/shape.py": "regulariser",
-    "words/anchor.py": "surrogate recipes",
-    "words/select.py": "baseline surrogate",
-    "words/value.py": "critic",
-    "words/reward.py": "baseline",
-    "words/word.py": "sums regulariser baseline",
-    "segments.py": "credit baseline",
-    "schedule.py": "regulariser",
-    "objective.py": "baseline regulariser surrogate recipes accumulation trainer",
-    "head.py": "score",
-    "micro.py": "micro",
-    "stream.py": "stream credit baseline guards",
+    "objective/baseline.py": "baseline",
+    "objective/credit.py": "credit baseline regulariser",
+    "objective/kl.py": "regulariser",
+    "objective/surrogate.py": "surrogate recipes",
+    "objective/weigh.py": "surrogate",
+    "objective/adjust.py": "credit baseline",
+    "objective/regulariser.py": "regulariser recipes",
+    "objective/shape.py": "regulariser",
+    "objective/anchor.py": "surrogate recipes",
+    "objective/select.py": "baseline surrogate",
+    "trainer/critic.py": "critic",
+    "objective/reward.py": "baseline",
+    "objective/term.py": "sums regulariser baseline",
+    "data/segments.py": "credit baseline",
+    "trainer/schedule.py": "regulariser",
+    "objective/loss.py": "baseline regulariser surrogate recipes accumulation trainer",
+    "trainer/lm_head.py": "score",
+    "trainer/micro_batches.py": "micro",
+    "data/stream.py": "stream credit baseline guards",
     **{
         f"recipes/{path.name}": "recipes"
         for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))
-        if path.stem not in ("__init__", "files", "recipe")
+        if path.stem not in ("__init__", "recipe_files")
     },
 }
 """Each file, and the test files that answer for it."""
 LAST = "-1 and 1 name the same dimension of two"
 TUNED = "a size that was tuned, not a number of the objective"
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("words/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
-    ("words/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
-    ("words/select.py", "quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)"): ROUNDING,
+    ("objective/baseline.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
+    ("objective/adjust.py", "if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:"): ROUNDING,
     (
-        "words/word.py",
+        "objective/select.py",
+        "quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)",
+    ): ROUNDING,
+    (
+        "objective/term.py",
         "return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None",
     ): "one value has no squared deviation either",
-    ("words/weigh.py", "return 1.0"): "a sum has no denominator to add up",
-    ("head.py", "CHUNK = 1 << 22"): TUNED,
-    ("head.py", "lse[at] = z.logsumexp(-1)"): LAST,
-    ("head.py", "entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)"): LAST,
-    ("head.py", "entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)"): "nobody reads it",
+    ("objective/weigh.py", "return 1.0"): "a sum has no denominator to add up",
+    ("trainer/lm_head.py", "CHUNK = 1 << 22"): TUNED,
+    ("trainer/lm_head.py", "lse[at] = z.logsumexp(-1)"): LAST,
+    ("trainer/lm_head.py", "entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)"): LAST,
+    ("trainer/lm_head.py", "entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)"): "nobody reads it",
     (
-        "head.py",
+        "trainer/lm_head.py",
         "scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)",
     ): "dividing by 1 changes nothing",
-    ("stream.py", "if not np.isclose(part.sum(), episode.reward, rtol=1e-6, atol=1e-6):"): ROUNDING,
-    ("micro.py", "MICRO_TOKENS = 2048"): TUNED,
-    ("micro.py", "SHARE_TOKENS = 64"): TUNED,
-    ("micro.py", "for row in rows[1:]:"): "a row begins as it begins itself",
+    ("data/stream.py", "if not np.isclose(part.sum(), episode.reward, rtol=1e-6, atol=1e-6):"): ROUNDING,
+    ("trainer/micro_batches.py", "MICRO_TOKENS = 2048"): TUNED,
+    ("trainer/micro_batches.py", "SHARE_TOKENS = 64"): TUNED,
+    ("trainer/micro_batches.py", "for row in rows[1:]:"): "a row begins as it begins itself",
 }
 """Survivors that change nothing: (file, text of the mutated line) and why."""
 

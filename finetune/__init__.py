@@ -1,4 +1,4 @@
-"""From tape to gradient: rows, the stream, the objective's words, the trainer, the loop, and what they leave to read.
+"""From tape to gradient: rows, the stream, the objective's terms, the trainer, the loop, and what they leave to read.
 
 Torch is imported by the names that need it, at their first use. Knows nothing of the command line.
 """

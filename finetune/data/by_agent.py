@@ -2,7 +2,7 @@
 
 A reward component that is named `name@path` is that agent's alone; all others are everybody's. An episode with two
 agents becomes two `Episode`s, whose rows hold the tokens of one agent each: so group means, deviations, weights and
-counts are per agent, and no word of an objective has to know of agents. Knows nothing of models.
+counts are per agent, and no term of an objective has to know of agents. Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The recipe's digest is asked last: a library that has given a word a new constant changes it, and no update."""
+    """The recipe's digest is asked last: a library that has given a term a new constant changes it, and no update."""
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
     if then.get("recipe") in (None, now.get("recipe")):

@@ -119,7 +119,7 @@ class LoopConfig(Config):
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     recipe: str = "grpo"
     changes: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the recipe's words, as in `{"baseline": {"eps": 1e-4}}`."""
+    """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
     optimiser: OptimiserConfig = OptimiserConfig()
     critic: CriticConfig | None = None
     """None: where the recipe takes values, a critic by the defaults; else none."""

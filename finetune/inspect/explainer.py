@@ -340,9 +340,9 @@ def _unknowable(recipe: Recipe | None, phase: str) -> str:
     """Why a recipe's advantages can't be computed from the tapes alone; empty when they can."""
     if recipe is None:
         return f"the run has no recipes.json that names its recipe of phase {phase!r}"
-    if any(isinstance(word, Running) for word in recipe.shape):
+    if any(isinstance(term, Running) for term in recipe.shape):
         return f"recipe {recipe.name} scales rewards by all that came before"
-    if recipe.token_price is not None or any(word.kind == "episode_kl" for word in recipe.shape):
+    if recipe.token_price is not None or any(term.kind == "episode_kl" for term in recipe.shape):
         return f"recipe {recipe.name} prices the distance to a reference model"
     return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
 

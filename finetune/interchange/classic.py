@@ -2,7 +2,7 @@
 
 Columns, each a list aligned to `input_ids`: `labels` (-100 off the own tokens), `rewards`, `advantages`,
 `old_logprobs`, `ref_logprobs`; and `group_id`, `tape_id`. What doesn't exist is NaN: a log-prob or an advantage off the
-own tokens, an advantage that wasn't computed yet, a log-prob in the padding. Every number comes from the same words as
+own tokens, an advantage that wasn't computed yet, a log-prob in the padding. Every number comes from the same terms as
 the trainer's; these functions only carry it in and out of columns.
 
 1. Log-probs stand where their tokens stand. (Pushing them to the right end by count misplaces them as soon as the
@@ -58,7 +58,7 @@ class RLConfig(Value):
     """True: tokens with a negative weight get 0: learn from what went better only."""
 
     def recipe(self) -> Recipe:
-        """The same as the words of a recipe."""
+        """The same as the terms of a recipe."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
         if base.surrogate.kind in ("ppo", "cpg"):
@@ -70,7 +70,7 @@ class RLConfig(Value):
         if not self.use_advantages:
             changes["baseline"] = {"kind": "none"}
         if self.relu_log_p_weights:
-            changes["adjust"] = [*(word.model_dump() for word in base.adjust), {"kind": "relu"}]
+            changes["adjust"] = [*(term.model_dump() for term in base.adjust), {"kind": "relu"}]
         return base.but(changes)
 
 
@@ -216,9 +216,9 @@ class _Columns:
     def shaped(self, recipe: Recipe, stream: Stream) -> NDArray[np.float64]:
         """The shaped reward of each token's episode."""
         x, scored = stream.episodes.reward, torch.ones(len(self.tapes), dtype=torch.bool)
-        for word in recipe.shape:
-            if not isinstance(word, TokenKL):
-                x = word(x, scored, stream, Context())
+        for term in recipe.shape:
+            if not isinstance(term, TokenKL):
+                x = term(x, scored, stream, Context())
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def stream(self, *, with_ref: bool) -> Stream:

@@ -1,4 +1,4 @@
-"""The eleven words of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
+"""The eleven terms of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
 select, weigh. Each is its constants and a pure function over the stream."""
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
@@ -12,7 +12,7 @@ from .select import Select
 from .shape import Clip, EpisodeKL, Overlong, Running, Shape, TokenKL
 from .surrogate import CISPO, CPG, NLL, PPO, SAPO, MinorNLL, NoSurrogate, Reinforce, Surrogate
 from .weigh import Weigh
-from .word import Context, Moments, Sums, Word
+from .term import Context, Moments, Sums, Term
 
 __all__ = [
     "CISPO",
@@ -51,5 +51,5 @@ __all__ = [
     "TokenKL",
     "Weigh",
     "Whiten",
-    "Word",
+    "Term",
 ]

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Whiten(Word):
+class Whiten(Term):
     """Mean 0 and, unless only centred, deviation 1 over all tokens that enter."""
 
     kind: Literal["whiten"] = "whiten"
@@ -45,7 +45,7 @@ class Whiten(Word):
         return torch.where(entered, (a - mean) / scale, torch.zeros_like(a))
 
 
-class ClipAdvantage(Word):
+class ClipAdvantage(Term):
     """Bounds on both sides."""
 
     kind: Literal["clip"] = "clip"
@@ -57,7 +57,7 @@ class ClipAdvantage(Word):
         return a.clamp(-self.limit, self.limit)
 
 
-class Relu(Word):
+class Relu(Term):
     """Only what went better than its baseline."""
 
     kind: Literal["relu"] = "relu"
@@ -66,7 +66,7 @@ class Relu(Word):
         return a.clamp(min=0)
 
 
-class GroupWeights(Word):
+class GroupWeights(Term):
     """Makes up for groups that teach nothing."""
 
     kind: Literal["groups"] = "groups"

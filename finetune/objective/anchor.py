@@ -23,12 +23,12 @@ from torch import Tensor
 from ..data import segments
 from ..data.stream import Stream
 from .kl import exp
-from .word import Context, Word
+from .term import Context, Term
 
 Per = Literal["token", "turn", "episode"]
 
 
-class Anchor(Word):
+class Anchor(Term):
     """What the new log-prob is compared with."""
 
     to: Literal["sampler", "recomputed"] = "sampler"

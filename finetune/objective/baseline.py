@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Baseline(Word):
+class Baseline(Term):
     """What is subtracted from a reward, and what it is divided by."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"

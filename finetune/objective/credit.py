@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .word import Word
+from .term import Term
 
 
-class Credit(Word):
+class Credit(Term):
     """How what a unit earned is spread over its tokens."""
 
     kind: Literal["broadcast", "returns", "gae"] = "broadcast"

@@ -84,9 +84,9 @@ class Part:
         per_token = recipe.surrogate(lp, anchor, a, index, stream, context)
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
-        for word, beta in zip(recipe.regulariser, betas, strict=True):
-            if word.active and isinstance(word, KL | Entropy):
-                per_token = per_token + word(lp, entropy, index, stream, beta, context)
+        for term, beta in zip(recipe.regulariser, betas, strict=True):
+            if term.active and isinstance(term, KL | Entropy):
+                per_token = per_token + term(lp, entropy, index, stream, beta, context)
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
         if keep is not None:
@@ -130,14 +130,14 @@ def _advantages(
     context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
     context.sums.add("reward/square", stream.episodes.reward[scored].square())
     x = torch.where(ours, x, torch.zeros_like(x))
-    for word in recipe.shape:
-        if not isinstance(word, TokenKL):
-            x = torch.where(ours, word(x, ours, stream, context), torch.zeros_like(x))
+    for term in recipe.shape:
+        if not isinstance(term, TokenKL):
+            x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
     y = recipe.baseline(x, ours, stream, context)
     price = None if recipe.token_price is None else recipe.token_price.price(stream)
     advantage, target = recipe.credit(y, price, stream)
-    for word in recipe.adjust:
-        advantage = word(advantage, entered, stream, context)
+    for term in recipe.adjust:
+        advantage = term(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))
     context.sums.add("advantage", advantage[entered], extremes=True)
     context.sums.add("advantage/square", advantage[entered].square())
@@ -146,7 +146,7 @@ def _advantages(
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
     """The coefficients that the regularisers start with."""
-    return tuple(word.beta if isinstance(word, KL) else word.coefficient for word in recipe.regulariser)
+    return tuple(term.beta if isinstance(term, KL) else term.coefficient for term in recipe.regulariser)
 
 
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:

@@ -1,4 +1,4 @@
-"""A recipe: the eleven words of an objective, each with its constants, as one frozen value that prints itself."""
+"""A recipe: the eleven terms of an objective, each with its constants, as one frozen value that prints itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .select import Select
 from .shape import EpisodeKL, Running, Shape, TokenKL
 from .surrogate import PPO, MinorNLL, Surrogate
 from .weigh import Weigh
-from .word import Word
+from .term import Term
 
 
 class BadRecipe(UsageError):
-    """An unknown recipe, an unknown key, or words that contradict each other."""
+    """An unknown recipe, an unknown key, or terms that contradict each other."""
 
 
 class NoSuchRecipe(BadRecipe):
     """A name that no recipe has; says which there are."""
 
 
-class Score(Word):
+class Score(Term):
     """Which log-probs are computed for each own token, and what is computed with them.
 
     A log-prob is log softmax(logits / T). For a policy gradient T is the temperature that the token was sampled at,
@@ -46,8 +46,8 @@ class Score(Word):
     """True: the exact entropy of every token is reported (a regulariser that needs it has it in any case)."""
 
 
-class Recipe(Word):
-    """How rewards become gradients. Words apply in the order of the fields."""
+class Recipe(Term):
+    """How rewards become gradients. Terms apply in the order of the fields."""
 
     name: str
     score: Score = Score()
@@ -62,12 +62,12 @@ class Recipe(Word):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """True allows a KL price in the reward and a KL loss at once: different words, and both is rarely meant."""
+    """True allows a KL price in the reward and a KL loss at once: different terms, and both is rarely meant."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
-        priced = [word.kind for word in self.shape if isinstance(word, TokenKL | EpisodeKL) and word.beta > 0]
-        paid = any(isinstance(word, KL) and word.needs_reference for word in self.regulariser)
+        priced = [term.kind for term in self.shape if isinstance(term, TokenKL | EpisodeKL) and term.beta > 0]
+        paid = any(isinstance(term, KL) and term.needs_reference for term in self.regulariser)
         if priced and paid and not self.both_kls:
             raise ValueError(
                 f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take "
@@ -78,9 +78,9 @@ class Recipe(Word):
                 f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to "
                 "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'"
             )
-        if len([word for word in self.shape if isinstance(word, TokenKL)]) > 1:
+        if len([term for term in self.shape if isinstance(term, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
-        if len([word for word in self.shape if isinstance(word, Running)]) > 1:
+        if len([term for term in self.shape if isinstance(term, Running)]) > 1:
             raise ValueError(
                 f"recipe {self.name!r} has two running shapes, and a run has one memory of its rewards: give one"
             )
@@ -89,21 +89,21 @@ class Recipe(Word):
     @property
     def token_price(self) -> TokenKL | None:
         """The KL price per token, if there is one."""
-        return next((word for word in self.shape if isinstance(word, TokenKL) and word.beta > 0), None)
+        return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
     def needs_reference(self) -> bool:
         """True when a reference model's log-probs are used."""
         return (
-            any(isinstance(word, TokenKL | EpisodeKL) and word.beta > 0 for word in self.shape)
-            or any(word.needs_reference for word in self.regulariser)
+            any(isinstance(term, TokenKL | EpisodeKL) and term.beta > 0 for term in self.shape)
+            or any(term.needs_reference for term in self.regulariser)
             or isinstance(self.surrogate, MinorNLL)
         )
 
     @property
     def needs_entropy(self) -> bool:
         """True when the entropy is computed along with the log-probs that are trained."""
-        return self.score.entropy or any(word.kind == "entropy" and word.active for word in self.regulariser)
+        return self.score.entropy or any(term.kind == "entropy" and term.active for term in self.regulariser)
 
     @property
     def needs_value(self) -> bool:
@@ -113,7 +113,7 @@ class Recipe(Word):
     @property
     def imitates(self) -> bool:
         """True when demonstrations are trained on beside the batch."""
-        return any(isinstance(word, Demonstrations) and word.active for word in self.regulariser)
+        return any(isinstance(term, Demonstrations) and term.active for term in self.regulariser)
 
     @property
     def local(self) -> bool:
@@ -123,14 +123,14 @@ class Recipe(Word):
     @property
     def idle_at_zero(self) -> bool:
         """True when a token with advantage 0 has loss and gradient exactly 0."""
-        others = any(word.active for word in self.regulariser if isinstance(word, KL | Entropy))
+        others = any(term.active for term in self.regulariser if isinstance(term, KL | Entropy))
         return self.surrogate.advantages and self.local and not others
 
     @property
     def idle(self) -> bool:
         """True when none of the batch's tokens has a gradient: no surrogate, and no active regulariser of theirs."""
-        others = [word for word in self.regulariser if not isinstance(word, Demonstrations)]
-        return self.surrogate.kind == "none" and not any(word.active for word in others)
+        others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
+        return self.surrogate.kind == "none" and not any(term.active for term in others)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]
@@ -142,24 +142,24 @@ class Recipe(Word):
             lines.append(f"  {field:<12}{shown}")
         return "\n".join(lines)
 
-    def but(self, changes: Mapping[str, Any] | None = None, /, **words: Any) -> Recipe:
-        """A copy with some words changed: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
+    def but(self, changes: Mapping[str, Any] | None = None, /, **terms: Any) -> Recipe:
+        """A copy with some terms changed: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes the named constants of a word; a surrogate of another `kind` starts from its own defaults.
-        Anything else replaces the word.
+        A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
+        Anything else replaces the term.
         """
         whole = self.model_dump()
-        for name, value in {**(changes or {}), **words}.items():
+        for name, value in {**(changes or {}), **terms}.items():
             old = whole.get(name)
             if isinstance(value, Mapping) and isinstance(old, dict):
                 other = name in _UNIONS and value.get("kind", old["kind"]) != old["kind"]
                 value = dict(value) if other else {**old, **value}
-            whole[name] = value.model_dump() if isinstance(value, Word) else value
+            whole[name] = value.model_dump() if isinstance(value, Term) else value
         return read(whole)
 
 
 _UNIONS = frozenset({"surrogate"})
-"""Words whose kinds have constants of their own: another kind starts from its own defaults."""
+"""Terms whose kinds have constants of their own: another kind starts from its own defaults."""
 
 
 def read(data: Mapping[str, Any]) -> Recipe:
@@ -171,7 +171,7 @@ def read(data: Mapping[str, Any]) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Word):
+    if isinstance(value, Term):
         return value.model_dump()
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
@@ -191,16 +191,16 @@ def _sentence(error: Any) -> str:
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """The keys that the word at `loc`, without its last part, does have; empty where they can't be told."""
+    """The keys that the term at `loc`, without its last part, does have; empty where they can't be told."""
     if len(loc) == 1:
         return list(Recipe.model_fields)
-    words = list(_words_in(Recipe.model_fields[str(loc[0])].annotation))
-    kinds = words if len(words) == 1 else [w for w in words if loc[-2] in get_args(w.model_fields["kind"].annotation)]
+    terms = list(_terms_in(Recipe.model_fields[str(loc[0])].annotation))
+    kinds = terms if len(terms) == 1 else [t for t in terms if loc[-2] in get_args(t.model_fields["kind"].annotation)]
     return list(kinds[0].model_fields) if len(kinds) == 1 else []
 
 
-def _words_in(annotation: Any) -> Iterator[type[Word]]:
-    if isinstance(annotation, type) and issubclass(annotation, Word):
+def _terms_in(annotation: Any) -> Iterator[type[Term]]:
+    if isinstance(annotation, type) and issubclass(annotation, Term):
         yield annotation
     for part in get_args(annotation):
-        yield from _words_in(part)
+        yield from _terms_in(part)

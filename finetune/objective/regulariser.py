@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..data.stream import Stream
 from .kl import Estimator, estimate
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Adaptive(Word):
+class Adaptive(Term):
     """A proportional controller that keeps the KL near a target."""
 
     target: float = Field(gt=0)
@@ -41,7 +41,7 @@ class Adaptive(Word):
         return beta * max(0.0, 1 + error * episodes / self.horizon)
 
 
-class KL(Word):
+class KL(Term):
     """Stay near the reference model, or near the weights that sampled."""
 
     kind: Literal["kl"] = "kl"
@@ -86,7 +86,7 @@ class KL(Word):
         return beta * estimate(self.estimator, lp, other)
 
 
-class Entropy(Word):
+class Entropy(Term):
     """Stay undecided. Exact: over the whole vocabulary, not from the sampled token."""
 
     needs_reference: ClassVar[bool] = False
@@ -107,7 +107,7 @@ class Entropy(Word):
         return -self.coefficient * entropy
 
 
-class _Beside(Word):
+class _Beside(Term):
     """A term that belongs to no own token of the batch."""
 
     needs_reference: ClassVar[bool] = False

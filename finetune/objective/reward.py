@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..data.stream import Stream
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Reward(Word):
+class Reward(Term):
     """Which rewards the recipe learns from."""
 
     per: Literal["episode", "turn"] = "episode"

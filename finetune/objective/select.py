@@ -27,10 +27,10 @@ from torch import Tensor
 
 from ..data.stream import Stream
 from .baseline import flat_groups
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Select(Word):
+class Select(Term):
     """What is left out."""
 
     flat: Literal["keep", "drop"] = "keep"

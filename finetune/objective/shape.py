@@ -8,7 +8,7 @@
 
 1. `running` leaves rewards as they are until two different ones were seen (a deviation of 0 or of one value scales
    nothing); it comes before the group baseline, which would otherwise undo it.
-2. `overlong` never costs more than `factor`, and every later word sees the shaped reward.
+2. `overlong` never costs more than `factor`, and every later term sees the shaped reward.
 3. Shapes of an episode (overlong, episode_kl) count on its last turn where rewards are per turn.
 """
 
@@ -23,10 +23,10 @@ from torch import Tensor
 from ..data import segments
 from ..data.stream import Stream
 from .kl import Estimator, estimate
-from .word import Context, Word
+from .term import Context, Term
 
 
-class Clip(Word):
+class Clip(Term):
     """Rewards outside [low, high] count as the bound."""
 
     kind: Literal["clip"] = "clip"
@@ -40,7 +40,7 @@ class Clip(Word):
         return x.clamp(self.low, self.high)
 
 
-class Running(Word):
+class Running(Term):
     """Rewards on the scale of all rewards seen so far."""
 
     kind: Literal["running"] = "running"
@@ -55,7 +55,7 @@ class Running(Word):
         return (x - context.moments.mean) / std if self.centre else x / std
 
 
-class Overlong(Word):
+class Overlong(Term):
     """A price on the last `buffer` tokens before the length limit (DAPO)."""
 
     kind: Literal["overlong"] = "overlong"
@@ -73,7 +73,7 @@ class Overlong(Word):
         return _on_episode(x, cost, stream)
 
 
-class EpisodeKL(Word):
+class EpisodeKL(Term):
     """A price on how far the sampler went from the reference, taken off the episode's reward."""
 
     kind: Literal["episode_kl"] = "episode_kl"
@@ -90,7 +90,7 @@ class EpisodeKL(Word):
         return _on_episode(x, -self.beta * cost, stream)
 
 
-class TokenKL(Word):
+class TokenKL(Term):
     """A price per token on how far the sampler went from the reference."""
 
     kind: Literal["token_kl"] = "token_kl"

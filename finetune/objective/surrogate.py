@@ -28,10 +28,10 @@ from torch.nn import functional as F
 from ..data.stream import Stream
 from .anchor import Per, over_unit
 from .kl import exp
-from .word import Context, Word
+from .term import Context, Term
 
 
-class _Surrogate(Word):
+class _Surrogate(Term):
     """What all surrogates tell the trainer."""
 
     advantages: ClassVar[bool] = True

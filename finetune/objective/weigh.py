@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .word import Word
+from .term import Term
 
 
-class Weigh(Word):
+class Weigh(Term):
     """How tokens' losses are added up."""
 
     kind: Literal["token", "episode", "turn", "group", "constant", "sum"] = "token"

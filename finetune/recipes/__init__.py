@@ -42,7 +42,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of that name, with `changes` to the constants of its words."""
+    """The recipe of that name, with `changes` to the constants of its terms."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=2)
         known = dict.fromkeys([*near, *sorted(RECIPES)])

@@ -17,13 +17,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..data.rows import Row
-from ..objective.word import Context, Moments, Sums, Word
+from ..objective.term import Context, Moments, Sums, Term
 from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
 from .ranks import Ranks
 from .schedule import Schedule
 
 
-class Value(Word):
+class Value(Term):
     """The critic's loss at one token. V: its value now, v: its value when the batch was collected, R: the target A + v.
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2

@@ -192,7 +192,7 @@ class Trainer:
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
-        wanted = any(isinstance(word, Demonstrations) and word.active for word in self.recipe.regulariser)
+        wanted = any(isinstance(term, Demonstrations) and term.active for term in self.recipe.regulariser)
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
                 f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
@@ -409,11 +409,11 @@ class Trainer:
 
     @property
     def _balance(self) -> float:
-        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Balance))
+        return sum(term.coefficient for term in self.recipe.regulariser if isinstance(term, Balance))
 
     @property
     def _imitation(self) -> float:
-        return sum(word.coefficient for word in self.recipe.regulariser if isinstance(word, Demonstrations))
+        return sum(term.coefficient for term in self.recipe.regulariser if isinstance(term, Demonstrations))
 
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
         lp, entropy = read_out(
@@ -448,13 +448,13 @@ class Trainer:
         """What follows an applied update: the count, the controllers, the running average."""
         self.steps += 1
         entered = len(torch.unique(part.batch.stream.episode[part.entered]))
-        for i, word in enumerate(self.recipe.regulariser):
-            if isinstance(word, KL) and word.adaptive is not None:
-                name = f"kl/{word.to}/k1"
+        for i, term in enumerate(self.recipe.regulariser):
+            if isinstance(term, KL) and term.adaptive is not None:
+                name = f"kl/{term.to}/k1"
                 mine = [sums.sums.get(name, 0.0), sums.counts.get(name, 0.0), float(entered)]
                 kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
                 if n:
-                    self.betas[i] = word.adaptive.next(self.betas[i], kl / n, int(episodes))
+                    self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
         if self.ema is not None:
             with torch.no_grad():
                 for name, p in self.parameters.items():

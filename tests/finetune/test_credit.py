@@ -180,7 +180,7 @@ def test_relu_learns_from_what_went_better_only():
 
 
 @pytest.mark.ledger("F36")
-def test_words_of_adjust_apply_in_the_order_given():
+def test_terms_of_adjust_apply_in_the_order_given():
     recipe = get_recipe("grpo", {"adjust": [{"kind": "relu"}, {"kind": "clip", "limit": 1.0}]})
     batch = objective.prepare(recipe, exact(*simple([1, 0, 0, 0])), Context())
     assert batch.advantage.tolist() == [1.0, 1.0] + [0.0] * 6

@@ -1,4 +1,4 @@
-"""Every word against a slow reading of the ledger in plain loops: random batches, random constants, one word at a time
+"""Every term against a slow reading of the ledger in plain loops: random batches, random constants, one term at a time
 and all of them at once; losses by value, gradients by difference quotients of the oracle."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..oracles import advantages as slow
 from ..oracles import losses as slower
 from ..oracles.world import World
 from .build import doubles
-from .worlds import WORDS, recipes, streamed, worlds
+from .worlds import TERMS, recipes, streamed, worlds
 
 MANY = settings(
     max_examples=15,
@@ -36,14 +36,14 @@ def recipe_of(changes: dict) -> Recipe:
 
 def check(world: World, recipe: Recipe, rows: list, episodes: list) -> None:
     """Advantages, targets, weights, loss and gradient of the package are the oracle's."""
-    words = recipe.model_dump()
+    terms = recipe.model_dump()
     stream = streamed(world, rows, episodes, recomputed=recipe.anchor.to == "recomputed")
     batch = objective.prepare(recipe, stream, Context())
     if recipe.surrogate.advantages:
-        a, inside, target = slow.advantages(world, words)
+        a, inside, target = slow.advantages(world, terms)
     else:
         known = slow.scored(world, False)
-        kept = slow.entered(world, words["select"], known, words["baseline"]["by"])
+        kept = slow.entered(world, terms["select"], known, terms["baseline"]["by"])
         a, inside, target = [0.0] * len(stream), [kept[token.episode] for token in world.tokens], None
     assert batch.entered.tolist() == inside
     assert batch.advantage.tolist() == pytest.approx(a, rel=1e-9, abs=1e-9)
@@ -55,16 +55,16 @@ def check(world: World, recipe: Recipe, rows: list, episodes: list) -> None:
     entropy = doubles([token.entropy for token in world.tokens])
     loss = part.loss(lp, entropy, torch.arange(len(stream)), Context(), objective.betas(recipe))
     here = [token.lp for token in world.tokens]
-    assert loss.item() == pytest.approx(slower.total(world, words, a, inside, here, here), rel=1e-8, abs=1e-8)
+    assert loss.item() == pytest.approx(slower.total(world, terms, a, inside, here, here), rel=1e-8, abs=1e-8)
     slope = torch.autograd.grad(loss, lp)[0].numpy() if loss.requires_grad else np.zeros(len(here))
     assert np.isfinite(slope).all()
     for way in np.random.default_rng(0).standard_normal((2, len(here))):
-        _differences(world, words, a, inside, np.array(here), slope, way)
+        _differences(world, terms, a, inside, np.array(here), slope, way)
 
 
 def _differences(
     world: World,
-    words: dict,
+    terms: dict,
     a: list[float],
     inside: list[bool],
     here: np.ndarray,
@@ -75,7 +75,7 @@ def _differences(
     """The gradient along one direction, unless the loss has a kink within the step."""
 
     def at(x: float) -> float:
-        return slower.total(world, words, a, inside, (here + x * way).tolist(), here.tolist())
+        return slower.total(world, terms, a, inside, (here + x * way).tolist(), here.tolist())
 
     right, left = (at(step) - at(0)) / step, (at(0) - at(-step)) / step
     if abs(right - left) < 1e-3 * max(1.0, abs(right)):
@@ -89,7 +89,7 @@ def _differences(
 @pytest.mark.parametrize("name", ["reward", "shape", "baseline", "credit", "adjust", "select"])
 @MANY
 @given(st.data())
-def test_advantages_of_each_word_are_those_of_the_oracle(name, data):
+def test_advantages_of_each_term_are_those_of_the_oracle(name, data):
     world, rows, episodes = data.draw(worlds())
     check(world, recipe_of(data.draw(recipes(name))), rows, episodes)
 
@@ -98,7 +98,7 @@ def test_advantages_of_each_word_are_those_of_the_oracle(name, data):
 @pytest.mark.parametrize("name", ["anchor", "surrogate", "regulariser", "select", "weigh"])
 @MANY
 @given(st.data())
-def test_losses_and_gradients_of_each_word_are_those_of_the_oracle(name, data):
+def test_losses_and_gradients_of_each_term_are_those_of_the_oracle(name, data):
     world, rows, episodes = data.draw(worlds(scored_only=True))
     check(world, recipe_of(data.draw(recipes(name))), rows, episodes)
 
@@ -106,7 +106,7 @@ def test_losses_and_gradients_of_each_word_are_those_of_the_oracle(name, data):
 @pytest.mark.ledger("P11", "F31", "F32", "T01", "T16", "T22")
 @settings(MANY, max_examples=40)
 @given(worlds(), recipes())
-def test_all_words_at_once_are_those_of_the_oracle(batch, changes):
+def test_all_terms_at_once_are_those_of_the_oracle(batch, changes):
     world, rows, episodes = batch
     recipe = recipe_of(changes)
     stop = recipe.surrogate.kind in ("nll", "minor_nll", "none")
@@ -122,8 +122,8 @@ def test_all_words_at_once_are_those_of_the_oracle(batch, changes):
     check(world, recipe, rows, episodes)
 
 
-def test_every_word_is_compared():
-    assert {*WORDS, "score"} == set(Recipe.model_fields) - {"name", "both_kls"}
+def test_every_term_is_compared():
+    assert {*TERMS, "score"} == set(Recipe.model_fields) - {"name", "both_kls"}
 
 
 @pytest.mark.ledger("F58")

@@ -38,8 +38,8 @@ def computed(recipe: Recipe) -> tuple[float, torch.Tensor, Context]:
     return loss.item(), torch.autograd.grad(loss, lp)[0], context
 
 
-def changed(**words: Any) -> float:
-    return computed(get_recipe("grpo", words))[0]
+def changed(**terms: Any) -> float:
+    return computed(get_recipe("grpo", terms))[0]
 
 
 @pytest.mark.ledger("F37", "F38")
@@ -127,9 +127,9 @@ def test_a_mask_over_sums_zeroes_a_long_episode_that_one_over_means_keeps_and_ea
     n = sum(case["lengths"])
     stream = exact(rows, [episode(r.tape) for r in rows], old=[-2.0] * n, anchor=[-2.0 + case["per_token"]] * n)
     for combine in ("sum", "mean"):
-        word = Anchor(to="recomputed", weight="mask", per="episode", combine=combine, high=case["cap"])
+        term = Anchor(to="recomputed", weight="mask", per="episode", combine=combine, high=case["cap"])
         context = Context()
-        _, weight = word(doubles([-1.0] * n), torch.arange(n), stream, context)
+        _, weight = term(doubles([-1.0] * n), torch.arange(n), stream, context)
         assert weight is not None
         dropped, lengths = case[f"dropped_by_{combine}"], case["lengths"]
         want = [0.0 if gone else i for i, gone in zip(case[combine], dropped, strict=True)]

@@ -74,10 +74,10 @@ def test_the_equation_that_is_checked_is_the_one_that_is_documented(name):
 @pytest.mark.parametrize(("name", "estimator"), [("grpo", "k3"), ("reinforce", "k3"), ("reinforce_pp_baseline", "k2")])
 def test_the_documented_kl_is_added_where_beta_is_set(name, estimator):
     w = world()
-    (word,) = RECIPES[name].regulariser
-    assert isinstance(word, KL)
-    assert word.estimator == estimator
-    loss, _ = computed(RECIPES[name].but(regulariser=[{**word.model_dump(), "beta": 0.3}]), w)
+    (term,) = RECIPES[name].regulariser
+    assert isinstance(term, KL)
+    assert term.estimator == estimator
+    loss, _ = computed(RECIPES[name].but(regulariser=[{**term.model_dump(), "beta": 0.3}]), w)
     kl = sum(oracle.kl(estimator, w.lp[t], w.ref[t]) for t in range(N)) / N
     assert loss == pytest.approx(EQUATIONS[name](w) + 0.3 * kl, rel=1e-9)
 
@@ -154,12 +154,12 @@ def test_clips_are_the_papers():
     assert set(clips.values()) == {(0.2, 0.2)}
 
 
-def test_a_recipe_prints_every_word_with_its_constants():
+def test_a_recipe_prints_every_term_with_its_constants():
     text = str(RECIPES["grpo"])
     assert text.splitlines()[0] == "recipe grpo"
-    words = "score reward shape baseline credit adjust anchor surrogate regulariser select weigh"
-    for word in words.split():
-        assert f"\n  {word} " in text
+    terms = "score reward shape baseline credit adjust anchor surrogate regulariser select weigh"
+    for term in terms.split():
+        assert f"\n  {term} " in text
     assert "std(by=group, eps=1e-09, ddof=1)" in text
     assert "ppo(low=0.2, high=0.2, dual=None, per=token)" in text
 
@@ -212,7 +212,7 @@ def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
         ({"surrogate": {"kind": "cispo", "hihg": 1}}, "unknown key 'surrogate.cispo.hihg'; there are low, cap"),
     ],
 )
-def test_an_unknown_constant_names_those_of_its_word(changes, says):
+def test_an_unknown_constant_names_those_of_its_term(changes, says):
     with pytest.raises(BadRecipe) as refused:
         get_recipe("grpo", changes)
     assert says in str(refused.value)

@@ -136,8 +136,8 @@ def test_the_price_of_a_long_answer():
     rows, _ = simple([0.0] * len(case["lengths"]))
     episodes = [episode(f"t{i}", reward=1.0, length=n) for i, n in enumerate(case["lengths"])]
     stream = exact(rows, episodes)
-    word = Overlong(limit=case["limit"], buffer=case["buffer"], factor=case["factor"])
-    x = word(stream.episodes.reward, torch.ones(len(rows), dtype=torch.bool), stream, Context())
+    term = Overlong(limit=case["limit"], buffer=case["buffer"], factor=case["factor"])
+    x = term(stream.episodes.reward, torch.ones(len(rows), dtype=torch.bool), stream, Context())
     assert (x - 1).tolist() == pytest.approx(case["expected"], abs=1e-12)
 
 
@@ -149,8 +149,8 @@ def test_a_price_of_the_episode_falls_on_its_last_turn_when_rewards_are_per_turn
         episode("b", reward=3.0, turn_rewards=[1.0, 2.0], length=90),
     ]
     stream = exact(rows, episodes)
-    word = Overlong(limit=100, buffer=20, factor=2.0)
-    x = word(stream.turns.reward, torch.ones(4, dtype=torch.bool), stream, Context())
+    term = Overlong(limit=100, buffer=20, factor=2.0)
+    x = term(stream.turns.reward, torch.ones(4, dtype=torch.bool), stream, Context())
     assert x.tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
@@ -195,8 +195,8 @@ def test_rewards_outside_the_bounds_are_counted_before_they_are_clipped():
     case = LEDGER["F29"]
     stream = exact(*simple([float(r) for r in case["rewards"]]))
     context = Context()
-    word = Clip(low=case["low"], high=case["high"])
-    x = word(stream.episodes.reward, torch.ones(len(case["rewards"]), dtype=torch.bool), stream, context)
+    term = Clip(low=case["low"], high=case["high"])
+    x = term(stream.episodes.reward, torch.ones(len(case["rewards"]), dtype=torch.bool), stream, context)
     assert x.tolist() == case["expected"]
     assert context.sums.mean("reward/clipped") == case["clipped"]
 
@@ -224,7 +224,7 @@ def test_the_adaptive_coefficient_moves_by_the_error_and_by_at_most_a_fifth(kl, 
 
 
 @pytest.mark.parametrize(
-    ("word", "constants"),
+    ("term", "constants"),
     [
         (KL, {"beta": -0.1}),
         (Adaptive, {"target": 0, "horizon": 1}),
@@ -237,9 +237,9 @@ def test_the_adaptive_coefficient_moves_by_the_error_and_by_at_most_a_fifth(kl, 
         (Balance, {"coefficient": -1}),
     ],
 )
-def test_a_constant_that_makes_no_sense_is_refused(word, constants):
+def test_a_constant_that_makes_no_sense_is_refused(term, constants):
     with pytest.raises(ValidationError):
-        word(**constants)
+        term(**constants)
 
 
 def test_the_shortest_limit_is_one_token_and_the_price_is_one():
@@ -251,7 +251,7 @@ def test_a_controller_may_be_tight_and_quick():
 
 
 @pytest.mark.parametrize(
-    ("word", "constants"),
+    ("term", "constants"),
     [
         (KL, {"to": "reference", "estimator": "k3", "beta": 0.0, "adaptive": None}),
         (Entropy, {"coefficient": 0.0}),
@@ -259,13 +259,13 @@ def test_a_controller_may_be_tight_and_quick():
         (Balance, {"coefficient": 0.0}),
     ],
 )
-def test_a_regulariser_adds_nothing_unless_it_is_told_to(word, constants):
-    assert {k: v for k, v in word().model_dump().items() if k != "kind"} == constants
-    assert not word().active
-    assert not word().needs_reference
-    name = "beta" if word is KL else "coefficient"
-    assert word(**{name: 0.5}).active
-    assert word(**{name: 0.5}).needs_reference == (word is KL)
+def test_a_regulariser_adds_nothing_unless_it_is_told_to(term, constants):
+    assert {k: v for k, v in term().model_dump().items() if k != "kind"} == constants
+    assert not term().active
+    assert not term().needs_reference
+    name = "beta" if term is KL else "coefficient"
+    assert term(**{name: 0.5}).active
+    assert term(**{name: 0.5}).needs_reference == (term is KL)
 
 
 @pytest.mark.ledger("T21")

@@ -123,7 +123,7 @@ def streamed(world: World, rows: list[Row], episodes: list[Episode], *, recomput
     return exact(rows, episodes, **columns)
 
 
-def _words(*kinds: str, **constants: st.SearchStrategy) -> st.SearchStrategy[dict[str, Any]]:
+def _terms(*kinds: str, **constants: st.SearchStrategy) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"kind": st.sampled_from(kinds), **constants})
 
 
@@ -136,16 +136,16 @@ REWARD = st.one_of(
 )
 SHAPE = st.lists(
     st.one_of(
-        _words("clip", low=st.just(-1.0), high=st.sampled_from([0.5, 2.0])),
-        _words("running", centre=st.booleans()),
-        _words("overlong", limit=st.just(30), buffer=st.sampled_from([5, 20]), factor=st.sampled_from([1.0, 0.5])),
-        _words("episode_kl", beta=st.sampled_from([0.0, 0.2]), estimator=ESTIMATORS),
+        _terms("clip", low=st.just(-1.0), high=st.sampled_from([0.5, 2.0])),
+        _terms("running", centre=st.booleans()),
+        _terms("overlong", limit=st.just(30), buffer=st.sampled_from([5, 20]), factor=st.sampled_from([1.0, 0.5])),
+        _terms("episode_kl", beta=st.sampled_from([0.0, 0.2]), estimator=ESTIMATORS),
     ),
     max_size=2,
-    unique_by=lambda word: word["kind"],
+    unique_by=lambda term: term["kind"],
 )
-PRICE = st.one_of(st.just([]), _words("token_kl", beta=st.just(0.1), estimator=ESTIMATORS).map(lambda w: [w]))
-BASELINE = _words(
+PRICE = st.one_of(st.just([]), _terms("token_kl", beta=st.just(0.1), estimator=ESTIMATORS).map(lambda w: [w]))
+BASELINE = _terms(
     "none",
     "mean",
     "loo",
@@ -157,7 +157,7 @@ BASELINE = _words(
 )
 CREDIT = st.one_of(
     st.just({"kind": "broadcast"}),
-    _words(
+    _terms(
         "returns",
         "gae",
         clock=st.sampled_from(["token", "turn"]),
@@ -167,16 +167,16 @@ CREDIT = st.one_of(
 )
 ADJUST = st.lists(
     st.one_of(
-        _words(
+        _terms(
             "whiten",
             ddof=st.sampled_from([0, 1]),
             eps=st.sampled_from([1e-8, 0.5]),
             how=st.sampled_from(["floor", "add"]),
             centre_only=st.booleans(),
         ),
-        _words("clip", limit=st.sampled_from([0.3, 2.0])),
-        _words("relu"),
-        _words("groups", flat=st.sampled_from([0.5, 1.0]), cap=st.sampled_from([1.1, 3.0])),
+        _terms("clip", limit=st.sampled_from([0.3, 2.0])),
+        _terms("relu"),
+        _terms("groups", flat=st.sampled_from([0.5, 1.0]), cap=st.sampled_from([1.1, 3.0])),
     ),
     max_size=2,
 )
@@ -194,30 +194,30 @@ ANCHOR = st.one_of(
     ),
 )
 SURROGATE = st.one_of(
-    _words(
+    _terms(
         "ppo",
         low=st.sampled_from([0.2, 0.01]),
         high=st.sampled_from([0.2, 0.28]),
         per=PER,
         dual=st.sampled_from([None, 1.4]),
     ),
-    _words("reinforce"),
-    _words("cispo", low=st.sampled_from([None, 0.1]), cap=st.sampled_from([1.2, 5.0])),
-    _words("cpg", low=st.sampled_from([0.2, 0.03]), high=st.just(0.1)),
-    _words("sapo", tau=st.sampled_from([1.0, 0.4])),
-    _words("nll"),
-    _words("minor_nll", beta=st.sampled_from([0.1, 2.0]), per=PER),
-    _words("none"),
+    _terms("reinforce"),
+    _terms("cispo", low=st.sampled_from([None, 0.1]), cap=st.sampled_from([1.2, 5.0])),
+    _terms("cpg", low=st.sampled_from([0.2, 0.03]), high=st.just(0.1)),
+    _terms("sapo", tau=st.sampled_from([1.0, 0.4])),
+    _terms("nll"),
+    _terms("minor_nll", beta=st.sampled_from([0.1, 2.0]), per=PER),
+    _terms("none"),
 )
 REGULARISER = st.lists(
     st.one_of(
-        _words(
+        _terms(
             "kl",
             to=st.sampled_from(["reference", "sampler"]),
             estimator=st.sampled_from(["k2", "k3"]),
             beta=st.sampled_from([0.0, 0.3]),
         ),
-        _words("entropy", coefficient=st.sampled_from([0.0, 0.2])),
+        _terms("entropy", coefficient=st.sampled_from([0.0, 0.2])),
     ),
     max_size=2,
 )
@@ -233,8 +233,8 @@ SELECT = st.fixed_dictionaries(
         "shift_mask": st.sampled_from([0.02, 0.2]),
     },
 )
-WEIGH = _words("token", "episode", "turn", "group", "constant", "sum", limit=st.sampled_from([1.0, 8.0]))
-WORDS: dict[str, st.SearchStrategy] = {
+WEIGH = _terms("token", "episode", "turn", "group", "constant", "sum", limit=st.sampled_from([1.0, 8.0]))
+TERMS: dict[str, st.SearchStrategy] = {
     "reward": REWARD,
     "shape": SHAPE,
     "baseline": BASELINE,
@@ -246,13 +246,13 @@ WORDS: dict[str, st.SearchStrategy] = {
     "select": SELECT,
     "weigh": WEIGH,
 }
-"""A strategy for the constants of each word (score apart, which is the model's matter)."""
+"""A strategy for the constants of each term (score apart, which is the model's matter)."""
 
 
 @st.composite
-def recipes(draw: st.DrawFn, *words: str) -> dict[str, Any]:
-    """Changes to a recipe: of the words named, or of all."""
-    changes = {name: draw(WORDS[name]) for name in words or WORDS}
+def recipes(draw: st.DrawFn, *terms: str) -> dict[str, Any]:
+    """Changes to a recipe: of the terms named, or of all."""
+    changes = {name: draw(TERMS[name]) for name in terms or TERMS}
     if changes.get("credit", {}).get("kind") in ("returns", "gae"):
         changes["shape"] = [*changes.get("shape", []), *draw(PRICE)]
     return changes

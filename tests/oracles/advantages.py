@@ -1,6 +1,6 @@
 """Rewards to advantages, slowly: select (episodes), reward, shape, baseline, credit, adjust, one loop per formula.
 
-Written from the ledger in plain Python and float64. A recipe is the mapping of its words' constants. Shares no code
+Written from the ledger in plain Python and float64. A recipe is the mapping of its terms' constants. Shares no code
 with the package.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from .objective import baseline, gae, kl, returns
 from .world import World
 
-Words = dict[str, Any]
+Terms = dict[str, Any]
 
 
 def point(world: World, e: int) -> str:
@@ -32,7 +32,7 @@ def scored(world: World, advantages: bool) -> list[bool]:
     return [a.trains and (a.reward is not None or not advantages) for a in world.episodes]
 
 
-def entered(world: World, select: Words, known: list[bool], by: str) -> list[bool]:
+def entered(world: World, select: Terms, known: list[bool], by: str) -> list[bool]:
     """Episodes that enter, from those that may."""
     inside = list(known)
     if select["flat"] == "drop":
@@ -60,23 +60,23 @@ def best(world: World, members: list[int], n: int, how: str) -> list[int]:
     return ranked[: n - worst] + (ranked[-worst:] if worst else [])
 
 
-def rewards(world: World, word: Words) -> list[float | None]:
+def rewards(world: World, term: Terms) -> list[float | None]:
     """One per unit; None: unscored."""
-    if word["components"] is not None:
+    if term["components"] is not None:
         return [
             None
-            if a.reward is None or set(word["components"]) - set(a.components)
-            else math.fsum(w * a.components[k] for k, w in word["components"].items())
+            if a.reward is None or set(term["components"]) - set(a.components)
+            else math.fsum(w * a.components[k] for k, w in term["components"].items())
             for a in world.episodes
         ]
-    if word["per"] == "turn":
+    if term["per"] == "turn":
         return [
             None if world.episodes[e].reward is None else world.episodes[e].turn_rewards[k]
             for e, k in world.units("turn")
         ]
-    how = {"sum": math.fsum, "mean": statistics.fmean, "max": max}[word["reduce"]]
+    how = {"sum": math.fsum, "mean": statistics.fmean, "max": max}[term["reduce"]]
     return [
-        None if a.reward is None else a.reward if word["reduce"] == "sum" else how(a.turn_rewards)
+        None if a.reward is None else a.reward if term["reduce"] == "sum" else how(a.turn_rewards)
         for a in world.episodes
     ]
 
@@ -88,52 +88,52 @@ def drift(world: World, estimator: str, t: int, *, recomputed: bool) -> float:
 
 
 def shaped(
-    world: World, words: list[Words], units: list[tuple[int, int]], x: list[float | None], *, recomputed: bool
+    world: World, terms: list[Terms], units: list[tuple[int, int]], x: list[float | None], *, recomputed: bool
 ) -> list[float | None]:
-    for word in words:
+    for term in terms:
         mine = [i for i, value in enumerate(x) if value is not None]
         values = [v for v in x if v is not None]
-        if word["kind"] == "clip":
-            x = [None if v is None else min(max(v, word["low"]), word["high"]) for v in x]
-        elif word["kind"] == "running":
+        if term["kind"] == "clip":
+            x = [None if v is None else min(max(v, term["low"]), term["high"]) for v in x]
+        elif term["kind"] == "running":
             if len(set(values)) > 1:
                 m, s = statistics.fmean(values), statistics.stdev(values)
-                x = [None if v is None else (v - (m if word["centre"] else 0.0)) / s for v in x]
-        elif word["kind"] in ("overlong", "episode_kl"):
+                x = [None if v is None else (v - (m if term["centre"] else 0.0)) / s for v in x]
+        elif term["kind"] in ("overlong", "episode_kl"):
             for i in mine:
                 e, k = units[i]
                 if k in (-1, len(world.episodes[e].turn_rewards) - 1):
-                    x = [*x[:i], (x[i] or 0.0) + _price(world, word, e, recomputed=recomputed), *x[i + 1 :]]
+                    x = [*x[:i], (x[i] or 0.0) + _price(world, term, e, recomputed=recomputed), *x[i + 1 :]]
     return x
 
 
-def _price(world: World, word: Words, e: int, *, recomputed: bool) -> float:
-    if word["kind"] == "overlong":
-        over = world.episodes[e].length - (word["limit"] - word["buffer"])
-        return max(-word["factor"], min(0.0, -over / word["buffer"] * word["factor"]))
-    return -word["beta"] * math.fsum(
-        drift(world, word["estimator"], t, recomputed=recomputed) for t in world.of_episode(e)
+def _price(world: World, term: Terms, e: int, *, recomputed: bool) -> float:
+    if term["kind"] == "overlong":
+        over = world.episodes[e].length - (term["limit"] - term["buffer"])
+        return max(-term["factor"], min(0.0, -over / term["buffer"] * term["factor"]))
+    return -term["beta"] * math.fsum(
+        drift(world, term["estimator"], t, recomputed=recomputed) for t in world.of_episode(e)
     )
 
 
-def compared(world: World, word: Words, units: list[tuple[int, int]], x: list[float | None]) -> list[float]:
+def compared(world: World, term: Terms, units: list[tuple[int, int]], x: list[float | None]) -> list[float]:
     """The baseline's advantage of each unit; 0 where it is unscored."""
     mine = [i for i, v in enumerate(x) if v is not None]
     peers = {
         "group": [a.group for a in world.episodes],
         "batch": [""] * len(world.episodes),
         "fork": [point(world, e) for e in range(len(world.episodes))],
-    }[word["by"]]
+    }[term["by"]]
     names = [peers[units[i][0]] for i in mine]
     out = [0.0] * len(x)
     values = [v for v in x if v is not None]
-    for i, y in zip(mine, baseline(values, names, word["kind"], word["by"], word["eps"], word["ddof"]), strict=True):
+    for i, y in zip(mine, baseline(values, names, term["kind"], term["by"], term["eps"], term["ddof"]), strict=True):
         out[i] = y
     return out
 
 
 def spread(
-    world: World, recipe: Words, units: list[tuple[int, int]], y: list[float], price: list[float]
+    world: World, recipe: Terms, units: list[tuple[int, int]], y: list[float], price: list[float]
 ) -> tuple[list[float], list[float] | None]:
     """(advantage of each token, the critic's targets or None)."""
     credit, n = recipe["credit"], len(world.tokens)
@@ -170,45 +170,45 @@ def spread(
     return advantage, target if credit["kind"] == "gae" else None
 
 
-def adjusted(world: World, words: list[Words], a: list[float], inside: list[bool], known: list[bool]) -> list[float]:
-    for word in words:
-        if word["kind"] == "clip":
-            a = [min(max(v, -word["limit"]), word["limit"]) for v in a]
-        elif word["kind"] == "relu":
+def adjusted(world: World, terms: list[Terms], a: list[float], inside: list[bool], known: list[bool]) -> list[float]:
+    for term in terms:
+        if term["kind"] == "clip":
+            a = [min(max(v, -term["limit"]), term["limit"]) for v in a]
+        elif term["kind"] == "relu":
             a = [max(v, 0.0) for v in a]
-        elif word["kind"] == "groups":
-            a = [v * group_weight(world, word, token.episode, known) for v, token in zip(a, world.tokens, strict=True)]
+        elif term["kind"] == "groups":
+            a = [v * group_weight(world, term, token.episode, known) for v, token in zip(a, world.tokens, strict=True)]
         else:
-            a = whitened(a, inside, word)
+            a = whitened(a, inside, term)
     return a
 
 
-def whitened(a: list[float], inside: list[bool], word: Words) -> list[float]:
+def whitened(a: list[float], inside: list[bool], term: Terms) -> list[float]:
     mine = [v for v, i in zip(a, inside, strict=True) if i]
     if len(mine) < 2 or max(mine) - min(mine) <= 1e-12 * max(map(abs, mine)):
         return [0.0] * len(a)
     m = statistics.fmean(mine)
-    var = math.fsum((v - m) ** 2 for v in mine) / (len(mine) - word["ddof"])
+    var = math.fsum((v - m) ** 2 for v in mine) / (len(mine) - term["ddof"])
     s = (
         1.0
-        if word["centre_only"]
-        else math.sqrt(max(var, word["eps"]))
-        if word["how"] == "floor"
-        else math.sqrt(var) + word["eps"]
+        if term["centre_only"]
+        else math.sqrt(max(var, term["eps"]))
+        if term["how"] == "floor"
+        else math.sqrt(var) + term["eps"]
     )
     return [(v - m) / s if i else 0.0 for v, i in zip(a, inside, strict=True)]
 
 
-def group_weight(world: World, word: Words, e: int, known: list[bool]) -> float:
+def group_weight(world: World, term: Terms, e: int, known: list[bool]) -> float:
     scored = [i for i, a in enumerate(world.episodes) if known[i] and a.reward is not None]
     groups = {world.episodes[i].group for i in scored}
     teach = {world.episodes[i].group for i in scored if not flat(world, i, known)}
     if not teach:
         return 1.0
-    return min(len(groups) / len(teach), word["cap"]) if world.episodes[e].group in teach else word["flat"]
+    return min(len(groups) / len(teach), term["cap"]) if world.episodes[e].group in teach else term["flat"]
 
 
-def advantages(world: World, recipe: Words) -> tuple[list[float], list[bool], list[float] | None]:
+def advantages(world: World, recipe: Terms) -> tuple[list[float], list[bool], list[float] | None]:
     """(advantage of each token, whether it enters, the critic's targets) of a recipe that learns from rewards."""
     known = scored(world, True)
     episodes = entered(world, recipe["select"], known, recipe["baseline"]["by"])
@@ -219,10 +219,10 @@ def advantages(world: World, recipe: Words) -> tuple[list[float], list[bool], li
     x = shaped(world, recipe["shape"], units, x, recomputed=recomputed)
     y = compared(world, recipe["baseline"], units, x)
     price = [0.0] * len(world.tokens)
-    for word in recipe["shape"]:
-        if word["kind"] == "token_kl":
+    for term in recipe["shape"]:
+        if term["kind"] == "token_kl":
             price = [
-                -word["beta"] * drift(world, word["estimator"], t, recomputed=recomputed)
+                -term["beta"] * drift(world, term["estimator"], t, recomputed=recomputed)
                 for t in range(len(world.tokens))
             ]
     a, target = spread(world, recipe, units, y, price)

@@ -15,7 +15,7 @@ import numpy as np
 from .objective import kl, weights
 from .world import World
 
-Words = dict[str, Any]
+Terms = dict[str, Any]
 
 
 def top_entropy(world: World, inside: list[bool], share: float | None) -> list[bool]:
@@ -47,24 +47,24 @@ def over(world: World, t: int, per: str, live: list[bool], values: list[float], 
     return statistics.fmean(mine) if how == "mean" else math.fsum(mine)
 
 
-def anchored(world: World, word: Words, t: int, live: list[bool]) -> tuple[float, float]:
+def anchored(world: World, term: Terms, t: int, live: list[bool]) -> tuple[float, float]:
     """(the log-prob that the ratio is taken against, the importance weight)."""
     old = [token.old if token.old is not None else math.nan for token in world.tokens]
-    if word["to"] == "sampler":
+    if term["to"] == "sampler":
         return old[t], 1.0
     prox = world.tokens[t].prox
-    if word["weight"] == "none":
+    if term["weight"] == "none":
         return prox, 1.0
     gap = [token.prox - o for token, o in zip(world.tokens, old, strict=True)]
-    i = math.exp(over(world, t, word["per"], live, gap, word["combine"]))
-    if word["weight"] == "truncate":
-        return prox, min(i, word["high"])
-    return prox, i if word["low"] <= i <= word["high"] else 0.0
+    i = math.exp(over(world, t, term["per"], live, gap, term["combine"]))
+    if term["weight"] == "truncate":
+        return prox, min(i, term["high"])
+    return prox, i if term["low"] <= i <= term["high"] else 0.0
 
 
 def surrogate(
     world: World,
-    word: Words,
+    term: Terms,
     t: int,
     a: float,
     lp: list[float],
@@ -73,32 +73,32 @@ def surrogate(
     live: list[bool],
 ) -> float:
     """The loss of one token."""
-    kind = word["kind"]
+    kind = term["kind"]
     if kind == "none":
         return 0.0
     if kind == "nll":
         return -lp[t]
     if kind == "minor_nll":
         gap = [x - token.ref for x, token in zip(lp, world.tokens, strict=True)]
-        return -2 / word["beta"] * math.log(1 / (1 + math.exp(-word["beta"] * over(world, t, word["per"], live, gap))))
+        return -2 / term["beta"] * math.log(1 / (1 + math.exp(-term["beta"] * over(world, t, term["per"], live, gap))))
     if kind == "reinforce":
         return -a * lp[t]
     if kind == "cispo":
-        low = -math.inf if word["low"] is None else 1 - word["low"]
-        return -min(max(math.exp(stopped[t] - anchor[t]), low), word["cap"]) * a * lp[t]
+        low = -math.inf if term["low"] is None else 1 - term["low"]
+        return -min(max(math.exp(stopped[t] - anchor[t]), low), term["cap"]) * a * lp[t]
     if kind == "cpg":
         if a > 0:
-            return -a * min(lp[t], anchor[t] + math.log(1 + word["high"]))
-        return -a * max(lp[t], anchor[t] + math.log(1 - word["low"]))
-    r = math.exp(over(world, t, word.get("per", "token"), live, [x - y for x, y in zip(lp, anchor, strict=True)]))
+            return -a * min(lp[t], anchor[t] + math.log(1 + term["high"]))
+        return -a * max(lp[t], anchor[t] + math.log(1 - term["low"]))
+    r = math.exp(over(world, t, term.get("per", "token"), live, [x - y for x, y in zip(lp, anchor, strict=True)]))
     if kind == "sapo":
-        tau = word["tau"] if a > 0 else word["tau_negative"]
+        tau = term["tau"] if a > 0 else term["tau_negative"]
         return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
-    loss = -min(r * a, min(max(r, 1 - word["low"]), 1 + word["high"]) * a)
-    return min(loss, -word["dual"] * a) if word["dual"] is not None and a < 0 else loss
+    loss = -min(r * a, min(max(r, 1 - term["low"]), 1 + term["high"]) * a)
+    return min(loss, -term["dual"] * a) if term["dual"] is not None and a < 0 else loss
 
 
-def kept(world: World, select: Words, t: int, a: float, lp: float) -> bool:
+def kept(world: World, select: Terms, t: int, a: float, lp: float) -> bool:
     """Whether the token's loss survives the masks that look at its log-prob now."""
     old = world.tokens[t].old
     if old is None:
@@ -110,7 +110,7 @@ def kept(world: World, select: Words, t: int, a: float, lp: float) -> bool:
 
 
 def total(
-    world: World, recipe: Words, a: list[float], inside: list[bool], lp: list[float], stopped: list[float]
+    world: World, recipe: Terms, a: list[float], inside: list[bool], lp: list[float], stopped: list[float]
 ) -> float:
     """sum of w l over the batch."""
     live = top_entropy(world, inside, recipe["select"]["entropy_top"])
@@ -127,13 +127,13 @@ def total(
     for t in (t for t, x in enumerate(live) if x and kept(world, recipe["select"], t, a[t], stopped[t])):
         scale = pairs[t][1] if recipe["surrogate"]["kind"] not in ("nll", "minor_nll", "none") else 1.0
         loss = scale * surrogate(world, recipe["surrogate"], t, a[t], lp, stopped, anchor, live)
-        for word in recipe["regulariser"]:
-            if word["kind"] == "kl" and word["beta"]:
-                other = world.tokens[t].old if word["to"] == "sampler" else world.tokens[t].ref
+        for term in recipe["regulariser"]:
+            if term["kind"] == "kl" and term["beta"]:
+                other = world.tokens[t].old if term["to"] == "sampler" else world.tokens[t].ref
                 assert other is not None
-                loss += word["beta"] * kl(word["estimator"], lp[t], other)
-            elif word["kind"] == "entropy":
-                loss -= word["coefficient"] * world.tokens[t].entropy
+                loss += term["beta"] * kl(term["estimator"], lp[t], other)
+            elif term["kind"] == "entropy":
+                loss -= term["coefficient"] * world.tokens[t].entropy
         out.append(w[t] * loss)
     return math.fsum(out)
 

@@ -1,4 +1,4 @@
-"""The page on the objective has every word as the models have it."""
+"""The page on the objective has every term as the models have it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tapereel.finetune.objective import PPO, Weigh
 from tapereel.finetune.objective.recipe import Recipe, read
 from tapereel.finetune.recipes import get_recipe
 
-from .words_table import PAGE, constants, docstrings, page, table, words
+from .terms_table import PAGE, constants, docstrings, page, table, terms
 
 
 def test_the_tables_in_the_docs_are_what_the_models_say() -> None:
     text = PAGE.read_text("utf-8")
-    assert page(text) == text, "run python -m tests.finetune.words_table"
+    assert page(text) == text, "run python -m tests.finetune.terms_table"
 
 
-def test_every_word_is_there_and_every_constant_says_what_it_is() -> None:
-    found = words()
+def test_every_term_is_there_and_every_constant_says_what_it_is() -> None:
+    found = terms()
     assert len(found) == 11
     assert set(Recipe.model_fields) - set(found) == {"name", "both_kls"}
     for name, (_, kinds) in found.items():
@@ -41,7 +41,7 @@ def test_an_edit_of_the_page_or_a_model_shows(monkeypatch: pytest.MonkeyPatch) -
 
 def test_texts_below_fields_are_found_in_base_classes_too() -> None:
     assert docstrings(Weigh)["limit"] == "For `constant` and `sum`: usually the length limit of a completion."
-    beside = next(cls for cls in words()["regulariser"][1] if cls.__name__ == "Demonstrations")
+    beside = next(cls for cls in terms()["regulariser"][1] if cls.__name__ == "Demonstrations")
     assert docstrings(beside)["coefficient"] == "What the term counts."
 
 
@@ -54,7 +54,7 @@ def test_the_defaults_in_the_tables_are_values_that_a_recipe_takes() -> None:
         if len(cells) == 4 and cells[2].startswith("`"):
             name, value = cells[0].strip("`"), yaml.safe_load(cells[2].strip("`"))
             value = float(value) if isinstance(value, str) and re.fullmatch(r"[\d.e+-]+", value) else value
-            assert getattr(words()[heading][1][0](), name) == value
+            assert getattr(terms()[heading][1][0](), name) == value
             checked += 1
     assert checked > 20
 

@@ -1,6 +1,6 @@
-"""Every word of a recipe with its kinds and constants, from the models themselves.
+"""Every term of a recipe with its kinds and constants, from the models themselves.
 
-    python -m tests.finetune.words_table      writes the tables into docs/objective.md
+    python -m tests.finetune.terms_table      writes the tables into docs/objective.md
 
 A test compares the page with what is found.
 """
@@ -21,23 +21,23 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tapereel.finetune.objective import Word
+from tapereel.finetune.objective import Term
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.tapes.common.config_yaml import write_yaml
 
 from ..agents.templates_table import page as between
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "objective.md"
-BEGIN = "<!-- made by tests/finetune/words_table.py -->\n"
+BEGIN = "<!-- made by tests/finetune/terms_table.py -->\n"
 NUMBERS: dict[Any, str] = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
 BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
-def words() -> dict[str, tuple[bool, list[type[Word]]]]:
+def terms() -> dict[str, tuple[bool, list[type[Term]]]]:
     """Field of a recipe -> (whether it is a list, the kinds that it may have)."""
     found = {}
     for name, info in Recipe.model_fields.items():
-        kinds = [one for one in _leaves(info.annotation) if isinstance(one, type) and issubclass(one, Word)]
+        kinds = [one for one in _leaves(info.annotation) if isinstance(one, type) and issubclass(one, Term)]
         if kinds:
             found[name] = get_origin(info.annotation) is tuple, kinds
     return found
@@ -60,7 +60,7 @@ def docstrings(cls: type[Any]) -> dict[str, str]:
     """Field -> the text below it, those of base classes included."""
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__):
-        if not (isinstance(one, type) and issubclass(one, Word)) or one is Word:
+        if not (isinstance(one, type) and issubclass(one, Term)) or one is Term:
             continue
         module = ast.parse(inspect.getsource(sys.modules[one.__module__]))
         body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == one.__name__)
@@ -76,12 +76,12 @@ def docstrings(cls: type[Any]) -> dict[str, str]:
     return found
 
 
-def formulas(cls: type[Word]) -> tuple[str, str]:
-    """(what the word is, its equations) of the module that a word stands in."""
+def formulas(cls: type[Term]) -> tuple[str, str]:
+    """(what the term is, its equations) of the module that a term stands in."""
     text = inspect.getdoc(sys.modules[cls.__module__]) or ""
     first, *blocks = text.split("\n\n")
     named, colon, told = " ".join(first.split()).partition(": ")
-    if not colon or " " in named:  # a word beside others in its module says what it is itself
+    if not colon or " " in named:  # a term beside others in its module says what it is itself
         first, *blocks = (inspect.getdoc(cls) or "").split("\n\n")
         told = " ".join(first.split())
     return told, "\n\n".join(inspect.cleandoc("\n" + block) for block in blocks if block.startswith("    "))
@@ -111,7 +111,7 @@ def _type(annotation: Any) -> str:
         return "[" + ", ".join(_type(one) for one in args) + "]"
     if origin is dict:
         return "{" + ": ".join(_type(one) for one in args) + "}"
-    if isinstance(annotation, type) and issubclass(annotation, Word):
+    if isinstance(annotation, type) and issubclass(annotation, Term):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return NUMBERS[annotation]
 
@@ -123,7 +123,7 @@ def default_of(info: FieldInfo) -> str:
     return "`" + write_yaml({"x": info.default}).strip().removeprefix("x: ") + "`"
 
 
-def constants(cls: type[Word], above: str = "") -> Iterator[tuple[str, str, str, str]]:
+def constants(cls: type[Term], above: str = "") -> Iterator[tuple[str, str, str, str]]:
     """(name, type, default, what it is) of each constant but the kind that is its class."""
     told = docstrings(cls)
     for name, info in cls.model_fields.items():
@@ -131,14 +131,14 @@ def constants(cls: type[Word], above: str = "") -> Iterator[tuple[str, str, str,
             continue
         yield f"`{above}{name}`", type_of(info), default_of(info), told.get(name, "")
         for inner in _leaves(info.annotation):
-            if isinstance(inner, type) and issubclass(inner, Word):
+            if isinstance(inner, type) and issubclass(inner, Term):
                 yield from constants(inner, f"{above}{name}.")
 
 
 def table() -> str:
     """The part of the page."""
     parts = []
-    for name, (listed, kinds) in words().items():
+    for name, (listed, kinds) in terms().items():
         told, equations = formulas(kinds[0])
         several = len(kinds) > 1
         lines = [f"### {name}", "", f"{told[0].upper()}{told[1:]}{' A list.' if listed else ''}"]

@@ -1,6 +1,6 @@
-"""The base of all words: a frozen value that prints itself, and sums that become metrics.
+"""The base of all terms: a frozen value that prints itself, and sums that become metrics.
 
-A word is its constants and one pure function over the stream. Words know nothing of each other.
+A term is its constants and one pure function over the stream. Terms know nothing of each other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 
-class Word(BaseModel):
-    """One word of a recipe. An unknown key is an error."""
+class Term(BaseModel):
+    """One term of a recipe. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -128,7 +128,7 @@ class Moments:
 
 @dataclass
 class Context:
-    """What a word may touch beside the stream."""
+    """What a term may touch beside the stream."""
 
     sums: Sums = field(default_factory=Sums)
     """Where it reports."""
