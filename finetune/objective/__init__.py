@@ -11,8 +11,8 @@ from .reward import Reward
 from .select import Select
 from .shape import Clip, EpisodeKL, Overlong, Running, Shape, TokenKL
 from .surrogate import CISPO, CPG, NLL, PPO, SAPO, MinorNLL, NoSurrogate, Reinforce, Surrogate
-from .weigh import Weigh
 from .term import Context, Moments, Sums, Term
+from .weigh import Weigh
 
 __all__ = [
     "CISPO",

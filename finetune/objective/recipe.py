@@ -18,8 +18,8 @@ from .reward import Reward
 from .select import Select
 from .shape import EpisodeKL, Running, Shape, TokenKL
 from .surrogate import PPO, MinorNLL, Surrogate
-from .weigh import Weigh
 from .term import Term
+from .weigh import Weigh
 
 
 class BadRecipe(UsageError):
