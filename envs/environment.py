@@ -1,54 +1,123 @@
 """The contract between an environment and the rollout: `reset`, `step`, `finish`, `restore`, `close`.
 
-One instance lives for one episode; a group takes a factory. An environment knows nothing of models, prompts, tokens or
-files. Private task parts, rewards and metrics go to the record, never to the agent.
+One instance serves one episode, so a group of episodes takes a factory. Task fields that are private, rewards and
+metrics are recorded on the tape; the agent doesn't see them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from ..tapes import Action, Observation, Status, TapereelError
+from ..tapes import Action, Observation, Status, TapereelError, Text
 from .varying import without
 
 if TYPE_CHECKING:
-    from ..tapes import Tape
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    from ..tapes import Answer, Tape
     from ..tapes.records import Reward
 
-ActionT = TypeVar("ActionT", bound=Action)
+    # `class Guess(Environment)` takes `Answer`. Python before 3.13 has no default of a type variable at run time.
+    ActionT = TypeVarWithDefault("ActionT", bound=Action, default=Answer)
+else:
+    ActionT = TypeVar("ActionT", bound=Action)
 Effect = Literal["pure", "idempotent", "irreversible"]
 
+_FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
-@dataclass(frozen=True, slots=True)
+
+class EnvironmentFault(TypeError):
+    """A method of the environment returned a value of the wrong type."""
+
+
+class NotAnEnvironment(TapereelError, TypeError):
+    """The factory doesn't make a new environment for each episode; the message says what to pass."""
+
+
+class RestoreMismatch(TapereelError, ValueError):
+    """The environment did not return to the recorded state."""
+
+
+def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
+    """`value` as it is recorded: a `str` becomes `Text`, an Observation stays. EnvironmentFault for any other type.
+
+    Every caller of `reset` uses this function, so that rollout, re-execution, `check_env` and remote hosts record and
+    compare the same step.
+    """
+    if isinstance(value, str):
+        return Text(text=value)
+    if isinstance(value, Observation):
+        return value
+    raise EnvironmentFault(f"{source} must be an Observation or a str, not {type(value).__name__}")
+
+
+def as_outcome(value: object, method: str = "step") -> Outcome:
+    """`value`, which `method` returned, if it is an Outcome. EnvironmentFault for any other type."""
+    if isinstance(value, Outcome):
+        return value
+    wanted = "an Outcome" if method == "step" else "an Outcome or None"
+    raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
+
+
+def check_factory(factory: object) -> None:
+    """Raise NotAnEnvironment for an instance or for a value that can't be called."""
+    if isinstance(factory, Environment):
+        name = type(factory).__qualname__
+        raise NotAnEnvironment(f"this is one instance of {name}, and an instance serves one episode: {_FACTORY}")
+    if not callable(factory):
+        raise NotAnEnvironment(f"{factory!r:.80} is not an environment factory: {_FACTORY}")
+
+
+def new_environment(factory: Callable[[], Environment[Any]]) -> Environment[Any]:
+    """A new instance from `factory`. NotAnEnvironment if `factory` can't be called or returns another type."""
+    check_factory(factory)
+    env = factory()
+    if not isinstance(env, Environment):
+        raise NotAnEnvironment(f"the factory returned {env!r:.80}, which is not an Environment: {_FACTORY}")
+    return env
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Outcome:
-    """What an action led to.
+    """The result of one action.
 
-    An episode goes on until `terminated` (the task is over) or `truncated` (cut off; a critic may bootstrap).
+    The episode continues until `terminated` (the task is over) or `truncated` (cut off; a critic may bootstrap).
     """
 
     observation: Observation | None = None
-    """What the agent sees next; may be None at the end."""
+    """What the agent sees next; may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
     """A number (component `reward`), named components, or None: this action was not scored, which is not zero."""
     terminated: bool = False
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers to report beside the reward; recorded with weight 0."""
+    """Numbers to report next to the reward; recorded with weight 0."""
 
-    def __post_init__(self) -> None:
-        if self.observation is not None and not isinstance(self.observation, Observation):
-            raise TypeError(
-                f"Outcome.observation must be an Observation or None, not {type(self.observation).__name__}"
-            )
+    def __init__(
+        self,
+        observation: Observation | str | None = None,
+        reward: float | dict[str, float] | None = None,
+        terminated: bool = False,
+        truncated: bool = False,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        if observation is not None:
+            observation = as_observation(observation, "Outcome.observation, unless it is None,")
+        put = object.__setattr__  # the class is frozen
+        put(self, "observation", observation)
+        put(self, "reward", reward)
+        put(self, "terminated", terminated)
+        put(self, "truncated", truncated)
+        put(self, "metrics", {} if metrics is None else metrics)
         for name, value in self.components():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"reward component {name!r} must be a float, not {value!r}: write float(...) around it")
             if value != value or value in (float("inf"), float("-inf")):
                 raise ValueError(f"reward component {name!r} is {value}; leave it out where there is no score")
-        if not isinstance(self.terminated, bool) or not isinstance(self.truncated, bool):
+        if not isinstance(terminated, bool) or not isinstance(truncated, bool):
             raise TypeError("Outcome.terminated and Outcome.truncated must be bool")
 
     def components(self) -> Iterator[tuple[str, float]]:
@@ -61,7 +130,7 @@ class Outcome:
 
 
 class TapeScorer(Protocol):
-    """What scores a whole tape; `tapereel.envs.rewards.Rewards` is the implementation."""
+    """Scores a whole tape; `tapereel.envs.rewards.Rewards` is the implementation."""
 
     @property
     def names(self) -> list[str]:
@@ -74,75 +143,76 @@ class TapeScorer(Protocol):
 
 
 class Environment(Generic[ActionT]):
-    """Subclass, and give `reset` and `step`. `class GuessNumber(Environment[Guess]): ...`"""
+    """Subclass it and define `reset` and `step`: `class GuessNumber(Environment[Guess]): ...`
+
+    Without an action type, as in `class GuessWord(Environment): ...`, `step` receives `Answer`, an action with one
+    field, `text`. Observations may be plain `str`: they are recorded as `Text`.
+    """
 
     effect: Effect = "pure"
-    """What running an action again would do to the world outside: nothing, the same as once, or harm. Where it is not
-    `pure`, an action's intent is durable on disk before `step` is called."""
+    """What repeating an action does to the outside world: nothing, the same as once, or harm. Unless it is `pure`, an
+    action's intent is durable on disk before `step` is called."""
     blocking: ClassVar[bool] = False
     """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
-    rollout then runs each call in a thread of its own."""
+    rollout then runs each call in a separate thread."""
 
     varies: Mapping[str, str | None] = {}
-    """What may differ when the same actions are taken again, as `{"reading.text": "[0-9]+ ms"}`: a field of an
-    observation (`kind.field`) or `reward.name`, and a regular expression of the part that varies; None for all of it.
+    """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an
+    observation (`kind.field`) or `reward.name`. A value is a regular expression of the part to ignore; None for all.
     """
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
     """Its kinds of actions and observations, as far as `Environment[...]` and the return type of `reset` don't name
-    them. Needed where it is served to other processes, which take and send only what is declared."""
+    them. Needed where it is served to other processes, which accept and send declared kinds only."""
 
     rewards: TapeScorer | None = None
-    """Sources that score the whole tape when the episode has ended, after `finish`; what they give is recorded on it.
-    One that fails ends the episode as an error of the environment, so it is never trained on."""
+    """Sources that score the whole tape when the episode has ended, after `finish`; their rewards are recorded on the
+    tape. A source that fails ends the episode as an error of the environment, so it is never trained on."""
 
     rng: random.Random
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
-    async def reset(self, task: Any) -> Observation:
-        """Begin the episode for `task`: the bare value, or the `Task`, that the taskset gave."""
+    async def reset(self, task: Any) -> Observation | str:
+        """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
     async def step(self, action: ActionT) -> Outcome:
-        """What `action` leads to."""
+        """Carry out `action`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define step(self, action)")
 
     async def finish(self, status: Status) -> Outcome | None:
-        """The last word on scoring, once, when the episode ends in any way that can be trained on.
+        """Final scoring, called once if the episode ends in a way that can be trained on.
 
-        Its reward is recorded for the episode as a whole; its observation is ignored.
+        The reward is recorded for the episode as a whole; the observation is ignored.
         """
         return None
 
     async def restore(self, task: Any, tape: Tape) -> None:
         """Bring a fresh instance to the state after the last step of `tape`.
 
-        The default resets, applies the recorded actions again and compares each observation; override it with a
-        snapshot where that is slow. Raises `RestoreMismatch` where the environment answers otherwise than recorded,
-        in what it doesn't declare to vary.
+        The default resets, applies the recorded actions again and compares each observation. Override it with a
+        snapshot if that is slow. Raises `RestoreMismatch` if an observation differs from the recorded one outside the
+        fields in `varies`: the episode would otherwise continue from a state that isn't on the tape.
         """
-        seen = [await self.reset(task)]
+        seen = [as_observation(await self.reset(task))]
         for action in tape.actions:
-            outcome = await self.step(action)  # type: ignore[arg-type]
+            outcome = as_outcome(await self.step(action))  # type: ignore[arg-type]
             if outcome.observation is not None:
                 seen.append(outcome.observation)
         recorded = list(tape.observations)
         for k, (now, then) in enumerate(zip(seen, recorded, strict=False)):
-            if now != then and self._lasting(now) != self._lasting(then):
+            if now != then and self._fixed_part(now) != self._fixed_part(then):
                 raise RestoreMismatch(
-                    f"observation {k} of tape {tape.id} was {then!r}; the environment now gives {now!r}"
+                    f"observation {k} of tape {tape.id} was {then!r}; the environment now returns {now!r}"
                 )
         if len(seen) != len(recorded):
             raise RestoreMismatch(
-                f"tape {tape.id} has {len(recorded)} observations; the environment now gives {len(seen)}"
+                f"tape {tape.id} has {len(recorded)} observations; the environment now returns {len(seen)}"
             )
 
-    def _lasting(self, seen: Observation) -> tuple[str, Any]:
+    def _fixed_part(self, seen: Observation) -> tuple[str, Any]:
+        """The observation without the fields in `varies`."""
         return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:
-        """Release what the instance holds. Called once, whatever happened."""
-
-
-class RestoreMismatch(TapereelError, ValueError):
-    """The environment did not come back to the recorded state."""
+        """Release the instance's resources. Called once, however the episode ended."""

@@ -20,7 +20,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ...envs.environment import Environment, Outcome, RestoreMismatch
+from ...envs.environment import (
+    Environment,
+    Outcome,
+    RestoreMismatch,
+    as_observation,
+    as_outcome,
+    new_environment,
+)
 from ...envs.rewards import RewardFailed
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ...tapes.common.redact import without_secrets
@@ -44,10 +51,6 @@ EnvironmentFactory = Callable[[], Environment[Any]]
 
 class AgentFault(Exception):
     """The agent broke the contract of `act`: it yielded no Action, or something that is no step of its own."""
-
-
-class EnvironmentFault(Exception):
-    """The environment broke its contract: a wrong type, or no answer in time."""
 
 
 async def rollout(
@@ -84,7 +87,7 @@ async def rollout(
     """
     episode = Episode(
         agent,
-        env if isinstance(env, Environment) else env(),
+        env if isinstance(env, Environment) else new_environment(env),
         Task.of(task),
         engine=engine,
         seed=seed,
@@ -242,10 +245,7 @@ class Episode:
         try:
             if self.fork is not None:
                 return await self._restore(self.fork)
-            observation = await self.call("reset", self.task.given)
-            if not isinstance(observation, Observation):
-                raise EnvironmentFault(f"reset must give an Observation, not {type(observation).__name__}")
-            self._record(observation, ENV, ())
+            self._record(as_observation(await self.call("reset", self.task.given)), ENV, ())
         except (StoreFailed, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -311,9 +311,7 @@ class Episode:
     async def _react(self, action: Action) -> tuple[Status, Cause | None] | None:
         at = len(self.log.entries) - 1
         try:
-            outcome = await self.call("step", action)
-            if not isinstance(outcome, Outcome):
-                raise EnvironmentFault(f"step must give an Outcome, not {type(outcome).__name__}")
+            outcome = as_outcome(await self.call("step", action))
             self._score(outcome, at)
             if outcome.observation is not None:
                 self._record(outcome.observation, ENV, ())
@@ -345,9 +343,7 @@ class Episode:
         try:
             outcome = await self.call("finish", status)
             if outcome is not None:
-                if not isinstance(outcome, Outcome):
-                    raise EnvironmentFault(f"finish must give an Outcome or None, not {type(outcome).__name__}")
-                self._score(outcome, None)
+                self._score(as_outcome(outcome, "finish"), None)
             if self.env.rewards is not None:
                 records = await self.env.rewards.score(Ending(self.log, self._end(status, cause)))
                 for record in records:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ...envs.environment import Environment, RestoreMismatch
+from ...envs.environment import Environment, RestoreMismatch, new_environment
 from ...tapes import Sampling, Status, Tape
 from ...tapes.errors import TapereelError
 from ...tapes.journal import Journal
@@ -141,7 +141,7 @@ async def doubt_of(
             f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does",
             diverged=False,
         )
-    env = make()
+    env = new_environment(make)
     if "irreversible" in (env.effect, begin.env.effect):
         await env.close()
         return PrefixUnverified(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ...envs.environment import Environment
+from ...envs.environment import Environment, check_factory
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Status, Tape, Task
 from ...tapes.journal import Journal
@@ -145,6 +145,7 @@ async def rollout_group(
     """
     if n < 1:
         raise ValueError(f"a group has at least one attempt, not {n}")
+    check_factory(env)
     name = group or uuid.uuid4().hex
     made = Group(0, Task.of(task), n)
     env_seed = derive_seed(seed, name, "env")

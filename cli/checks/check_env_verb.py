@@ -7,8 +7,8 @@ import traceback
 from typing import Any, cast
 
 from ...envs.checks.check_env import check_env
-from ...envs.checks.env_probe import NotAnEnvironment, Policy
-from ...envs.environment import Environment
+from ...envs.checks.env_probe import Policy
+from ...envs.environment import Environment, NotAnEnvironment
 from ...envs.load_named import listed_tasks, load_named
 from ...envs.taskset import BadTasks
 from ...tapes.common.text import safe

@@ -22,14 +22,14 @@ from ...tapes import Tape
 from ...tapes.errors import Unwritable
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, Identity, StepRecord, Task, parse_record
-from ...tapes.steps import Action, Step, role_of
+from ...tapes.steps import Action, Answer, Step, Text, role_of
 from ..environment import Environment, Outcome
 from ..taskset import BadTasks
 from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
 
 CHECKS = {
     "raises": "no method raises",
-    "types": "every method is async and gives what its contract says",
+    "types": "every method is async and returns what its contract says",
     "hangs": "every call comes back in time",
     "blocks": "no call holds the event loop",
     "close": "close works, also when reset never ran",
@@ -63,6 +63,8 @@ class Report(BaseModel):
     rewards: tuple[float, float] | None
     """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """Which plain texts are recorded as standard steps."""
 
     def __str__(self) -> str:
         lines = [
@@ -75,6 +77,7 @@ class Report(BaseModel):
             lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
             mine = [finding for finding in self.findings if finding.check == name]
             lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -132,7 +135,17 @@ def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: f
         turns=sum(len(play.turns) for play in plays),
         rewards=(min(sums), max(sums)) if sums else None,
         seconds=seconds,
+        notes=_notes(plays),
     )
+
+
+def _notes(plays: list[Play]) -> tuple[str, ...]:
+    kinds = {type(step) for play in plays for step in play.steps}
+    notes = {
+        Text: "text observations are accepted; a `str` is recorded as `Text`",
+        Answer: "text actions are accepted; `step` receives `Answer`, whose field is `text`",
+    }
+    return tuple(note for cls, note in notes.items() if cls in kinds)
 
 
 def _check_records(probe: Probe, plays: list[Play]) -> None:

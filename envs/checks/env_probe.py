@@ -18,14 +18,21 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from ...tapes.errors import TapereelError
 from ...tapes.records import Status, Task
-from ...tapes.steps import Action, Observation
+from ...tapes.steps import Action, Answer, Observation
 from ...tapes.value import Value
-from ..environment import Environment, Outcome
+from ..environment import (
+    Environment,
+    EnvironmentFault,
+    NotAnEnvironment,
+    Outcome,
+    as_observation,
+    as_outcome,
+    new_environment,
+)
 from ..loop_watch import LoopWatch, Stall
 
-Policy = Callable[[Observation, random.Random], Action]
+Policy = Callable[[Observation, random.Random], Action | str]
 """What to do on an observation; draws from the generator it is given, so that an episode can be played again."""
 ResultT = TypeVar("ResultT")
 
@@ -40,10 +47,6 @@ class Finding(Value):
     """What was seen and what to do about it."""
     where: str | None = None
     """`file:line in function`; None where no line is to blame."""
-
-
-class NotAnEnvironment(TapereelError, TypeError):
-    """What was given makes no environments, or the same one again; says what would do."""
 
 
 class Failed(Exception):
@@ -122,16 +125,11 @@ class Probe:
 
     def make(self) -> Environment[Any]:
         """A fresh instance. NotAnEnvironment where the factory makes something else, or the same one again."""
-        wanted = "pass an Environment class, or a function without arguments that makes an instance"
-        if not callable(self._factory):
-            raise NotAnEnvironment(f"{self._factory!r:.80} makes no environments: {wanted}")
-        env = self._factory()
-        if not isinstance(env, Environment):
-            raise NotAnEnvironment(f"the factory gave {env!r:.80}, which is no Environment: {wanted}")
+        env = new_environment(self._factory)
         if any(env is other for other in self._made):
             raise NotAnEnvironment(
-                "the factory gave the same instance twice; an instance lives for one episode, so "
-                "make a new one each time"
+                "the factory returned the same instance twice; an instance serves one episode, so make a new one in "
+                "each call"
             )
         self._made = [*self._made[-7:], env]
         return env
@@ -219,9 +217,11 @@ class Probe:
         env.rng = random.Random(self.seed + k)
         play = Play(task)
         try:
-            play.first = self._typed(await self.call(env, "reset", task.given), Observation, "reset")
+            play.first = self._checked(as_observation, await self.call(env, "reset", task.given), "reset")
             await self._turns(env, play, random.Random(f"{self.seed}/{k}"), script)
-            play.last = self._typed(await self.call(env, "finish", play.status), Outcome | None, "finish")
+            last = await self.call(env, "finish", play.status)
+            if last is not None:
+                play.last = self._checked(as_outcome, last, "finish")
         except Failed:
             play.status = None
         finally:
@@ -234,10 +234,8 @@ class Probe:
         seen = play.first
         assert seen is not None
         for turn in range(self.max_turns if script is None else len(script)):
-            action = self._policy(seen, rng) if script is None else script[turn]
-            if not isinstance(action, Action):
-                raise TypeError(f"the policy gave {action!r:.80} on {seen!r:.80}; it must give an Action")
-            outcome = self._typed(await self.call(env, "step", action), Outcome, "step")
+            action = self._next_action(seen, rng) if script is None else script[turn]
+            outcome = self._checked(as_outcome, await self.call(env, "step", action), "step")
             play.turns.append((action, outcome))
             if outcome.terminated or outcome.truncated:
                 play.status = Status.FINISHED if outcome.terminated else Status.TRUNCATED
@@ -260,12 +258,22 @@ class Probe:
         except Failed:
             return
 
-    def _typed(self, given: ResultT, wanted: Any, method: str) -> ResultT:
-        if not isinstance(given, wanted):
-            name = getattr(wanted, "__name__", "Outcome or None")
-            self.found("types", f"{self.name}.{method} gave {given!r:.120}; it must give an {name}")
-            raise Failed
-        return given
+    def _next_action(self, seen: Observation, rng: random.Random) -> Action:
+        action = self._policy(seen, rng)
+        if isinstance(action, str):
+            return Answer(text=action)
+        if not isinstance(action, Action):
+            raise TypeError(f"the policy returned {action!r:.80} for {seen!r:.80}; it must return an Action or a str")
+        return action
+
+    def _checked(self, convert: Callable[..., ResultT], value: object, method: str) -> ResultT:
+        """`value`, which `method` returned, as rollout takes it. A wrong type is a finding and ends the episode."""
+        wanted = {"reset": "an Observation or a str", "step": "an Outcome", "finish": "an Outcome or None"}[method]
+        try:
+            return convert(value)
+        except EnvironmentFault as error:
+            self.found("types", f"{self.name}.{method} returned {value!r:.120}; it must return {wanted}")
+            raise Failed from error
 
     def _stalled(self, stall: Stall) -> None:
         if any(frame.filename in self._files for frame in stall.stack):

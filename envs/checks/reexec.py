@@ -29,7 +29,7 @@ from ...tapes.audit.verdict import (
 )
 from ...tapes.records import Reward, trains
 from ...tapes.steps import Unknown
-from ..environment import Environment, Outcome, RestoreMismatch
+from ..environment import Environment, Outcome, RestoreMismatch, as_observation, as_outcome, new_environment
 from ..varying import Normalisers, without
 
 SECONDS = 60.0
@@ -68,7 +68,7 @@ async def reexec(
 
     `normalise` goes on top of what the environment declares.
     """
-    env = make()
+    env = new_environment(make)
     rules = {**env.varies, **(normalise or {})}
     unable = _unable(tape, env)
     if unable is not None:
@@ -80,7 +80,7 @@ async def reexec(
     for k in range(times):
         try:
             async with asyncio.timeout(seconds):
-                moments, raised = await _execute(tape, env if k == 0 else make())
+                moments, raised = await _execute(tape, env if k == 0 else new_environment(make))
         except TimeoutError:
             return unverifiable("reexec", tape.id, f"the environment had not come to the end after {seconds:g} s")
         runs.append(moments)
@@ -164,11 +164,12 @@ async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> No
     if tape.parent is not None:
         await env.restore(begin.task.given, tape.parent)
     else:
-        moments.append(Moment(None, 0, {"observation": _plain(await env.reset(begin.task.given))}))
+        first = as_observation(await env.reset(begin.task.given))
+        moments.append(Moment(None, 0, {"observation": _plain(first)}))
     for k, entry in enumerate(tape.entries):
         if k < tape.inherited or not isinstance(entry.step, Action):
             continue
-        outcome = await env.step(entry.step)
+        outcome = as_outcome(await env.step(entry.step))
         done = Status.FINISHED if outcome.terminated else Status.TRUNCATED if outcome.truncated else None
         seen, ends = _plain(outcome.observation), done.value if done is not None else None
         moments.append(Moment(entry.turn, k, {"observation": seen, **_answered(outcome), "done": ends}))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ...tapes.errors import TapereelError
-from ...tapes.steps import Action, Observation, Step
+from ...tapes.steps import Action, Answer, Observation, Step, Text
 from ..environment import Effect, Environment
 from .remote_errors import BadAnswer, WrongEnvironment
 
@@ -58,7 +58,9 @@ class Declared:
             return thing if isinstance(thing, Declared) else known  # type: ignore[return-value]
         env = _environment_class(thing)
         every = [*kinds, *env.kinds, *_action_kinds(env), *_shown_by_reset(env)]
-        actions = {kind.kind: kind for kind in every if issubclass(kind, Action)}
+        actions: dict[str, type[Action]] = {kind.kind: kind for kind in every if issubclass(kind, Action)}
+        if not actions and not _names_actions(env):
+            actions = {Answer.kind: Answer}
         observations = {kind.kind: kind for kind in every if issubclass(kind, Observation)}
         for what, found in (("actions", actions), ("observations", observations)):
             if not found:
@@ -151,20 +153,33 @@ def _returned(function: Callable[..., Any]) -> Any:
 
 
 def _action_kinds(env: type[Environment[Any]]) -> Iterator[type[Step]]:
-    """`Environment[Guess | Pass]`, on the class or on one that it extends."""
+    for argument in _type_arguments(env):
+        yield from _classes(argument, Action)
+
+
+def _names_actions(env: type[Environment[Any]]) -> bool:
+    """False for `class Guess(Environment)`, which takes the default action, `Answer`."""
+    return any(True for _ in _type_arguments(env))
+
+
+def _type_arguments(env: type[Environment[Any]]) -> Iterator[Any]:
+    """`Guess | Pass` of `Environment[Guess | Pass]`, for the class and its base classes."""
     for cls in env.__mro__:
         for base in vars(cls).get("__orig_bases__", ()):
             origin = typing.get_origin(base)
             if isinstance(origin, type) and issubclass(origin, Environment):
-                yield from _classes(typing.get_args(base)[0], Action)
+                yield typing.get_args(base)[0]
 
 
 def _shown_by_reset(env: type[Environment[Any]]) -> Iterator[type[Step]]:
+    """The classes in the return type of `reset`; `str` stands for `Text`."""
     yield from _classes(_returned(inspect.unwrap(env.reset)), Observation)
 
 
 def _classes(annotation: Any, role: type[Step]) -> Iterator[type[Step]]:
-    if isinstance(annotation, type) and issubclass(annotation, role) and annotation is not role:
+    if annotation is str and role is Observation:
+        yield Text
+    elif isinstance(annotation, type) and issubclass(annotation, role) and annotation is not role:
         yield annotation
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for each in typing.get_args(annotation):

@@ -16,7 +16,7 @@ from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
-from ..environment import Environment, Outcome, RestoreMismatch
+from ..environment import Environment, RestoreMismatch, as_observation, as_outcome, new_environment
 from .declared import Declared
 from .env_protocol import (
     Answer,
@@ -109,14 +109,12 @@ class Host:
         if isinstance(call, RestoreCall):
             await self._run(env.restore(call.task.given, self._tape(call)))
             return Done(id=call.id)
-        observation = await self._run(env.reset(call.task.given))
-        if not isinstance(observation, Observation):
-            raise TypeError(f"reset must give an Observation, not {type(observation).__name__}")
+        observation = as_observation(await self._run(env.reset(call.task.given)))
         return Shown(id=call.id, observation=self._item(observation))
 
     def _made(self) -> Environment[Any]:
         if self._env is None:
-            self._env = self._make()
+            self._env = new_environment(self._make)
             if self._env.rewards is not None and self._declared.rewards is None:
                 raise TypeError(
                     f"{self._declared.name} has rewards of its own ({', '.join(self._env.rewards.names)}), "
@@ -130,11 +128,10 @@ class Host:
     async def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await (self._thread.run(coroutine) if self._thread is not None else coroutine)
 
-    def _led(self, call: StepCall | FinishCall, outcome: Any, *, none: bool) -> Answer:
-        if outcome is None and none:
+    def _led(self, call: StepCall | FinishCall, value: object, *, none: bool) -> Answer:
+        if value is None and none:
             return Done(id=call.id)
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{call.t} must give an Outcome, not {type(outcome).__name__}")
+        outcome = as_outcome(value, call.t)
         if outcome.observation is not None:
             self._item(outcome.observation)
         return Led.of(call.id, outcome)

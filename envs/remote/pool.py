@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..environment import Environment
+from ..environment import Environment, check_factory
 from ..load_named import load_named
 from .declared import Declared
 from .env_protocol import Answer, Call, CloseCall, Fault, read_welcome
@@ -54,7 +54,9 @@ class Pool:
         """
         if processes < 1:
             raise ValueError(f"processes is {processes}; a pool has at least one")
-        self.declared = Declared.of(load_named(make) if isinstance(make, str) else make)
+        found = load_named(make) if isinstance(make, str) else make
+        check_factory(found)
+        self.declared = Declared.of(found)
         self.places = processes
         """Episodes at once."""
         self.started = 0

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from ...tapes import Action, Tape, TapereelError
 from ...tapes.records import Reward
 from ...tapes.store.attempts import GROUP_LAYER
-from ..environment import Environment, Outcome, TapeScorer
+from ..environment import Environment, Outcome, TapeScorer, check_factory, new_environment
 
 SubjectT = TypeVar("SubjectT")
 LARGEST = sys.float_info.max
@@ -180,12 +180,13 @@ class rewarded:
     """An environment's factory, whose instances have these rewards beside any of their own."""
 
     def __init__(self, make: Callable[[], Environment[Any]], rewards: Rewards[Tape]) -> None:
+        check_factory(make)
         self.make = make
         self._more = rewards
         self.rewards: Rewards[Tape] = Rewards([*_every(getattr(make, "rewards", None)), *_every(rewards)])
 
     def __call__(self) -> Environment[Any]:
-        env = self.make()
+        env = new_environment(self.make)
         env.rewards = Rewards([*_every(env.rewards), *_every(self._more)])
         return env
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.llm import derive_seed
 from ...agents.runs.pass_at_k import Scores, evaluate_rewards
-from ...envs.environment import Environment
+from ...envs.environment import Environment, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.journal import Journal
 
@@ -72,6 +72,7 @@ async def evaluate(
     """
     if split in ("train", "demo"):
         raise ValueError(f"an evaluation can't be recorded as {split!r}, which is trained on: give it another split")
+    check_factory(env)
     gate = asyncio.Semaphore(concurrent)
 
     async def one(number: int, task: Task, attempt: int) -> Tape:

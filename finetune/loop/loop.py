@@ -20,7 +20,7 @@ from typing import Any
 
 from ...agents import Agent
 from ...agents.episode.llm import derive_seed
-from ...envs.environment import Environment
+from ...envs.environment import Environment, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
 from ...envs.rewards.relative import training_reward
 from ...tapes.errors import TapereelError
@@ -129,6 +129,7 @@ class Loop:
             )
         if config.sleep and not hasattr(getattr(engine, "lead", engine), "sleep"):
             raise ValueError(f"loop.sleep is for servers, and {engine.name} has no sleep: leave it out")
+        check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
         self.config = config

@@ -120,7 +120,7 @@ class SyncStep(Dice):
 
 class WrongReset(Dice):
     async def reset(self, task: int) -> Any:
-        return "hello"
+        return 7
 
 
 class WrongStep(Dice):
@@ -244,9 +244,9 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
     ShadyScore: ("raises", "'reward' is nan; leave it out where there is no score", "in step"),
     SyncStep: ("types", "SyncStep.step is not async; write `async def step`", None),
-    WrongReset: ("types", "WrongReset.reset gave 'hello'; it must give an Observation", None),
-    WrongStep: ("types", "WrongStep.step gave (Roll(value=1), 1.0, True, {}); it must give an Outcome", None),
-    WrongFinish: ("types", "WrongFinish.finish gave 1.0; it must give an Outcome or None", None),
+    WrongReset: ("types", "WrongReset.reset returned 7; it must return an Observation or a str", None),
+    WrongStep: ("types", "WrongStep.step returned (Roll(value=1), 1.0, True, {}); it must return an Outcome", None),
+    WrongFinish: ("types", "WrongFinish.finish returned 1.0; it must return an Outcome or None", None),
     WaitsForEver: ("hangs", "WaitsForEver.step gave no answer in 0.3 s", "in step"),
     OwnTimeout: ("raises", "OwnTimeout.step raised TimeoutError: the tool took too long", "in step"),
     CloseRaises: ("close", "CloseRaises.close raised OSError: already closed", "in close"),
@@ -462,9 +462,9 @@ def test_an_irreversible_environment_is_played_once():
 def test_the_callers_own_mistakes_are_raised():
     with pytest.raises(BadTasks, match="at least one task"):
         _check(Dice, tasks=[])
-    with pytest.raises(TypeError, match="the policy gave 3 on Roll"):
+    with pytest.raises(TypeError, match="the policy returned 3 for Roll"):
         _check(Dice, actions=lambda seen, rng: 3)
-    with pytest.raises(TypeError, match="which is no Environment"):
+    with pytest.raises(TypeError, match="which is not an Environment"):
         _check(lambda: None)
     one = Dice()
     with pytest.raises(TypeError, match="same instance twice"):

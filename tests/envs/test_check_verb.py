@@ -107,9 +107,9 @@ def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str]
     ("name", "says"),
     [
         ("math:pi", "math:pi: it is 3.14.*, and no Environment class"),
-        ("{}:words", "the factory gave .'a', 'b'., which is no Environment"),
+        ("{}:words", "the factory returned .'a', 'b'., which is not an Environment"),
         ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
-        ("builtins:dict", "the factory gave {{}}, which is no Environment: pass an Environment class"),
+        ("builtins:dict", "the factory returned {{}}, which is not an Environment: pass an Environment class"),
     ],
 )
 def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str, name: str, says: str):

@@ -149,7 +149,7 @@ def test_the_default_restore_compares_there():
             other = await play(remote, "5", "8", "7", seed=2)
             env = remote()
             env.rng = random.Random(other.begin.env_seed)
-            with pytest.raises(RestoreMismatch, match="the environment now gives"):
+            with pytest.raises(RestoreMismatch, match="the environment now returns"):
                 await env.restore(7, tape.at_turn(1))
             await env.close()
 

@@ -1,0 +1,151 @@
+"""Plain values: `str` observations and the default text action are recorded, replayed, re-executed and served."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tapereel.agents import Agent, ScriptedEngine, rollout, rollout_group
+from tapereel.agents.episode.llm import LLM
+from tapereel.agents.replay.replayer import replay
+from tapereel.envs import Calculator, Environment, Outcome, check_env
+from tapereel.envs.checks.reexec import reexec
+from tapereel.envs.environment import EnvironmentFault, NotAnEnvironment, as_observation, as_outcome
+from tapereel.envs.remote import Declared, Pool
+from tapereel.envs.rewards import Rewards
+from tapereel.envs.rewards.sources import rewarded
+from tapereel.tapes import Answer, Observation, Step, Tape, Text
+
+
+class Spell(Environment):
+    """Asks for a word; the second wrong answer ends the episode."""
+
+    async def reset(self, task: str) -> str:
+        self.word, self.left = task, 2
+        return f"Write {task} backwards."
+
+    async def step(self, action: Answer) -> Outcome:
+        self.left -= 1
+        right = action.text == self.word[::-1]
+        if right or self.left == 0:
+            return Outcome(reward=float(right), terminated=True)
+        return Outcome("No. Try again.")
+
+
+class Wrong(Spell):
+    async def reset(self, task: str) -> Any:
+        return 3.5
+
+
+class Speller(Agent):
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+        reply = await llm(tape.now())
+        yield Answer(text=reply.text)
+
+
+def _played(env: Any = Spell, answers: tuple[str, ...] = ("tac?", "tac"), **options: Any) -> Tape:
+    return asyncio.run(rollout(Speller(), env, "cat", engine=ScriptedEngine(list(answers)), **options))
+
+
+def test_plain_texts_are_recorded_as_the_standard_steps():
+    tape = _played()
+    assert list(tape) == [
+        Text(text="Write cat backwards."),
+        Answer(text="tac?"),
+        Text(text="No. Try again."),
+        Answer(text="tac"),
+    ]
+    assert (str(tape.status), tape.reward) == ("finished", 1.0)
+
+
+def test_a_plain_tape_replays_reexecutes_and_forks():
+    tape = _played()
+    assert asyncio.run(replay(tape, Speller())).outcome == "verified"
+    assert asyncio.run(reexec(tape, Spell, times=2)).outcome == "verified"
+    child = _played(fork=tape.at_turn(1), answers=("tac",))
+    assert list(child) == list(tape)
+    assert asyncio.run(reexec(child, Spell)).outcome == "verified"
+
+    class Other(Spell):
+        async def reset(self, task: str) -> str:
+            return (await super().reset(task)).upper()
+
+    verdict = asyncio.run(reexec(tape, Other))
+    assert verdict.outcome == "diverged"
+    assert _played(Other, fork=tape.at_turn(1)).cause.error == "RestoreMismatch"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [Spell, lambda: Spell(), rewarded(Spell, Rewards([]))])
+def test_a_factory_is_a_class_or_a_function(make: Any):
+    assert _played(make).reward == 1.0
+
+
+def test_an_instance_serves_one_episode_only():
+    assert _played(Spell()).reward == 1.0
+    says = "one instance of Spell, and an instance serves one episode: pass an Environment class, or a function"
+    with pytest.raises(NotAnEnvironment, match=says):
+        asyncio.run(rollout_group(Speller(), Spell(), "cat", n=2, engine=ScriptedEngine(["tac"])))  # type: ignore[arg-type]
+    for use in (
+        lambda one: check_env(one, ["cat"], lambda seen, rng: "tac"),
+        lambda one: asyncio.run(reexec(_played(), one)),
+        lambda one: rewarded(one, Rewards([])),
+        lambda one: Pool(one, processes=1),
+    ):
+        with pytest.raises(NotAnEnvironment, match=says):
+            use(Spell())
+
+
+def test_a_factory_of_something_else_is_refused_before_the_episode():
+    with pytest.raises(NotAnEnvironment, match="the factory returned 'x', which is not an Environment: pass an"):
+        _played(lambda: "x")
+    with pytest.raises(NotAnEnvironment, match="3 is not an environment factory: pass an Environment class"):
+        _played(3)
+
+
+def test_other_values_are_the_fault_of_the_environment():
+    cause = _played(Wrong).cause
+    assert cause is not None
+    assert (cause.error, cause.message) == (
+        "EnvironmentFault",
+        "the value that reset returns must be an Observation or a str, not float",
+    )
+    assert as_observation("a") == Text(text="a")
+    assert as_observation(Text(text="a")) == Text(text="a")
+    assert Outcome("a") == Outcome(Text(text="a"))
+    for bad in (b"a", ["a"], None, 1):
+        with pytest.raises(EnvironmentFault, match="must be an Observation or a str"):
+            as_observation(bad)
+    with pytest.raises(EnvironmentFault, match="finish must return an Outcome or None, not float"):
+        as_outcome(1.0, "finish")
+    with pytest.raises(EnvironmentFault, match=r"Outcome\.observation"):
+        Outcome(1)  # type: ignore[arg-type]
+
+
+def _policy(seen: Observation, rng: random.Random) -> str:
+    return rng.choice(["tac", "cat"])
+
+
+def test_check_env_accepts_plain_environments_and_says_so():
+    report = check_env(Spell, ["cat", "dog"], _policy, reward_range=(0.0, 1.0))
+    assert report.ok, str(report)
+    assert report.notes == (
+        "text observations are accepted; a `str` is recorded as `Text`",
+        "text actions are accepted; `step` receives `Answer`, whose field is `text`",
+    )
+    assert "  note: text observations are accepted" in str(report)
+
+
+def test_a_plain_environment_declares_the_standard_steps():
+    declared = Declared.of(Spell)
+    assert dict(declared.actions) == {"answer": Answer}
+    assert dict(declared.observations) == {"text": Text}
+    assert "answer" not in Declared.of(Calculator).actions
+
+
+def test_a_plain_environment_runs_in_another_process():
+    with Pool(Spell, processes=1) as pool:
+        assert list(_played(pool)) == list(_played())
