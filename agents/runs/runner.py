@@ -18,6 +18,7 @@ from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Tape, Task
 from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.records import Status
 from ...tapes.store.attempts import attempts_of, counts
 from ...tapes.store.run_directory import RunDir, open_run
@@ -27,12 +28,12 @@ from ..episode.limits import Limits
 from ..episode.llm import derive_seed
 from ..episode.rollout import rollout
 from ..setup.engine_config import EngineConfig
-from ..setup.setup import Loaded, Scene
+from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import Partners, make_team
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
 
 
-class RunConfig(Scene):
+class RunConfig(Setup):
     """What to roll out."""
 
     engine: EngineConfig
@@ -110,19 +111,30 @@ class RunSummary(BaseModel):
     """Of this process."""
 
 
-def run(config: RunConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> RunSummary:
-    """Roll `config.agent` out into the run directory `out`. RunExists where one is and `resume` is false.
+def run(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    agent: AgentSource | None = None,
+    env: EnvSource | None = None,
+    tasks: TasksSource | None = None,
+    resume: bool = False,
+    progress: Progress = silent,
+) -> RunSummary:
+    """Roll the agent out over the tasks into the run directory `out`. RunExists where `out` holds a run and `resume` is
+    false.
 
-    Raises UsageError before anything is written where the configuration names what isn't there.
+    `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
+    before anything is written where the configuration names what isn't there. Works inside a running event loop too.
     """
     started = time.perf_counter()
-    # Ahead of the event loop: what is named may be made by code that runs one of its own.
-    scene = config.load()
-    return asyncio.run(_run(config, scene, Path(out), resume, progress, started))
+    # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
+    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
+    return run_async(_run(config, setup, Path(out), resume, progress, started))
 
 
 async def _run(
-    config: RunConfig, scene: Loaded, out: Path, resume: bool, progress: Progress, started: float
+    config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
 ) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players)
     with open_run(out, config, resume=resume, free=FREE) as directory:
@@ -132,7 +144,7 @@ async def _run(
             if publish.version not in known:
                 store.append_layer(publish)
                 known.add(publish.version)
-        places = Places(config, scene, directory)
+        places = Places(config, setup, directory)
         recorded = await _fill(places, engine, progress)
         await _compare(places, store)
         store.writer.sync()
@@ -142,9 +154,9 @@ async def _run(
 class Places:
     """The episodes that the run is to have, and those it has."""
 
-    def __init__(self, config: RunConfig, scene: Loaded, directory: RunDir) -> None:
+    def __init__(self, config: RunConfig, setup: LoadedSetup, directory: RunDir) -> None:
         self.config = config
-        self.scene = scene
+        self.setup = setup
         self.journal = directory.store.writer
         self.tapes: dict[tuple[str, int], list[bool]] = {}
         """(group, attempt) -> for each tape there, in order: may it be trained on."""
@@ -160,7 +172,7 @@ class Places:
     @property
     def open(self) -> list[tuple[Task, int]]:
         """What is left to fill, task by task."""
-        every = ((task, k) for task in self.scene.tasks for k in range(self.config.attempts))
+        every = ((task, k) for task in self.setup.tasks for k in range(self.config.attempts))
         return [(task, k) for task, k in every if not self.full(self.group(task), k)]
 
     def full(self, group: str, attempt: int) -> bool:
@@ -175,8 +187,8 @@ class Places:
         tapes: list[Tape] = []
         while not self.full(group, attempt):
             tape = await rollout(
-                self.scene.agent,
-                self.scene.env,
+                self.setup.agent,
+                self.setup.env,
                 task,
                 engine=engine,
                 group=group,
@@ -201,7 +213,7 @@ class Places:
 async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
     """Fill what is open; gives the number of episodes recorded."""
     todo = places.open
-    of = len(places.scene.tasks) * places.config.attempts
+    of = len(places.setup.tasks) * places.config.attempts
     done, recorded, rewards = of - len(todo), 0, list[float]()
     progress("rolling out", done, of, "")
     work = iter(todo)
@@ -228,7 +240,7 @@ async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
 
 async def _compare(places: Places, store: Store) -> None:
     """Let the attempts at each task earn what they do beside one another, where anything rewards that."""
-    rewards = getattr(places.scene.env, "rewards", None)
+    rewards = getattr(places.setup.env, "rewards", None)
     if rewards is None or not rewards.relative:
         return
     for attempts in attempts_of(store.summaries(split=places.config.split, closed=True)).values():
@@ -244,7 +256,7 @@ def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: fl
     books = store.books()
     return RunSummary(
         run=str(out),
-        tasks=len(places.scene.tasks),
+        tasks=len(places.setup.tasks),
         attempts=config.attempts,
         episodes=len(found),
         recorded=recorded,

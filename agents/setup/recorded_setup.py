@@ -16,7 +16,7 @@ from ...tapes.records import Identity
 from ...tapes.store.run_directory import CONFIG, recorded_settings
 from ..episode.agent import Agent, qualified
 from ..episode.chat import ChatAgent
-from .setup import load_agent
+from .setup import is_unnamed, load_agent
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
@@ -62,8 +62,10 @@ def recorded_agent(run: str | Path, name: str | None, identity: Identity | None)
 def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
     """Import what defines the steps on the tapes: the things called `names`, and the environment of the run's
     configuration."""
-    told = recorded_settings(run).get(("env",))
-    for name in (*names, *([told] if isinstance(told, str) else [])):
+    env = recorded_settings(run).get(("env",))
+    # An environment that Python code passed as an object has no name to import; its module is imported by that code.
+    recorded = [env] if isinstance(env, str) and not is_unnamed(env) else []
+    for name in (*names, *recorded):
         load_named(name)
 
 

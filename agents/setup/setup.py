@@ -1,16 +1,17 @@
-"""An agent, an environment and tasks by name, as a configuration gives them: `package.module:name` or `file.py:name`.
+"""The agent, the environment and the tasks of a run: as names in a configuration, or as Python objects.
 
-Loading runs the caller's own code, as importing it would. Whatever can't be what was asked for is a UsageError that
-says what was found there and what would do.
+A name is `package.module:name` or `file.py:name`. Loading a name runs the user's own code, as importing it would.
+`run`, `train` and `evaluate` share `Setup.resolve`, which takes both and says what the run's `config.yaml` records.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import reduce
+from typing import Any, Self, cast
 
 from pydantic import Field, JsonValue
 
@@ -19,65 +20,140 @@ from ...envs.load_named import load_named
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import BadTasks, Taskset, TaskStream
 from ...tapes.common.config import Config
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
-from ..episode.agent import Agent
+from ..episode.agent import Agent, FunctionAgent
 
 TASK_FILES = (".jsonl", ".json", ".parquet", ".csv")
+UNNAMED = "<object "
+"""How the recorded name of an object begins that no import gives."""
+LISTED = 100
+"""A list of at most so many plain values is recorded whole in the configuration; a longer one by its digest."""
+
+AgentSource = str | Agent | type[Agent] | Callable[[], Agent]
+"""An agent, its class, a function without arguments that makes one, or the name of one of these."""
+EnvSource = str | Callable[[], Environment[Any]]
+"""An environment class, a function without arguments that makes an instance, or the name of one of these."""
+TasksSource = str | Iterable[Any] | Callable[[], Iterable[Any]]
+"""Tasks or values that become tasks, a function that returns them, the name of one of these, or a file."""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a `Scene` names."""
+class LoadedSetup:
+    """The objects that a `Setup` names."""
 
     agent: Agent
     env: Callable[[], Environment[Any]]
     tasks: Taskset
 
 
-class Scene(Config):
-    """Who acts, where, and on what."""
+class Setup(Config):
+    """The agent, the environment and the tasks of a run."""
 
-    agent: str
-    """`module:name` of an Agent: an instance, a class or a function without arguments that makes one."""
-    env: str
-    """`module:name` of an Environment class, or of a function without arguments that makes an instance."""
-    tasks: str | tuple[JsonValue, ...]
-    """`module:name` of tasks (or of a function that gives them), a JSONL, JSON, Parquet or CSV file, or a list."""
+    agent: str | None = None
+    """`module:name` of an Agent: an instance, a class, or a function without arguments that makes one. None: Python
+    code passes the object."""
+    env: str | None = None
+    """`module:name` of an Environment class, or of a function without arguments that makes an instance. None: Python
+    code passes the object."""
+    tasks: str | tuple[JsonValue, ...] | None = None
+    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, or a list. None:
+    Python code passes the tasks."""
     task_row: str | None = None
     """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
     count: int | None = Field(default=None, ge=1)
     """How many tasks to take, from the first; None for all."""
 
     rewards: tuple[str, ...] = ()
-    """What scores each episode when it has ended, beside the environment: `module:name` of a Rewards, a RewardSource or
-    a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP reward model."""
+    """What scores each episode at its end, beside the environment: `module:name` of a Rewards, a RewardSource or a
+    function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP reward model."""
 
-    def load(self) -> Loaded:
-        """The things themselves."""
-        env, rewards = load_env(self.env), load_rewards(self.rewards)
-        return Loaded(
-            load_agent(self.agent),
-            env if rewards is None else rewarded(env, rewards),
-            load_tasks(self.tasks, self.task_row, self.count),
-        )
+    def resolve(
+        self,
+        *,
+        agent: AgentSource | None = None,
+        env: EnvSource | None = None,
+        tasks: TasksSource | None = None,
+    ) -> tuple[Self, LoadedSetup]:
+        """(the configuration to record, the objects).
+
+        Each argument is an object, or a name that takes the setting's place when the setting is None. The recorded
+        configuration names each object by `module:qualname` where an import returns this object, else as
+        `<object of module.Class>`. UsageError where the setting names one thing and the argument is another.
+        """
+        made_agent = _load_agent(*self._source("agent", agent))
+        made_env = _load_env(*self._source("env", env))
+        source, name = self._source("tasks", tasks)
+        made_tasks = _load_tasks(source, name, self.task_row, self.count)
+        names = {
+            "agent": self._recorded("agent", agent, _name_of),
+            "env": self._recorded("env", env, _name_of),
+            "tasks": self._recorded("tasks", tasks, lambda thing: _name_of_tasks(thing, made_tasks)),
+        }
+        rewards = load_rewards(self.rewards)
+        made_env = made_env if rewards is None else rewarded(made_env, rewards)
+        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks)
+
+    def _source(self, key: str, passed: Any) -> tuple[Any, str]:
+        """(the object, or the name or list that stands for one; what messages call it)."""
+        setting = getattr(self, key)
+        source = setting if passed is None else passed
+        if source is None:
+            raise UsageError(
+                f"{key} is not set: give it as `module:name` in the configuration or by --{key}, or pass {key}=OBJECT "
+                "to the Python function"
+            )
+        if isinstance(source, str):
+            return source, source
+        return source, f"{key}={_name_of(source)}" if passed is not None else f"the list in `{key}`"
+
+    def _recorded(self, key: str, passed: Any, name_of: Callable[[Any], Any]) -> Any:
+        """What `config.yaml` records for the setting `key`."""
+        setting = getattr(self, key)
+        if passed is None:
+            return setting
+        name = passed if isinstance(passed, str) else name_of(passed)
+        if setting is not None and setting != name:
+            raise UsageError(
+                f"{key} is {setting!r} in the configuration, and {key}={name} is passed: remove one of them"
+            )
+        return name
 
 
 def load_agent(name: str) -> Agent:
     """The agent called `name`."""
-    found = load_named(name)
-    makes = found if isinstance(found, Agent) or _is_act(found) or not callable(found) else _call(found, name)
-    if isinstance(makes, Agent):
-        return makes
-    hint = "; put @agent above it, and it is one" if _is_act(found) else ""
-    raise UsageError(
-        f"{name} is {_described(found)}{_gave(found, makes)}, not an agent: name an Agent, its class, or "
-        f"a function without arguments that makes one{hint}"
-    )
+    return _load_agent(name, name)
 
 
 def load_env(name: str) -> Callable[[], Environment[Any]]:
     """A factory of the environment called `name`: each episode gets an instance of its own."""
-    found = load_named(name)
+    return _load_env(name, name)
+
+
+def load_tasks(source: TasksSource, row: str | None = None, count: int | None = None) -> Taskset:
+    """The tasks that `source` names or holds, or the first `count` of them. row: as `task_row` of a Setup."""
+    return _load_tasks(source, source if isinstance(source, str) else "the list of tasks", row, count)
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether a recorded `name` stands for an object that only Python code can pass again."""
+    return name.startswith(UNNAMED)
+
+
+def _load_agent(source: Any, name: str) -> Agent:
+    found = _named(source, "agent")
+    made = found if isinstance(found, Agent) or _is_act(found) or not callable(found) else _call(found, name)
+    if isinstance(made, Agent):
+        return made
+    hint = "; put @agent above it, and it is one" if _is_act(found) else ""
+    raise UsageError(
+        f"{name} is {_described(found)}{_returned(found, made)}, not an agent: name an Agent, its class, or "
+        f"a function without arguments that makes one{hint}"
+    )
+
+
+def _load_env(source: Any, name: str) -> Callable[[], Environment[Any]]:
+    found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
     if isinstance(found, Environment):
         raise UsageError(
@@ -85,40 +161,37 @@ def load_env(name: str) -> Callable[[], Environment[Any]]:
         )
     made = _call(found, name) if callable(found) else found
     if not isinstance(made, Environment):
-        raise UsageError(f"{name} is {_described(found)}{_gave(found, made)}, not an environment: {wanted}")
-    asyncio.run(made.close())
+        raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
+    run_async(made.close())
     return cast(Callable[[], Environment[Any]], found)
 
 
-def load_tasks(source: str | Sequence[Any], row: str | None = None, count: int | None = None) -> Taskset:
-    """The tasks that `source` names or lists, or the first `count` of them."""
+def _load_tasks(source: Any, name: str, row: str | None, count: int | None) -> Taskset:
     to_task = _function(row) if row is not None else None
     try:
-        tasks = _tasks(source, to_task, count)
+        tasks = _tasks(source, name, to_task, count)
     except BadTasks as error:
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):
-        raise UsageError(f"{source if isinstance(source, str) else 'the list of tasks'} holds no tasks")
+        raise UsageError(f"{name} holds no tasks")
     return tasks
 
 
-def _tasks(source: str | Sequence[Any], row: Callable[[Any], Any] | None, count: int | None) -> Taskset:
-    if not isinstance(source, str):
-        return Taskset(source, row=row, size=count)
-    if source.endswith(TASK_FILES):
+def _tasks(source: Any, name: str, row: Callable[[Any], Any] | None, count: int | None) -> Taskset:
+    if isinstance(source, str) and source.endswith(TASK_FILES):
         return Taskset.load(source, row=row, size=count)
-    found: Any = load_named(source)
+    found: Any = _named(source, "tasks")
     if callable(found) and not isinstance(found, Taskset | TaskStream) and not _required(found):
         found = found()
     if isinstance(found, Taskset | TaskStream):
         if row is not None:
-            raise UsageError(f"{source} gives tasks already; leave task_row out")
+            raise UsageError(f"{name} gives tasks already; leave task_row out")
         if isinstance(found, TaskStream) and count is None:
-            raise UsageError(f"{source} is a stream of tasks without end: set count")
+            raise UsageError(f"{name} is a stream of tasks without end: set count")
         return found.take(count) if isinstance(found, TaskStream) and count is not None else _first(found, count)
     if inspect.iscoroutine(found):
         found.close()
-        raise UsageError(f"{source} is async; tasks are made by a plain function")
+        raise UsageError(f"{name} is async; tasks are made by a plain function")
     return Taskset(found, row=row, size=count)
 
 
@@ -126,6 +199,50 @@ def _first(tasks: Any, count: int | None) -> Taskset:
     if count is not None and count > len(tasks):
         raise UsageError(f"count is {count}, but there are {len(tasks)} tasks")
     return tasks if count is None else tasks[:count]
+
+
+def _named(source: Any, key: str) -> Any:
+    """The object that `source` is, or names."""
+    if not isinstance(source, str):
+        return source
+    if is_unnamed(source):
+        raise UsageError(
+            f"the run's {key} was passed as a Python object, {source}, which no name finds again: call the Python "
+            f"function with {key}=OBJECT, or name one as `module:name` by --{key} where the command has that option"
+        )
+    return load_named(source)
+
+
+def _name_of(thing: Any) -> str:
+    """`module:qualname` where an import returns this very object, else `<object of module.Class>`."""
+    own = thing.function if isinstance(thing, FunctionAgent) else thing
+    module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(path, str):
+        return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
+    # `__main__` is another module in every process, so it is no name that a later process could import.
+    if module != "__main__" and _attribute(module, path) is thing:
+        return f"{module}:{path}"
+    return f"{UNNAMED}{module}.{path}>"
+
+
+def _attribute(module: str, path: str) -> Any:
+    """The object at `path` in an imported module; None where nothing is there, as below a function's `<locals>`."""
+    return reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
+
+
+def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
+    """As `_name_of`; of a short list of plain values the list, of other objects the digest of their tasks as well.
+
+    Without the digest, a resumed run would go on with other tasks and not notice.
+    """
+    if (
+        isinstance(thing, list | tuple)
+        and len(thing) <= LISTED
+        and all(type(one) in (str, int, float) for one in thing)
+    ):
+        return tuple(thing)
+    name = _name_of(thing)
+    return f"{name[:-1]}, {len(tasks)} tasks, {tasks.digest[:12]}>" if is_unnamed(name) else name
 
 
 def _function(name: str) -> Callable[[Any], Any]:
@@ -148,7 +265,7 @@ def _call(thing: Any, name: str) -> Any:
 
 
 def _required(thing: Any) -> list[str]:
-    """Parameters that a call must give; none where that can't be told."""
+    """Parameters without a default; none where the signature can't be read."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):
@@ -170,7 +287,7 @@ def _described(thing: Any) -> str:
     return f"an object of type {type(thing).__qualname__}"
 
 
-def _gave(found: Any, made: Any) -> str:
+def _returned(found: Any, made: Any) -> str:
     if found is made or isinstance(found, type):
         return ""
     return f", which gave {_described(made)}"

@@ -23,6 +23,7 @@ from ...envs.taskset import overlap
 from ...tapes import Sampling, Tape, Task
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
 from ...tapes.store.run_directory import METRICS, RunDir, append_metrics, open_run
 from ...tapes.store.store import Store
@@ -196,7 +197,7 @@ class Demo:
         if self.training.history.updates == 0 and not self.config.warm.updates:
             self.training.history.settle()  # the controls begin here too
         self.training.imitate(self.demo_order, self.demos.__getitem__)
-        asyncio.run(self._improve())
+        run_async(self._improve())
         if self.controls:
             self._run_controls()
 
@@ -233,7 +234,7 @@ class Demo:
                 have[tape.begin.attempt] = tape.id
                 self._keep_demo(tape)
         with self.training.run.timed("demonstrations"):
-            asyncio.run(self._record([k for k in range(n) if k not in have], have))
+            run_async(self._record([k for k in range(n) if k not in have], have))
         self.demo_order = [have[k] for k in range(n)]
         rewards = [self.demos[tape][1].reward or 0.0 for tape in self.demo_order]
         self.results["demonstrations"] = {"n": n, "reward": sum(rewards) / n}
@@ -294,7 +295,7 @@ class Demo:
                 history.restore()
                 with training.run.timed("controls"):
                     run(history, trained)
-                controls[name] = asyncio.run(_measured(training, history, f"control-{name}"))
+                controls[name] = run_async(_measured(training, history, f"control-{name}"))
                 controls[name]["trained_tokens"] = history.trained_tokens
             training.run.save()
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
@@ -327,7 +328,7 @@ class Demo:
         if self.config.loop.demonstrations:
             bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
-        asyncio.run(
+        run_async(
             self.training.run_loop(
                 history,
                 config,

@@ -15,12 +15,13 @@ from typing import Any
 from pydantic import Field, JsonValue, model_validator
 
 from ...agents.runs.pass_at_k import check_k
-from ...agents.setup.setup import Scene, load_tasks
+from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together, threads_of
 from ...envs.taskset import Taskset, overlap
 from ...tapes import Sampling, Task
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.run_directory import CONFIG, METRICS, RunDir, open_run, read_metrics
 from ...tapes.value import Value
@@ -98,7 +99,7 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes with at least this reward."""
 
 
-class TrainConfig(Scene):
+class TrainConfig(Setup):
     """What to train, on what, and how."""
 
     engine: TrainedEngine
@@ -169,15 +170,27 @@ class TrainSummary(Value):
     """A page with all of this, for a browser."""
 
 
-def train(config: TrainConfig, out: str | Path, *, resume: bool = False, progress: Progress = silent) -> TrainSummary:
-    """Train, or go on with the run in `out`. RunExists where one is and `resume` is false.
+def train(
+    config: TrainConfig,
+    out: str | Path,
+    *,
+    agent: AgentSource | None = None,
+    env: EnvSource | None = None,
+    tasks: TasksSource | None = None,
+    resume: bool = False,
+    progress: Progress = silent,
+) -> TrainSummary:
+    """Train, or continue the run in `out`. RunExists where `out` holds a run and `resume` is false.
 
-    Raises UsageError before anything is written where the configuration names what isn't there. Started as one of
-    several processes (`accelerate launch`, `torchrun`), rank 0 does this and the others help it; all give the summary.
+    `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
+    before anything is written where the configuration names what isn't there. Started as one of several processes
+    (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks compute shares of its updates; every
+    rank returns the summary. Works inside a running event loop too.
     """
+    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
     with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
-        run = _Run(config, Path(out), progress, ranks)
+        run = _Run(config, setup, Path(out), progress, ranks)
         if ranks.rank:
             return run.crew.follow()
         with run.crew.leading():
@@ -232,10 +245,10 @@ def train_training(
 class _Run:
     """Everything that the configuration names, loaded ahead of the run directory."""
 
-    def __init__(self, config: TrainConfig, out: Path, progress: Progress, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, setup: LoadedSetup, out: Path, progress: Progress, ranks: Ranks) -> None:
         self.config, self.out, self.progress = config, out, progress
-        self.scene = config.load()
-        self.train_tasks, self.held_out = _divide(self.scene.tasks, config.evaluation)
+        self.setup = setup
+        self.train_tasks, self.held_out = _divide(self.setup.tasks, config.evaluation)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         check_together(config.engine, config.players)
@@ -268,7 +281,7 @@ class _Run:
         with open_run(self.out, self.config, resume=resume, begin=new_results, free=free, changes=changes) as directory:
             self.report = Reporter(
                 directory,
-                f"Training {self.scene.agent.name}",
+                f"Training {self.setup.agent.name}",
                 self.recipe.name,
                 self.config.loop.updates,
                 self.config.loop.checkpoint_every,
@@ -290,8 +303,8 @@ class _Run:
             directory,
             self.policy,
             self.team,
-            agent=self.scene.agent,
-            env=self.scene.env,
+            agent=self.setup.agent,
+            env=self.setup.env,
             train_tasks=self.train_tasks,
             held_out=self.held_out,
             progress=self.progress,
@@ -302,7 +315,7 @@ class _Run:
         training.draw = self._drawn(directory)
         training.restore()
         training.imitate(tapes, training.history.from_store)
-        asyncio.run(self._improve(directory))
+        run_async(self._improve(directory))
 
     def _drawn(self, directory: RunDir) -> Callable[[int], Task] | None:
         """How the curriculum draws: by the rates that the run began with."""
