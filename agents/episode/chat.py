@@ -17,7 +17,7 @@ from ...tapes.common.plain_json import read_plain
 from .agent import Agent
 from .llm import LLM, Reply
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class TooManyParseErrors(ValueError):
@@ -110,12 +110,12 @@ class ChatAgent(Agent):
 
     def _parse_reply(self, reply: Reply, offered: bool) -> Action:
         # Where no tool was offered, text that looks like a call (JSON, say) is the answer itself.
-        calls = (list(reply.tool_calls) or _calls_in_text(reply.text)) if offered or self.actions else []
+        calls = (list(reply.tool_calls) or calls_in_text(reply.text)) if offered or self.actions else []
         if not calls and self._plain is not None:
             return self._plain.model_validate({"text": reply.text})
         if not calls:
             raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}.")
-        parsed = [_tool_call(call, k) for k, call in enumerate(calls)]
+        parsed = [read_tool_call(call, k) for k, call in enumerate(calls)]
         typed = {a.kind: a for a in self._actions if a is not ToolCalls}
         if ToolCalls in self._actions and (len(parsed) > 1 or parsed[0].name not in typed):
             return ToolCalls(calls=tuple(parsed))
@@ -131,9 +131,9 @@ class ChatAgent(Agent):
         return names + [str(t.get("function", t).get("name", "?")) for t in self.tools]
 
 
-def _calls_in_text(text: str) -> list[dict[str, Any]]:
+def calls_in_text(text: str) -> list[dict[str, Any]]:
     """Function calls that a model wrote as text: between <tool_call> tags, or the whole text as one JSON object."""
-    found = _TOOL_CALL.findall(text)
+    found = TOOL_CALL.findall(text)
     if not found and text.strip().startswith("{"):
         found = [text.strip()]
     calls = []
@@ -148,7 +148,7 @@ def _calls_in_text(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _tool_call(call: dict[str, Any], k: int) -> ToolCall:
+def read_tool_call(call: dict[str, Any], k: int) -> ToolCall:
     function = call.get("function", call)
     if not isinstance(function, dict):
         raise ValueError('A call is a JSON object with "name" and "arguments".')

@@ -1,12 +1,10 @@
-"""What the door gives an agent beside a model's answers: time, randomness and ids, the same in every replay.
+"""The clock, random numbers and ids that an agent gets from its `LLM`: a replay gives the same values again.
 
-All of it follows from what is on the tape anyway: the times of its records and the seed in its `begin`. Knows nothing
-of engines.
+All of them follow from the tape: the times of its records and the seed in its `begin`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from datetime import UTC, datetime
 from random import Random
 from uuid import UUID
@@ -14,10 +12,11 @@ from uuid import UUID
 from ...tapes import Tape
 from ...tapes.messages import ENV
 from .recorder import Recorder
+from .seeds import derive_seed
 
 
-class Given:
-    """The part of the door that asks no model."""
+class Clock:
+    """Time and randomness of one episode, derived from its tape."""
 
     def __init__(self, recorder: Recorder, seed: int) -> None:
         self._recorder = recorder
@@ -25,9 +24,9 @@ class Given:
         self._random: dict[tuple[str, int], Random] = {}
 
     def now(self, tape: Tape) -> datetime:
-        """The time, in UTC, at which the newest thing was recorded that this agent saw, said or was answered.
+        """The time (UTC) of the newest record that this agent knows: an observation, its own step, or an answer to it.
 
-        It is that of the observation where a turn begins, and moves on with every answer and step.
+        The time stands still between records: it is never read from the machine, because a replay couldn't repeat that.
         """
         path, log = tape.scope, self._recorder.log
         entry = next((entry for entry in reversed(log.entries) if entry.by in (ENV, path)), None)
@@ -36,9 +35,10 @@ class Given:
         return datetime.fromtimestamp(at, UTC)
 
     def random(self, tape: Tape) -> Random:
-        """This agent's randomness: one generator for each of its turns, which goes on where it was left.
+        """This agent's generator for the current turn; a second request in the turn gets the same generator.
 
-        Seeded by the episode's sampling seed, so the attempts of a group draw differently.
+        Each turn has a new generator, so that a fork or a replay that begins at a turn draws the same numbers. The seed
+        is the episode's sampling seed, so the attempts of a group draw differently.
         """
         key = (tape.scope, self._recorder.log.turn)
         if key not in self._random:
@@ -47,16 +47,5 @@ class Given:
         return self._random[key]
 
     def uuid(self, tape: Tape) -> UUID:
-        """A new id, drawn from `random`."""
+        """A new id (version 4), drawn from `random`."""
         return UUID(int=self.random(tape).getrandbits(128), version=4)
-
-
-def asker(path: str, conversation: str) -> str:
-    """Whose questions are counted together: those of one agent in one conversation."""
-    return f"{path}#{conversation}" if conversation else path
-
-
-def derive_seed(seed: int, *parts: str | int) -> int:
-    """The first 8 bytes of SHA-256(seed, parts), below 2**63: one stream of randomness for each purpose."""
-    text = "/".join(str(part) for part in (seed, *parts))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

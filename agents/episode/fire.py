@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from ...tapes.records import Sampling, Usage
 from ..engines.engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request
-from .clock import derive_seed
+from .seeds import derive_seed
 
 Spans = tuple[tuple[str, int, int], ...]
 

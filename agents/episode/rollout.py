@@ -38,11 +38,12 @@ from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending
 from ..engines.engine import Engine
 from .agent import Agent, configuration, qualified
-from .agent_threads import Caller
+from .environment_calls import Caller
 from .guard import Guard, acting, is_of_the_user
 from .limits import LimitReached, Limits
-from .llm import LLM, ModelFailed, RenderFailed, derive_seed
+from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder
+from .seeds import derive_seed
 
 log = logging.getLogger("tapereel.rollout")
 

@@ -34,7 +34,7 @@ class Session:
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
         """`follow`: temperature and top_p are what the program asks for, where it does; False: the run's own hold."""
         self._tape, self._llm, self._follow = tape, llm, follow
-        self._engine: Any = llm._engine
+        self._engine: Any = llm.engine
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
@@ -152,7 +152,7 @@ class Session:
         return answer
 
     def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
-        call = self._llm._recorder.log.call(reply.call)
+        call = self._llm.recorder.log.call(reply.call)
         text, tools = read_calls(reply.tool_calls, reply.text, name) if request.tools else (reply.text, ())
         answer = ChatAnswer(
             id=f"chatcmpl-{name}",
@@ -198,13 +198,13 @@ class Session:
         else:
             self.broken.cancel()
             for label in label_calls(self._record, self._told):
-                self._llm._recorder.add_layer(label)
+                self._llm.recorder.add_layer(label)
 
     # Inside
 
     @property
     def _record(self) -> Tape:
-        return Tape(self._llm._recorder.log)
+        return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
         """The message as it is on the tape, where it is an answer of ours with tool calls."""
@@ -215,7 +215,7 @@ class Session:
         return {**message, "role": "system"} if message["role"] == "developer" else message
 
     def _sampling(self, request: ChatRequest) -> Sampling:
-        own = self._llm._sampling
+        own = self._llm.sampling
         asked: dict[str, Any] = {}
         if self._follow:
             asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}

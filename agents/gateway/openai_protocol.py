@@ -14,7 +14,7 @@ from typing import Any
 from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import TapereelError
 from ...tapes.records import Message
-from ..episode.chat import _TOOL_CALL, _function, _written
+from ..episode.chat import TOOL_CALL, calls_in_text, read_tool_call
 
 _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -299,7 +299,7 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
     if parsed:
         return text, tuple(_tool_call(call, 0) for call in parsed)
     try:
-        calls = [_function(call, k) for k, call in enumerate(_written(text))]
+        calls = [read_tool_call(call, k) for k, call in enumerate(calls_in_text(text))]
     except ValueError:
         return text, ()
     if not calls:
@@ -312,7 +312,7 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
         }
         for k, call in enumerate(calls)
     )
-    return (_TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
+    return (TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:

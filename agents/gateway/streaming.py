@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from ..episode.listening import Spoken, overlap
+from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from .openai_protocol import ChatRequest
 
 TAG = "<tool_call>"
@@ -22,14 +22,14 @@ TAG = "<tool_call>"
 class Pieces:
     """Ids to text that may be sent, for one answer."""
 
-    def __init__(self, spoken: Spoken, stops: Sequence[str], *, tools: bool) -> None:
-        self._spoken, self._stops, self._tools = spoken, stops, tools
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], *, tools: bool) -> None:
+        self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
         self._begun = False
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that may be sent by now, without what was given before."""
-        self._held += self._spoken.feed(ids)
+        self._held += self._decoder.feed(ids)
         n = self._free()
         piece, self._held = self._held[:n], self._held[n:]
         self._begun = self._begun or bool(piece)
@@ -101,7 +101,9 @@ class Live:
         if not self._new or self._parted or self._renderer is None:
             return ""
         if self._pieces is None:
-            self._pieces = Pieces(self._renderer.spoken(), self._request.stop, tools=self._request.tools is not None)
+            self._pieces = Pieces(
+                self._renderer.incremental_decoder(), self._request.stop, tools=self._request.tools is not None
+            )
         new, self._new = self._new, array("i")
         text = self._pieces.feed(new)
         n = min(len(text), len(self._again))

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from ...tapes.arrays import ints
 from ...tapes.records import Message
-from ..episode.listening import Spoken
 from .codec import (
     ChatTokenizer,
     Codec,
@@ -32,6 +31,7 @@ from .codec import (
     digest,
     plain,
 )
+from .incremental_decoder import IncrementalDecoder
 from .template import Template, template_text
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
@@ -244,9 +244,11 @@ class Renderer:
         text = self._codec.decode(ids[:n])
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
-    def spoken(self) -> Spoken:
+    def incremental_decoder(self) -> IncrementalDecoder:
         """Reads one completion while it is sampled; what it says adds up to what `decode` says."""
-        return Spoken(self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end)
+        return IncrementalDecoder(
+            self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
+        )
 
     def probe(self) -> list[str]:
         """What this template would change of history or can't take, a sentence each; for a report at start."""

@@ -21,10 +21,10 @@ from ...tapes.journal import Journal
 from ...tapes.steps import Unknown
 from ..engines.engine import Engine
 from ..episode.agent import Agent
-from ..episode.agent_threads import Caller
+from ..episode.environment_calls import Caller
 from ..episode.limits import Limits
-from ..episode.llm import derive_seed
 from ..episode.rollout import rollout
+from ..episode.seeds import derive_seed
 from ..runs.group import Group, fill
 
 SPLIT = "branch"

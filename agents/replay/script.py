@@ -18,7 +18,7 @@ from ...tapes.audit.verdict import Divergence, Likely, clipped, differences, pla
 from ...tapes.log import Entry
 from ...tapes.messages import ENV
 from ...tapes.records import Call, End, StepRecord
-from ..episode.clock import asker, derive_seed
+from ..episode.seeds import derive_seed, seed_stream
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
@@ -93,7 +93,7 @@ class Script:
         first: dict[str, int] = {}
         for call in self.calls:
             if call.seed is not None:
-                first.setdefault(asker(call.by, call.conversation), call.seed)
+                first.setdefault(seed_stream(call.by, call.conversation), call.seed)
         for who, seed in first.items():
             found = (n for n in range(most) if derive_seed(self.tape.begin.seed, who, n) == seed)
             n = next(found, None)

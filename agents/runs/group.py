@@ -22,8 +22,8 @@ from ...tapes.journal import Journal
 from ..engines.engine import Engine
 from ..episode.agent import Agent
 from ..episode.limits import Limits
-from ..episode.llm import derive_seed
 from ..episode.rollout import rollout
+from ..episode.seeds import derive_seed
 
 
 class Closing(StrEnum):

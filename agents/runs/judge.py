@@ -24,7 +24,7 @@ from ...envs.rewards import RewardSource, Scored
 from ...envs.rewards.samples import as_script, reference_of, sample_of
 from ...tapes import Message, Sampling, Tape, TapereelError
 from ..engines.engine import Completion, Engine, EngineError, Request
-from ..episode.llm import derive_seed
+from ..episode.seeds import derive_seed
 
 ReadT = TypeVar("ReadT")
 CHARACTERS = 40_000

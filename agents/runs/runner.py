@@ -25,8 +25,8 @@ from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ..engines.engine import Engine
 from ..episode.limits import Limits
-from ..episode.llm import derive_seed
 from ..episode.rollout import rollout
+from ..episode.seeds import derive_seed
 from ..setup.engine_config import EngineConfig
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import Partners, make_team

@@ -35,9 +35,9 @@ from transformers import TrainerCallback
 from ...agents import Agent, Limits
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import weights_digest
-from ...agents.episode.clock import derive_seed
 from ...agents.episode.recorder import Recorder
 from ...agents.episode.rollout import Episode
+from ...agents.episode.seeds import derive_seed
 from ...agents.rendering.renderer import Renderer
 from ...envs.environment import Environment
 from ...tapes import Sampling, Tape, TapereelError, Task

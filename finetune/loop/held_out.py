@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...agents import Agent, Engine, Limits, rollout
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...agents.runs.pass_at_k import Scores, evaluate_rewards
 from ...envs.environment import Environment, check_factory
 from ...tapes import Sampling, Tape, Task

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...agents import Agent
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...envs.environment import Environment, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
 from ...envs.rewards.relative import training_reward

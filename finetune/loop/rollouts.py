@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from ...agents import Agent, rollout
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
 from ...envs.environment import Environment
 from ...envs.rewards import Rewards

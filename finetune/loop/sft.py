@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...tapes.store.store import Store
 from ..history.history import History, Plan, Source
 from ..history.loop_config import WarmStartConfig

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...envs.adapters.calculator import Calculator, calculator_tasks, demonstrate, read_action
 from ...envs.taskset import overlap
 from ...tapes import Sampling, Tape, Task

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...agents import Agent, Engine
-from ...agents.episode.llm import derive_seed
+from ...agents.episode.seeds import derive_seed
 from ...envs.environment import Environment
 from ...tapes import Sampling, Tape, Task
 from ...tapes.common.progress import Progress, silent

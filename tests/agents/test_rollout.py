@@ -22,7 +22,7 @@ from tapereel.agents import (
     delegate,
     rollout,
 )
-from tapereel.agents.episode.llm import derive_seed
+from tapereel.agents.episode.seeds import derive_seed
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
 from tapereel.tapes.journal import Durability

@@ -1,0 +1,229 @@
+"""The conversations of one episode with its model: they render each prompt and record each call.
+
+An agent's path and an optional name identify a conversation. Its calls form a tree: a call extends an earlier call (its
+base) or starts a new row. The leaves of the tree are the tracks; the next prompt continues the one that fits best.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...tapes import Call, Message, Sampling, Tape
+from ...tapes.messages import shared_prefix
+from ...tapes.records import Attempt, Tools, Usage
+from ..engines.engine import Completion, Engine, Finish, Request
+from ..rendering.renderer import Rendered, Renderer, Track
+from .recorder import Recorder
+
+AUTHORED = "authored"
+"""Engine name of calls whose text the agent wrote itself, without a model."""
+
+
+@dataclass(slots=True)
+class TextTrack:
+    """The leaf of a conversation with an engine that takes and gives texts."""
+
+    call: str
+    messages: Sequence[Message]
+    """The messages of the request; the reply follows them."""
+    reply: Message
+
+    def shared(self, messages: Sequence[Message]) -> int:
+        """How many leading messages of `messages` are those of this conversation, its reply included."""
+        n = shared_prefix(messages, self.messages)
+        if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
+            return n + 1
+        return n
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """A call without its answer: what its record needs besides the completion."""
+
+    call: str
+    path: str
+    conversation: str
+    request: Request
+    rendered: Rendered | None
+    """None for an engine of texts."""
+    tools: Tools | None
+
+
+class Conversations:
+    """Every conversation of one episode. Nothing else writes records of calls."""
+
+    def __init__(self, recorder: Recorder, engine: Engine | None) -> None:
+        self._recorder = recorder
+        self._engine = engine
+        self._tokens: defaultdict[tuple[str, str], list[Track]] = defaultdict(list)
+        self._texts: defaultdict[tuple[str, str], list[TextTrack]] = defaultdict(list)
+        self._tools: set[str] = set()
+        """Hashes of the tool lists whose schemas are on the tape."""
+
+    @property
+    def renderer(self) -> Renderer | None:
+        return self._engine.renderer if self._engine is not None else None
+
+    def render(
+        self, path: str, conversation: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+    ) -> Rendered | None:
+        """The prompt as token ids; None for an engine of texts. ValueError where the messages can't be rendered."""
+        renderer = self.renderer
+        return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
+
+    def tools_record(self, schemas: tuple[dict[str, Any], ...] | None) -> Tools | None:
+        """The offered tools as a call records them. The schemas are written once a tape; later calls have the hash."""
+        if schemas is None:
+            return None
+        digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:16]
+        first = digest not in self._tools
+        self._tools.add(digest)
+        return Tools(hash=digest, schemas=schemas if first else None)
+
+    def write(
+        self,
+        pending: PendingCall,
+        completion: Completion,
+        attempts: tuple[Attempt, ...] = (),
+        *,
+        finish: Finish,
+        engine: str = "",
+    ) -> None:
+        """Record the call, however it ended, and make its answer the leaf of its conversation.
+
+        engine: the name to record; empty: the engine that answered.
+        """
+        request = pending.request
+        engine = engine or completion.engine or (self._engine.name if self._engine is not None else "")
+        shared: dict[str, Any] = {
+            "tape": self._recorder.tape,
+            "call": pending.call,
+            "by": pending.path,
+            "conversation": pending.conversation,
+            "text": completion.text,
+            "tool_calls": completion.tool_calls,
+            "sampling": request.sampling,
+            "seed": None if engine == AUTHORED else request.seed,
+            "tools": pending.tools,
+            "attempts": attempts,
+            "finish": finish,
+            "engine": engine,
+        }
+        if pending.rendered is None:
+            self._write_texts(pending, completion, shared)
+        else:
+            self._write_tokens(pending, pending.rendered, completion, shared)
+
+    def _write_texts(self, pending: PendingCall, completion: Completion, shared: dict[str, Any]) -> None:
+        messages = pending.request.messages
+        tracks = self._texts[pending.path, pending.conversation]
+        base, keep = None, 0
+        for track in reversed(tracks):
+            n = track.shared(messages)
+            if n > keep:
+                base, keep = track, n
+                if keep == len(track.messages) + 1:
+                    break
+        record = Call(
+            base=base.call if base is not None else None,
+            keep_messages=keep,
+            messages=tuple(messages[keep:]),
+            usage=completion.usage,
+            at=time.time(),
+            **shared,
+        )
+        self._recorder.write(record)
+        track = TextTrack(pending.call, messages, record.reply)
+        if base is not None and keep == len(base.messages) + 1:
+            tracks[tracks.index(base)] = track
+        else:
+            tracks.append(track)
+
+    def _write_tokens(
+        self, pending: PendingCall, rendered: Rendered, completion: Completion, shared: dict[str, Any]
+    ) -> None:
+        ids, base, keep = self._ids(rendered, completion), rendered.base, rendered.keep_messages
+        usage = completion.usage
+        if usage == Usage():
+            usage = Usage(prompt_tokens=len(rendered.ids), completion_tokens=len(ids))
+        record = Call(
+            base=base.call if base is not None else None,
+            keep=rendered.keep,
+            keep_messages=keep,
+            messages=tuple(pending.request.messages[keep:]),
+            prompt=rendered.new,
+            completion=ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            split=rendered.split,
+            usage=usage,
+            at=time.time(),
+            **shared,
+        )
+        self._recorder.write(record)
+        if record.finish == "error" or (record.finish == "cancelled" and not ids):
+            return  # without an answer there is nothing for a later prompt to continue
+        renderer = self.renderer
+        assert renderer is not None
+        track = renderer.track(rendered, call=pending.call, reply=record.reply, completion=ids)
+        tracks = self._tokens[pending.path, pending.conversation]
+        # A call that extends its base takes the base's place. A split keeps the base: a later prompt may return to it.
+        if base is not None and rendered.split is None and base in tracks:
+            tracks[tracks.index(base)] = track
+        else:
+            tracks.append(track)
+
+    def _ids(self, rendered: Rendered, completion: Completion) -> array[int]:
+        """The sampled ids; for text without ids, those that an engine would have sampled."""
+        if completion.ids is not None:
+            return completion.ids
+        if completion.text is None:
+            return array("i")
+        reply: Message = {"role": "assistant", "content": completion.text}
+        if completion.tool_calls:
+            reply["tool_calls"] = list(completion.tool_calls)
+        renderer = self.renderer
+        assert renderer is not None
+        return renderer.completion(rendered, reply)
+
+    def write_authored(self, path: str, messages: Sequence[Message], reply: Message, rendered: Rendered | None) -> str:
+        """Record text that the agent wrote without a model. Returns the id of the call."""
+        call = self._recorder.new_call_id()
+        request = Request(
+            messages=messages, prompt=rendered.ids if rendered is not None else None, sampling=Sampling(), seed=0
+        )
+        # Without token ids the function calls are part of the step alone.
+        calls = reply.get("tool_calls") if rendered is not None else None
+        completion = Completion(text=reply["content"], tool_calls=tuple(calls) if calls else None)
+        self.write(PendingCall(call, path, "", request, rendered, None), completion, finish="stop", engine=AUTHORED)
+        return call
+
+    def inherit(self, prefix: Tape, calls: Sequence[Call]) -> None:
+        """Continue the conversations of a fork's prefix; its recorded tokens stay the context of what follows.
+
+        Without this the fork would tokenize the prefix again, and its rows would no longer extend the recorded ones.
+        """
+        renderer = self.renderer
+        for call in calls:
+            if call.finish == "error" or (call.finish == "cancelled" and not call.completion):
+                continue
+            key, messages = (call.by, call.conversation), prefix.call_messages(call)
+            if renderer is None:
+                self._texts[key].append(TextTrack(call.call, messages, call.reply))
+            elif call.prompt is not None and call.completion is not None:
+                self._tokens[key].append(
+                    renderer.retrack(
+                        call=call.call,
+                        messages=[*messages, call.reply],
+                        tools=prefix.call_tools(call),
+                        ids=prefix.call_prompt(call) + call.completion,
+                        completion=call.completion,
+                    )
+                )

@@ -1,0 +1,22 @@
+"""Seeds of an episode: every random stream is derived from one seed, so a replay draws the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(seed: int, *parts: str | int) -> int:
+    """The first 8 bytes of SHA-256(seed, parts) as an integer below 2**63.
+
+    Different `parts` give independent streams: one for each call, attempt, environment and purpose.
+    """
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def seed_stream(path: str, conversation: str) -> str:
+    """The name of the stream from which the calls of one agent in one conversation take their seeds, one after another.
+
+    Each stream counts its own calls. So the seed of a call doesn't depend on the order in which concurrent agents ask.
+    """
+    return f"{path}#{conversation}" if conversation else path
