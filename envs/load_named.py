@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..tapes.common.renamed import current_path
 from ..tapes.errors import TapereelError, UsageError
 
 
@@ -64,7 +65,9 @@ def _from_package(name: str) -> ModuleType:
     except Exception as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and (name == absent or name.startswith(f"{absent}.")):
-            raise UsageError(f"there is no module {name!r} (looked in {here} too)") from error
+            now = current_path(name)
+            moved = f"; its present name is {now}" if now != name else f" (looked in {here} too)"
+            raise UsageError(f"there is no module {name!r}{moved}") from error
         raise _not_loaded(name, error) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...envs.adapters.calculator import read_action
 from ...envs.load_named import load_named
+from ...tapes.common.renamed import current_path
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
 from ...tapes.store.run_directory import CONFIG, recorded_settings
@@ -72,7 +73,8 @@ def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
 def _own(identity: Identity) -> Agent | None:
     """The demo's agent, a `ChatAgent` that reads with the calculator's `read_action`; None for any other. No name that
     stands on a tape is looked up."""
-    if identity.cls != qualified(ChatAgent) or identity.config.get("parse") != qualified(read_action):
+    paths = identity.cls, str(identity.config.get("parse"))
+    if tuple(map(current_path, paths)) != (qualified(ChatAgent), qualified(read_action)):
         return None
     known: dict[str, Any] = {
         key: identity.config[key]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.load_named import load_named
+from ...tapes.common.renamed import current_path
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import recorded_settings
@@ -124,7 +125,7 @@ def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None
     the caller or the run's configuration."""
     from ...envs.adapters.calculator import Calculator
 
-    if identity.cls != f"{Calculator.__module__}:{Calculator.__qualname__}":
+    if current_path(identity.cls) != f"{Calculator.__module__}:{Calculator.__qualname__}":
         return None
     config: dict[str, Any] = {key: identity.config[key] for key in OWN if key in identity.config}
     return lambda: Calculator(**config)

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from ...agents.engines.embedded.pretrained import device_of, weights_digest
 from ...tapes.common.config import Config, ConfigError, load_config
-from ...tapes.common.config_yaml import YamlProblem, read_yaml
+from ...tapes.common.config_yaml import YamlProblem
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.store.run_directory import CONFIG, RESULTS, RunDir
+from ...tapes.store.run_directory import CONFIG, RESULTS, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..policies.policy_team import lineage_of
@@ -82,7 +82,7 @@ def _results(run: Path) -> dict[str, Any]:
 
 def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     try:
-        keys = {path[0] for path, _, _ in read_yaml((run / CONFIG).read_text(encoding="utf-8"))}
+        keys = recorded_config(run).keys()
     except (OSError, YamlProblem) as error:
         raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
     if "demonstrations" in keys:

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, mo
 from pydantic.fields import FieldInfo
 
 from ..errors import UsageError
-from .config_yaml import YamlProblem, read_value, read_yaml, write_yaml
+from .config_yaml import YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
+from .renamed import is_recorded, translate_config
 
 NAME = "NAME"
 """Stands for any key of a mapping of groups."""
@@ -178,7 +179,15 @@ def _add_file(layers: _Layers, path: Path) -> None:
             raise ConfigError(f"{path} is not TOML: {error}") from None
     elif path.suffix in (".yaml", ".yml", ".json"):
         try:
-            for keys, value, line in read_yaml(text):
+            settings = list(read_yaml(text))
+            if is_recorded(path):
+                written = nested((keys, value) for keys, value, _ in settings)
+                translated = translate_config(written)
+                if translated != written:
+                    # No line of the file holds a translated setting, so errors name the file alone.
+                    layers.put((), translated, str(path))
+                    return
+            for keys, value, line in settings:
                 layers.put(keys, value, f"{path} line {line}")
         except YamlProblem as error:
             raise ConfigError(f"{path}: {error}") from None

@@ -7,7 +7,7 @@ be written: a tag that would build a Python object is an error. This module know
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -67,6 +67,26 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, Any, int]]:
         yield from _settings(loader, root, ())
     except yaml.YAMLError as error:
         raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def nested(settings: Iterable[tuple[Keys, Any]]) -> dict[str, Any]:
+    """Settings by path of keys as groups in groups; `settings_of` is the way back."""
+    data: dict[str, Any] = {}
+    for keys, value in settings:
+        group = data
+        for key in keys[:-1]:
+            group = group.setdefault(key, {})
+        group[keys[-1]] = value
+    return data
+
+
+def settings_of(data: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """(keys, value) of each setting in groups in groups; an empty group is a value."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from settings_of(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def read_value(text: str) -> Any:

@@ -23,6 +23,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..common.config import ConfigError, dump_config, load_config
+from ..common.config_yaml import YamlProblem, nested, read_yaml, settings_of
+from ..common.renamed import translate_config
 from ..errors import RunExists, UsageError
 from .store import Store
 
@@ -114,13 +116,21 @@ def open_run(
 
 
 def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
-    """The configuration of the run at `path`, whatever its kind, by path of keys; empty where there is none."""
-    from ..common.config_yaml import YamlProblem, read_yaml
+    """The configuration of the run at `path`, by path of keys, with the present names (`translate_config`).
 
+    The run may be of any kind. Empty where it has no readable configuration.
+    """
     try:
-        return {keys: value for keys, value, _ in read_yaml((Path(path) / CONFIG).read_text(encoding="utf-8"))}
+        return dict(settings_of(recorded_config(path)))
     except (FileNotFoundError, NotADirectoryError, YamlProblem):
         return {}
+
+
+def recorded_config(path: str | Path) -> dict[str, Any]:
+    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
+    it can't be read."""
+    text = (Path(path) / CONFIG).read_text(encoding="utf-8")
+    return translate_config(nested((keys, value) for keys, value, _ in read_yaml(text)))
 
 
 def pin_line(path: str | Path) -> str:

@@ -1,0 +1,117 @@
+"""Old names and their present ones, so that this version reads runs that an earlier one recorded.
+
+Two kinds of names stand in a run directory: paths of code (`module:qualname`, on tapes as `Identity.cls` and in
+`config.yaml`) and configuration keys (in `config.yaml`). Nothing in a run directory is rewritten: each reader
+translates what it reads. What a user writes is not translated; an old name there is an error that states the new one.
+
+How to rename a thing whose name can stand in a run:
+
+* a module or a class: add the old path to `PATHS`;
+* a configuration key: add the old key to `KEYS`; where values must change too, add a function to `RULES`.
+
+An old name must never get a new meaning. Translating a configuration of this version changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PATHS: Mapping[str, str] = {
+    # Agents.
+    "tapereel.agents.agent": "tapereel.agents.episode.agent",
+    "tapereel.agents.chat": "tapereel.agents.episode.chat",
+    "tapereel.agents.gateway.control": "tapereel.agents.gateway.gateway_control",
+    "tapereel.finetune.trl_prompts": "tapereel.finetune.interchange.trl_prompts",
+    # Environments, and what their configurations name.
+    "tapereel.envs.base": "tapereel.envs.environment",
+    "tapereel.envs.calculator": "tapereel.envs.adapters.calculator",
+    "tapereel.envs.gym": "tapereel.envs.adapters.gym",
+    "tapereel.envs.mcp": "tapereel.envs.adapters.mcp",
+    "tapereel.envs.reasoning": "tapereel.envs.adapters.reasoning",
+    "tapereel.envs.remote.client": "tapereel.envs.remote.env_client",
+    "tapereel.envs.sandbox": "tapereel.envs.adapters.sandbox",
+    "tapereel.envs.tools": "tapereel.envs.adapters.tools",
+    "tapereel.envs.trl": "tapereel.envs.adapters.trl",
+    # Rewards.
+    "tapereel.agents.judge": "tapereel.agents.runs.judge",
+    "tapereel.envs.rewards.files": "tapereel.envs.rewards.reward_files",
+    "tapereel.envs.rewards.local": "tapereel.envs.rewards.local_models",
+    "tapereel.envs.rewards.recipe": "tapereel.envs.rewards.reward_recipe",
+    "tapereel.envs.rewards.remote": "tapereel.envs.rewards.http_rewards",
+    # The demo's agent and environment.
+    "tapereel.finetune.demo": "tapereel.finetune.run.demonstrations",
+}
+"""Old path -> present path: of a module (`package.module`), or of one name in it (`package.module:Name`), which comes
+first. Only modules whose classes or functions can stand on a tape or in a recorded `config.yaml`."""
+
+KEYS: Mapping[str, str | None] = {}
+"""Old configuration key -> present key, both dotted; None drops the setting. `*` stands for any one key, and each `*`
+of the present key is filled from the old one, in order: `{"players.*.engine.device": "players.*.trainer.device"}`."""
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = ()
+"""Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
+configuration of this version as it is."""
+
+
+def current_path(path: str) -> str:
+    """The present `module:qualname` of a class or function, or the present name of a module. Other text: unchanged."""
+    module, colon, name = path.partition(":")
+    return PATHS.get(path) or PATHS.get(module, module) + colon + name
+
+
+def translate_config(data: dict[str, Any]) -> dict[str, Any]:
+    """A recorded configuration (nested, as `config.yaml` has it) with the present keys and paths of code.
+
+    `data` is left as it is. The configuration may be of any kind of run (`train`, `demo`, `run`).
+    """
+    translated: dict[str, Any] = _with_current_paths(data)
+    for old, new in KEYS.items():
+        for keys, names in list(_places(translated, old.split("."))):
+            value = _group(translated, keys[:-1]).pop(keys[-1])
+            if new is not None:
+                stars = iter(names)
+                *above, last = (next(stars) if key == "*" else key for key in new.split("."))
+                _group(translated, above)[last] = value
+    for rule in RULES:
+        rule(translated)
+    return translated
+
+
+def is_recorded(path: Path) -> bool:
+    """Whether a configuration file is the record of a run, and not a file that a user wrote.
+
+    A run directory gets `results.json` before its `config.yaml`, so the two stand together in every run.
+    """
+    return path.name == "config.yaml" and path.with_name("results.json").exists()
+
+
+def _with_current_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_current_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_current_paths(item) for item in value]
+    return current_path(value) if isinstance(value, str) and ":" in value else value
+
+
+def _places(data: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """(keys, the keys that the stars stand for) of each setting that fits the pattern."""
+    if not isinstance(data, dict):
+        return
+    for key in list(data) if pattern[0] == "*" else [pattern[0]]:
+        if key not in data:
+            continue
+        star = [key] if pattern[0] == "*" else []
+        if len(pattern) == 1:
+            yield [key], star
+        else:
+            for keys, stars in _places(data[key], pattern[1:]):
+                yield [key, *keys], [*star, *stars]
+
+
+def _group(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The group at `keys`; made where it is missing."""
+    for key in keys:
+        data = data.setdefault(key, {})
+    return data
