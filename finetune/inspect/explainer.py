@@ -342,7 +342,7 @@ def _unknowable(recipe: Recipe | None, phase: str) -> str:
         return f"the run has no recipes.json that names its recipe of phase {phase!r}"
     if any(isinstance(term, Running) for term in recipe.shape):
         return f"recipe {recipe.name} scales rewards by all that came before"
-    if recipe.token_price is not None or any(term.kind == "episode_kl" for term in recipe.shape):
+    if any(term.needs_reference for term in recipe.shape):
         return f"recipe {recipe.name} prices the distance to a reference model"
     return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
 

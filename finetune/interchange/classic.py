@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ...tapes.value import Value
 from ..data.rows import IGNORED, Row
 from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns
-from ..objective import Context, Reward, Select, Sums, TokenKL
+from ..objective import CPG, PPO, Context, Reward, Select, Sums, TokenKL
 from ..objective import loss as objective
 from ..objective.kl import estimate
 from ..objective.recipe import Recipe
@@ -61,7 +61,7 @@ class RLConfig(Value):
         """The same as the terms of a recipe."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
-        if base.surrogate.kind in ("ppo", "cpg"):
+        if isinstance(base.surrogate, PPO | CPG):
             changes["surrogate"] = {"low": self.epsilon, "high": self.epsilon}
         if self.kl_coef:
             changes["regulariser"] = [{"kind": "kl", "estimator": "k3", "beta": self.kl_coef}]

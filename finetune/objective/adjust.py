@@ -20,10 +20,18 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .term import Context, Term
+from .term import Context, Kinds, Term
 
 
-class Whiten(Term):
+class Adjust(Term):
+    """Base class of all adjustments; derive from it to write one of your own."""
+
+    def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        """(T,) float64 advantages from a (T,). Tokens where `entered` is False are set to 0 afterwards."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
+
+
+class Whiten(Adjust):
     """Mean 0 and, unless only centred, deviation 1 over all tokens that enter."""
 
     kind: Literal["whiten"] = "whiten"
@@ -45,7 +53,7 @@ class Whiten(Term):
         return torch.where(entered, (a - mean) / scale, torch.zeros_like(a))
 
 
-class ClipAdvantage(Term):
+class ClipAdvantage(Adjust):
     """Bounds on both sides."""
 
     kind: Literal["clip"] = "clip"
@@ -57,7 +65,7 @@ class ClipAdvantage(Term):
         return a.clamp(-self.limit, self.limit)
 
 
-class Relu(Term):
+class Relu(Adjust):
     """Only what went better than its baseline."""
 
     kind: Literal["relu"] = "relu"
@@ -66,7 +74,7 @@ class Relu(Term):
         return a.clamp(min=0)
 
 
-class GroupWeights(Term):
+class GroupWeights(Adjust):
     """Makes up for groups that teach nothing."""
 
     kind: Literal["groups"] = "groups"
@@ -93,4 +101,4 @@ class GroupWeights(Term):
         return torch.full_like(low, self.flat).masked_fill(spread, min(groups / informative, self.cap))
 
 
-Adjust = Annotated[Whiten | ClipAdvantage | Relu | GroupWeights, Field(discriminator="kind")]
+AnyAdjust = Annotated[Adjust, Kinds(Whiten, ClipAdvantage, Relu, GroupWeights)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..data.stream import BadBatch, Stream
-from . import KL, Context, Entropy, TokenKL
+from . import Context, TokenKL
 from .recipe import Recipe
 
 
@@ -85,7 +85,7 @@ class Part:
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
         for term, beta in zip(recipe.regulariser, betas, strict=True):
-            if term.active and isinstance(term, KL | Entropy):
+            if term.active and term.per_token:
                 per_token = per_token + term(lp, entropy, index, stream, beta, context)
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
@@ -146,7 +146,7 @@ def _advantages(
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
     """The coefficients that the regularisers start with."""
-    return tuple(term.beta if isinstance(term, KL) else term.coefficient for term in recipe.regulariser)
+    return tuple(term.first_coefficient for term in recipe.regulariser)
 
 
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:

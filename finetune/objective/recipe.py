@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError, model_validator
 
 from ...tapes.errors import UsageError
-from .adjust import Adjust
+from .adjust import AnyAdjust
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
-from .regulariser import KL, Demonstrations, Entropy, Regulariser
+from .regulariser import KL, AnyRegulariser, Demonstrations
 from .reward import Reward
 from .select import Select
-from .shape import EpisodeKL, Running, Shape, TokenKL
-from .surrogate import PPO, MinorNLL, Surrogate
-from .term import Term
+from .shape import AnyShape, EpisodeKL, Running, TokenKL
+from .surrogate import PPO, AnySurrogate, NoSurrogate
+from .term import Kinds, Term, class_name
 from .weigh import Weigh
 
 
@@ -52,17 +52,29 @@ class Recipe(Term):
     name: str
     score: Score = Score()
     reward: Reward = Reward()
-    shape: tuple[Shape, ...] = ()
+    shape: tuple[AnyShape, ...] = ()
     baseline: Baseline = Baseline()
     credit: Credit = Credit()
-    adjust: tuple[Adjust, ...] = ()
+    adjust: tuple[AnyAdjust, ...] = ()
     anchor: Anchor = Anchor()
-    surrogate: Surrogate = PPO()
-    regulariser: tuple[Regulariser, ...] = ()
+    surrogate: AnySurrogate = PPO()
+    regulariser: tuple[AnyRegulariser, ...] = ()
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
     """True allows a KL price in the reward and a KL loss at once: different terms, and both is rarely meant."""
+
+    @model_validator(mode="after")
+    def _has_no_subclass_of_a_closed_term(self) -> Recipe:
+        # Such a subclass would be written down as its base class, and the run's record would miss the class.
+        for name in type(self).model_fields:
+            kinds, value = kinds_of(name), getattr(self, name)
+            if len(kinds) == 1 and type(value) is not kinds[0]:
+                raise ValueError(
+                    f"{name} is {class_name(type(value))}, and {name} can't be a class of your own: derive a "
+                    "Surrogate, Regulariser, Shape or Adjust"
+                )
+        return self
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
@@ -94,16 +106,12 @@ class Recipe(Term):
     @property
     def needs_reference(self) -> bool:
         """True when a reference model's log-probs are used."""
-        return (
-            any(isinstance(term, TokenKL | EpisodeKL) and term.beta > 0 for term in self.shape)
-            or any(term.needs_reference for term in self.regulariser)
-            or isinstance(self.surrogate, MinorNLL)
-        )
+        return any(term.needs_reference for term in (*self.shape, *self.regulariser)) or self.surrogate.needs_reference
 
     @property
     def needs_entropy(self) -> bool:
         """True when the entropy is computed along with the log-probs that are trained."""
-        return self.score.entropy or any(term.kind == "entropy" and term.active for term in self.regulariser)
+        return self.score.entropy or any(term.needs_entropy for term in self.regulariser)
 
     @property
     def needs_value(self) -> bool:
@@ -123,14 +131,14 @@ class Recipe(Term):
     @property
     def idle_at_zero(self) -> bool:
         """True when a token with advantage 0 has loss and gradient exactly 0."""
-        others = any(term.active for term in self.regulariser if isinstance(term, KL | Entropy))
-        return self.surrogate.advantages and self.local and not others
+        others = any(term.active and term.per_token for term in self.regulariser)
+        return self.surrogate.zero_at_zero and self.local and not others
 
     @property
     def idle(self) -> bool:
         """True when none of the batch's tokens has a gradient: no surrogate, and no active regulariser of theirs."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
-        return self.surrogate.kind == "none" and not any(term.active for term in others)
+        return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]
@@ -148,18 +156,16 @@ class Recipe(Term):
         A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
         Anything else replaces the term.
         """
-        whole = self.model_dump()
+        whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
             old = whole.get(name)
-            if isinstance(value, Mapping) and isinstance(old, dict):
-                other = name in _UNIONS and value.get("kind", old["kind"]) != old["kind"]
-                value = dict(value) if other else {**old, **value}
-            whole[name] = value.model_dump() if isinstance(value, Term) else value
+            if isinstance(value, Mapping) and isinstance(old, Term):
+                constants = self.model_dump(include={name})[name]
+                # The kinds of a surrogate have constants of their own: another kind starts from its own defaults.
+                other = name == "surrogate" and value.get("kind", constants["kind"]) != constants["kind"]
+                value = dict(value) if other else {**constants, **value}
+            whole[name] = value
         return read(whole)
-
-
-_UNIONS = frozenset({"surrogate"})
-"""Terms whose kinds have constants of their own: another kind starts from its own defaults."""
 
 
 def read(data: Mapping[str, Any]) -> Recipe:
@@ -171,8 +177,7 @@ def read(data: Mapping[str, Any]) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Term):
-        return value.model_dump()
+    """Any mapping as a dict and any sequence as a list: pydantic takes no other mapping for a model."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -191,16 +196,21 @@ def _sentence(error: Any) -> str:
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """The keys that the term at `loc`, without its last part, does have; empty where they can't be told."""
+    """The keys that the term at `loc`, without its last part, does have; empty where the term isn't certain."""
     if len(loc) == 1:
         return list(Recipe.model_fields)
-    terms = list(_terms_in(Recipe.model_fields[str(loc[0])].annotation))
-    kinds = terms if len(terms) == 1 else [t for t in terms if loc[-2] in get_args(t.model_fields["kind"].annotation)]
-    return list(kinds[0].model_fields) if len(kinds) == 1 else []
+    kinds = kinds_of(str(loc[0]))
+    # In a field of several kinds the part of `loc` before the key is the kind.
+    found = kinds if len(kinds) == 1 else [cls for cls in kinds if cls.model_fields["kind"].default == loc[-2]]
+    return list(found[0].model_fields) if len(found) == 1 else []
 
 
-def _terms_in(annotation: Any) -> Iterator[type[Term]]:
-    if isinstance(annotation, type) and issubclass(annotation, Term):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _terms_in(part)
+def kinds_of(field: str) -> tuple[type[Term], ...]:
+    """The package's own classes for one field of a recipe; empty for a field that holds no term."""
+    info = Recipe.model_fields[field]
+    listed = get_args(info.annotation)  # (Annotated[Shape, Kinds(...)], ...) of a tuple
+    notes = get_args(listed[0])[1:] if listed and get_args(listed[0]) else info.metadata
+    found = next((note.kinds for note in notes if isinstance(note, Kinds)), ())
+    if not found and isinstance(info.annotation, type) and issubclass(info.annotation, Term):
+        return (info.annotation,)
+    return found

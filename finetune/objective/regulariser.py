@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..data.stream import Stream
 from .kl import Estimator, estimate
-from .term import Context, Term
+from .term import Context, Kinds, Term
 
 
 class Adaptive(Term):
@@ -41,7 +41,40 @@ class Adaptive(Term):
         return beta * max(0.0, 1 + error * episodes / self.horizon)
 
 
-class KL(Term):
+class Regulariser(Term):
+    """Base class of all regularisers; derive from it to write one of your own."""
+
+    per_token: ClassVar[bool] = True
+    """True: it adds to the loss of the batch's own tokens. False: the trainer computes it elsewhere."""
+
+    @property
+    def active(self) -> bool:
+        """False when it adds exactly nothing."""
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when it reads `stream.ref`, the reference model's log-probs."""
+        return False
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True when it reads `entropy`, the exact entropy of each token."""
+        return False
+
+    @property
+    def first_coefficient(self) -> float:
+        """The coefficient `beta` of the first update."""
+        return 1.0
+
+    def __call__(
+        self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
+    ) -> Tensor:
+        """(n,) to add to the losses of the tokens `index` (n,), whose log-probs now are lp (n,)."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
+
+
+class KL(Regulariser):
     """Stay near the reference model, or near the weights that sampled."""
 
     kind: Literal["kl"] = "kl"
@@ -66,12 +99,15 @@ class KL(Term):
 
     @property
     def active(self) -> bool:
-        """False when it adds exactly nothing."""
         return self.beta > 0
 
     @property
     def needs_reference(self) -> bool:
         return self.active and self.to == "reference"
+
+    @property
+    def first_coefficient(self) -> float:
+        return self.beta
 
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
@@ -86,18 +122,24 @@ class KL(Term):
         return beta * estimate(self.estimator, lp, other)
 
 
-class Entropy(Term):
+class Entropy(Regulariser):
     """Stay undecided. Exact: over the whole vocabulary, not from the sampled token."""
 
-    needs_reference: ClassVar[bool] = False
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
     """What a nat of entropy is worth."""
 
     @property
     def active(self) -> bool:
-        """False when it adds exactly nothing."""
         return self.coefficient != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.active
+
+    @property
+    def first_coefficient(self) -> float:
+        return self.coefficient
 
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
@@ -107,17 +149,20 @@ class Entropy(Term):
         return -self.coefficient * entropy
 
 
-class _Beside(Term):
+class _Beside(Regulariser):
     """A term that belongs to no own token of the batch."""
 
-    needs_reference: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
     """What the term counts."""
 
     @property
     def active(self) -> bool:
-        """False when it adds exactly nothing."""
         return self.coefficient > 0
+
+    @property
+    def first_coefficient(self) -> float:
+        return self.coefficient
 
 
 class Demonstrations(_Beside):
@@ -132,4 +177,4 @@ class Balance(_Beside):
     kind: Literal["aux"] = "aux"
 
 
-Regulariser = Annotated[KL | Entropy | Demonstrations | Balance, Field(discriminator="kind")]
+AnyRegulariser = Annotated[Regulariser, Kinds(KL, Entropy, Demonstrations, Balance)]

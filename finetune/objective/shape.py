@@ -23,10 +23,23 @@ from torch import Tensor
 from ..data import segments
 from ..data.stream import Stream
 from .kl import Estimator, estimate
-from .term import Context, Term
+from .term import Context, Kinds, Term
 
 
-class Clip(Term):
+class Shape(Term):
+    """Base class of all shapes; derive from it to write one of your own."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when it reads `stream.ref`, the reference model's log-probs."""
+        return False
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        """(U,) float64 rewards from x (U,): one per episode, or one per turn. x is 0 where `scored` is False."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define the shaped rewards there")
+
+
+class Clip(Shape):
     """Rewards outside [low, high] count as the bound."""
 
     kind: Literal["clip"] = "clip"
@@ -40,7 +53,7 @@ class Clip(Term):
         return x.clamp(self.low, self.high)
 
 
-class Running(Term):
+class Running(Shape):
     """Rewards on the scale of all rewards seen so far."""
 
     kind: Literal["running"] = "running"
@@ -55,7 +68,7 @@ class Running(Term):
         return (x - context.moments.mean) / std if self.centre else x / std
 
 
-class Overlong(Term):
+class Overlong(Shape):
     """A price on the last `buffer` tokens before the length limit (DAPO)."""
 
     kind: Literal["overlong"] = "overlong"
@@ -73,7 +86,7 @@ class Overlong(Term):
         return _on_episode(x, cost, stream)
 
 
-class EpisodeKL(Term):
+class EpisodeKL(Shape):
     """A price on how far the sampler went from the reference, taken off the episode's reward."""
 
     kind: Literal["episode_kl"] = "episode_kl"
@@ -81,6 +94,10 @@ class EpisodeKL(Term):
     """Price of a nat."""
     estimator: Estimator = "k3"
     """Of the KL."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         if not self.beta:
@@ -90,7 +107,7 @@ class EpisodeKL(Term):
         return _on_episode(x, -self.beta * cost, stream)
 
 
-class TokenKL(Term):
+class TokenKL(Shape):
     """A price per token on how far the sampler went from the reference."""
 
     kind: Literal["token_kl"] = "token_kl"
@@ -99,12 +116,16 @@ class TokenKL(Term):
     estimator: Estimator = "k1"
     """Of the KL."""
 
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
     def price(self, stream: Stream) -> Tensor:
         """(T,) float64 to add to the tokens' rewards."""
         return -self.beta * _priced(self.estimator, stream)
 
 
-Shape = Annotated[Clip | Running | Overlong | EpisodeKL | TokenKL, Field(discriminator="kind")]
+AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _priced(kind: Estimator, stream: Stream) -> Tensor:

@@ -28,24 +28,49 @@ from torch.nn import functional as F
 from ..data.stream import Stream
 from .anchor import Per, over_unit
 from .kl import exp
-from .term import Context, Term
+from .term import Context, Kinds, Term
 
 
-class _Surrogate(Term):
-    """What all surrogates tell the trainer."""
+class Surrogate(Term):
+    """Base class of all surrogates; derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """Whether it learns from advantages, so that a token needs a score and a known log-prob at sampling."""
+    """True: it learns from advantages, so a token needs a reward and a finite log-prob at sampling."""
+    needs_reference: ClassVar[bool] = False
+    """True: it reads `stream.ref`, the reference model's log-probs."""
+    zero_at_zero: ClassVar[bool] = False
+    """True: a token with advantage 0 has loss and gradient exactly 0, so that the trainer may leave it out."""
 
     @property
     def local(self) -> bool:
-        """True when a token needs nothing of other tokens."""
+        """True: a token's loss reads no other token, so that a batch may be cut into micro-batches anywhere.
+
+        False costs a second forward pass and is right for every loss.
+        """
+        return False
+
+    def __call__(
+        self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
+    ) -> Tensor:
+        """(n,) losses of the tokens `index` (n,).
+
+        lp: (n,) log-probs now, with gradient. anchor: (n,) log-probs that ratios are taken against. a: (n,) advantages.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define the loss of each token there")
+
+
+class _Local(Surrogate):
+    """A surrogate of single tokens."""
+
+    @property
+    def local(self) -> bool:
         return True
 
 
-class PPO(_Surrogate):
+class PPO(Surrogate):
     """Clipped ratio."""
 
+    zero_at_zero: ClassVar[bool] = True
     kind: Literal["ppo"] = "ppo"
     low: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped below 1 - low."""
@@ -74,9 +99,10 @@ class PPO(_Surrogate):
         return loss
 
 
-class Reinforce(_Surrogate):
+class Reinforce(_Local):
     """The score function itself; no ratio."""
 
+    zero_at_zero: ClassVar[bool] = True
     kind: Literal["reinforce"] = "reinforce"
 
     def __call__(
@@ -85,9 +111,10 @@ class Reinforce(_Surrogate):
         return -lp * a
 
 
-class CISPO(_Surrogate):
+class CISPO(_Local):
     """Clipped weights in front of the score function: no token loses its gradient."""
 
+    zero_at_zero: ClassVar[bool] = True
     kind: Literal["cispo"] = "cispo"
     low: float | None = Field(default=None, ge=0, le=1)
     """The weight is at least 1 - low; None: no bound."""
@@ -103,9 +130,10 @@ class CISPO(_Surrogate):
         return -bounded * a * lp
 
 
-class CPG(_Surrogate):
+class CPG(_Local):
     """Clipped policy gradient: bounds on the log-prob, no ratio in the gradient."""
 
+    zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"
     low: float = Field(default=0.2, ge=0, lt=1)
     """The log-prob is bounded at log(1 - low) from its anchor where A < 0."""
@@ -122,9 +150,10 @@ class CPG(_Surrogate):
         return -a * used
 
 
-class SAPO(_Surrogate):
+class SAPO(_Local):
     """A soft gate in place of the clip."""
 
+    zero_at_zero: ClassVar[bool] = True
     kind: Literal["sapo"] = "sapo"
     tau: float = Field(default=1.0, gt=0)
     """Where A > 0."""
@@ -138,7 +167,7 @@ class SAPO(_Surrogate):
         return -4 / tau * torch.sigmoid(tau * (exp(lp - anchor) - 1)) * a
 
 
-class NLL(_Surrogate):
+class NLL(_Local):
     """Next-token cross-entropy on the own tokens."""
 
     advantages: ClassVar[bool] = False
@@ -150,10 +179,11 @@ class NLL(_Surrogate):
         return -lp
 
 
-class MinorNLL(_Surrogate):
+class MinorNLL(Surrogate):
     """Cross-entropy that fades where the model already outgrew the reference."""
 
     advantages: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = True
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
     """How soon it fades."""
@@ -173,7 +203,7 @@ class MinorNLL(_Surrogate):
         return -2 / self.beta * F.logsigmoid(self.beta * ratio)
 
 
-class NoSurrogate(_Surrogate):
+class NoSurrogate(_Local):
     """Nothing: the regularisers are the whole loss."""
 
     advantages: ClassVar[bool] = False
@@ -185,4 +215,4 @@ class NoSurrogate(_Surrogate):
         return torch.zeros_like(lp)
 
 
-Surrogate = Annotated[PPO | Reinforce | CISPO | CPG | SAPO | NLL | MinorNLL | NoSurrogate, Field(discriminator="kind")]
+AnySurrogate = Annotated[Surrogate, Kinds(PPO, Reinforce, CISPO, CPG, SAPO, NLL, MinorNLL, NoSurrogate)]

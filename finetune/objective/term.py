@@ -1,16 +1,25 @@
-"""The base of all terms: a frozen value that prints itself, and sums that become metrics.
+"""Base class of all terms of an objective, and what a term reads and reports besides the stream.
 
-A term is its constants and one pure function over the stream. Terms know nothing of each other.
+A term is a set of constants and one pure function over the stream. A term never refers to another term.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
+
+from ...envs.load_named import load_named
+from ...tapes.errors import UsageError
 
 
 class Term(BaseModel):
@@ -21,12 +30,97 @@ class Term(BaseModel):
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in type(self).model_fields}
         kind = values.pop("kind", None)
-        inside = ", ".join(f"{name}={_show(value)}" for name, value in values.items())
+        if _outside(type(self)):
+            kind = class_name(type(self))
+        inside = ", ".join(f"{name}={_number_text(value)}" for name, value in values.items())
         return f"{kind}({inside})" if kind is not None else inside
 
 
-def _show(value: object) -> str:
+def _number_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _outside(cls: type[Term]) -> bool:
+    """True for a class that a user defined: it lies in no module of `finetune`."""
+    return not cls.__module__.startswith(__name__.removesuffix("objective.term"))
+
+
+def class_name(cls: type[Term]) -> str:
+    """`module:name` of a user's class, from which another process can import it. ValueError for a local class."""
+    if "<" in cls.__qualname__:
+        raise ValueError(
+            f"{cls.__qualname__} can't be imported by its name, so a run can't record it: define the class at the "
+            "top level of a module"
+        )
+    module, main = cls.__module__, _main_file()
+    return f"{main.stem if module == '__main__' and main is not None else module}:{cls.__qualname__}"
+
+
+def _main_file() -> Path | None:
+    """The script that this process runs. Its module is called `__main__` here, and by its file's stem elsewhere."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file) if file is not None else None
+
+
+class Kinds:
+    """Annotates a field of a recipe: one of the package's terms, by `kind`, or a user's subclass of the field's type.
+
+    A user's term is written down as `kind: module:name` beside its constants, and read by importing that class.
+    """
+
+    def __init__(self, *kinds: type[Term]) -> None:
+        self.kinds = kinds
+
+    def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        closed = handler.generate_schema(Annotated[reduce(or_, self.kinds), Field(discriminator="kind")])
+
+        def validate(value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            if isinstance(value, base) and type(value) not in self.kinds:
+                class_name(type(value))  # refuses a class that no record could name
+                return value
+            if isinstance(value, Mapping) and ":" in str(value.get("kind", "")):
+                return _imported(base, value)
+            return validate_kinds(value)
+
+        def serialise(
+            value: Any, serialise_kinds: core_schema.SerializerFunctionWrapHandler, info: core_schema.SerializationInfo
+        ) -> Any:
+            # The union's own serialiser would write a subclass of PPO as `kind: ppo`, and lose the class.
+            if type(value) in self.kinds or not isinstance(value, base):
+                return serialise_kinds(value)
+            return {**value.model_dump(mode=info.mode), "kind": class_name(type(value))}
+
+        return core_schema.no_info_wrap_validator_function(
+            validate,
+            closed,
+            serialization=core_schema.wrap_serializer_function_ser_schema(serialise, info_arg=True, schema=closed),
+        )
+
+
+def _imported(base: type[Term], value: Mapping[str, Any]) -> Term:
+    """The user's term that a mapping with `kind: module:name` spells out. ValueError where there is no such class."""
+    name = str(value["kind"])
+    module, _, path = name.rpartition(":")
+    main = _main_file()
+    try:
+        # Importing the running script again would run it a second time, inside of itself.
+        at_main = main is not None and module == main.stem and module not in sys.modules
+        found = reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name)
+    except (UsageError, AttributeError) as error:
+        raise ValueError(
+            f"kind {name!r} can't be imported ({error}): run in the folder of that module, or add it to PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(
+            f"kind {name!r} is {found!r:.80}, which is no subclass of {base.__module__}.{base.__name__}: derive it "
+            "from that class"
+        )
+    fields = {key: constant for key, constant in value.items() if key != "kind"}
+    try:
+        return found.model_validate(fields)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"constants of {name}: {problems}") from error
 
 
 class Sums:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tapereel.finetune.objective import Term
-from tapereel.finetune.objective.recipe import Recipe
+from tapereel.finetune.objective.recipe import Recipe, kinds_of
 from tapereel.tapes.common.config_yaml import write_yaml
 
 from ..agents.templates_table import page as between
@@ -37,9 +37,8 @@ def terms() -> dict[str, tuple[bool, list[type[Term]]]]:
     """Field of a recipe -> (whether it is a list, the kinds that it may have)."""
     found = {}
     for name, info in Recipe.model_fields.items():
-        kinds = [one for one in _leaves(info.annotation) if isinstance(one, type) and issubclass(one, Term)]
-        if kinds:
-            found[name] = get_origin(info.annotation) is tuple, kinds
+        if kinds := kinds_of(name):
+            found[name] = get_origin(info.annotation) is tuple, list(kinds)
     return found
 
 

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from tapereel.finetune.objective import Anchor, Context, Select, Sums, Surrogate, Weigh
+from tapereel.finetune.objective import Anchor, Context, Select, Sums, Weigh
 from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.surrogate import AnySurrogate
 from tapereel.finetune.recipes import get_recipe
 
 from ..oracles import objective as oracle
 from .build import doubles, episode, exact, ledger, row
 
 LOSSES = ledger("losses")
-READ: TypeAdapter = TypeAdapter(Surrogate)
+READ: TypeAdapter = TypeAdapter(AnySurrogate)
 
 
 def one_row(n, **columns):

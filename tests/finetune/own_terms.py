@@ -1,0 +1,63 @@
+"""A recipe and terms that a user might write, outside of the package: loaded by name in test_own_terms.py."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from tapereel.finetune.objective import PPO, Adjust, Context, Regulariser, Shape, Surrogate
+from tapereel.finetune.objective.kl import exp
+from tapereel.finetune.recipes import get_recipe
+
+
+class Quadratic(Surrogate):
+    """l = -r A + beta / 2 (lp - anchor)^2."""
+
+    beta: float = Field(default=0.5, ge=0)
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: object, context: Context):
+        gap = lp - anchor
+        context.sums.add("quadratic", gap.detach().square())
+        return -exp(gap) * a + self.beta / 2 * gap.square()
+
+
+class Shifted(PPO):
+    """A subclass of one of the package's kinds."""
+
+    shift: float = 0.1
+
+    def __call__(self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: object, context: Context):
+        return super().__call__(lp, anchor, a - self.shift, index, stream, context)  # type: ignore[arg-type]
+
+
+class Halved(Shape):
+    def __call__(self, x: Tensor, scored: Tensor, stream: object, context: Context) -> Tensor:
+        return x / 2
+
+
+class Doubled(Adjust):
+    def __call__(self, a: Tensor, entered: Tensor, stream: object, context: Context) -> Tensor:
+        return 2 * a
+
+
+class Confidence(Regulariser):
+    """Adds rate * lp: the opposite of imitation."""
+
+    rate: float = 0.1
+
+    def __call__(self, lp: Tensor, entropy: object, index: Tensor, stream: object, beta: float, context: Context):
+        return beta * self.rate * lp
+
+
+mine = get_recipe("grpo").but(
+    name="mine",
+    surrogate=Quadratic(beta=0.25),
+    shape=[Halved()],
+    adjust=[Doubled()],
+    regulariser=[Confidence(rate=0.01)],
+)
+no_recipe = {"surrogate": "quadratic"}
