@@ -1,4 +1,4 @@
-"""Turns replayed per second: the demo's agent on recorded tapes, with and without token ids and the guard.
+"""Turns replayed per second: the demo's agent on recorded tapes, with and without token ids.
 
     python benchmarks/replay.py                     # 10,000 tapes
     python benchmarks/replay.py --tapes 500
@@ -86,9 +86,8 @@ def measure(run: Path, jobs: int) -> dict[str, Any]:
         "turns": turns,
         "tapes_read_per_cpu_second": reading,
         "turns_per_cpu_second": {
-            "messages": turns_per_second(tapes, guard=False),
-            "messages and token ids": turns_per_second(tapes, guard=False, renderer=renderer),
-            "and the guard": turns_per_second(tapes, renderer=renderer),
+            "messages": turns_per_second(tapes),
+            "messages and token ids": turns_per_second(tapes, renderer=renderer),
         },
     }
     print(json.dumps(found, indent=1), file=sys.stderr, flush=True)

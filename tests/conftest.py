@@ -5,10 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import settings
 
 # Before torch or a tokenizer is imported by any test: they read these once.
@@ -18,14 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-
-from tapereel.agents.episode.guard import Guard
-
 # A machine may be slow, or busy with something else.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
-
-UNGUARDED = ("unguarded", "contract", "browser", "kill", "learning")
 
 
 class NetworkRefused(RuntimeError):
@@ -52,16 +45,3 @@ def _refuse_network(event: str, args: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_refuse_network)
-
-
-@pytest.fixture(autouse=True)
-def guarded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Agents are guarded: one that takes a clock, randomness or a socket from outside its tape fails its test.
-
-    Not where a test asks what happens without a guard, and not in the parts that are marked, which take long enough.
-    """
-    if any(request.node.get_closest_marker(mark) for mark in UNGUARDED):
-        yield
-        return
-    with Guard():
-        yield

@@ -27,7 +27,6 @@ from ..rendering.renderer import Rendered
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
-from .guard import outside
 from .limits import LimitReached, Limits, TokenBudget
 from .recorder import Recorder
 from .seeds import derive_seed, seed_stream
@@ -343,8 +342,7 @@ class LLM:
         while True:
             started = time.perf_counter()
             try:
-                with outside():
-                    completion = await fire.complete(self.engine, request)
+                completion = await fire.complete(self.engine, request)
             except EngineError as error:
                 seconds = time.perf_counter() - started
                 attempts += error.attempts or (Attempt(seconds=seconds, error=told(error)),)

@@ -8,7 +8,6 @@ caller, after the tape was closed as `cancelled`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import platform
@@ -39,11 +38,11 @@ from ...tapes.tape import Ending
 from ..engines.engine import Engine
 from .agent import Agent, configuration, qualified
 from .environment_calls import Caller
-from .guard import Guard, acting, is_of_the_user
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder
 from .seeds import derive_seed
+from .user_code import is_user_code
 
 log = logging.getLogger("tapereel.rollout")
 
@@ -72,7 +71,6 @@ async def rollout(
     unverified: str | None = None,
     tape_id: str | None = None,
     retries: int = 2,
-    guard: bool = False,
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and give its closed tape.
 
@@ -82,9 +80,8 @@ async def rollout(
     Where it doesn't come back to the recorded state, the episode ends with that, unless `unverified` says why it may go
     on all the same, which is recorded.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
-    is durable before it is carried out. With `guard` an agent that uses a clock, randomness, a socket or a process by
-    itself, which no replay could give it again, fails with an error that names the line. Raises StoreFailed and
-    CancelledError; nothing else comes out of an episode.
+    is durable before it is carried out. Raises StoreFailed and CancelledError;
+    nothing else comes out of an episode.
     """
     episode = Episode(
         agent,
@@ -104,8 +101,7 @@ async def rollout(
         tape_id=tape_id or new_tape_id(),
         retries=retries,
     )
-    with Guard() if guard else contextlib.nullcontext():
-        return await episode.run()
+    return await episode.run()
 
 
 class Episode:
@@ -289,21 +285,20 @@ class Episode:
             raise AgentFault(
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
-        with acting(self.agent):
-            try:
-                async for step in steps:
-                    if not isinstance(step, Step) or isinstance(step, Observation):
-                        raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
-                    path, calls = self.llm.attribute(step, self.agent.path)
-                    self._record(step, path, calls)
-                    if isinstance(step, Action):
-                        return step
-            except SystemExit as error:  # would end the process, and every other episode with it
-                raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
-            finally:
-                close = getattr(steps, "aclose", None)
-                if close is not None:
-                    await close()
+        try:
+            async for step in steps:
+                if not isinstance(step, Step) or isinstance(step, Observation):
+                    raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
+                path, calls = self.llm.attribute(step, self.agent.path)
+                self._record(step, path, calls)
+                if isinstance(step, Action):
+                    return step
+        except SystemExit as error:  # would end the process, and every other episode with it
+            raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
+        finally:
+            close = getattr(steps, "aclose", None)
+            if close is not None:
+                await close()
         return None
 
     def _limit(self, reached: LimitReached) -> tuple[Status, Cause | None]:
@@ -398,7 +393,7 @@ def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
     # What a library refused is mended where the user's code asked for it.
-    at = next((f for f in reversed(frames) if is_of_the_user(f.filename)), frames[-1] if frames else None)
+    at = next((f for f in reversed(frames) if is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
 

@@ -24,7 +24,6 @@ from ...tapes.common.redact import without_secrets
 from ...tapes.errors import TapereelError
 from ..engines.transport.proxies import ask_directly
 from ..episode.agent import Agent
-from ..episode.guard import outside
 from ..episode.llm import LLM
 from .gateway_server import Gateway
 from .gateway_session import Session
@@ -88,12 +87,11 @@ class Program(Agent):
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         session = Session(tape, llm, follow=self.follow)
-        with outside():
-            serving = contextlib.AsyncExitStack()
-            gateway = self._gateway or await serving.enter_async_context(_shared())
-            key = gateway.open(session)
-            ask_directly(gateway.url)
-            running = asyncio.ensure_future(self._run(str(tape.last), Endpoint(gateway.url, key)))
+        serving = contextlib.AsyncExitStack()
+        gateway = self._gateway or await serving.enter_async_context(_shared())
+        key = gateway.open(session)
+        ask_directly(gateway.url)
+        running = asyncio.ensure_future(self._run(str(tape.last), Endpoint(gateway.url, key)))
         running.add_done_callback(lambda _: session.over())
         session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())
         try:

@@ -20,7 +20,6 @@ from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord
 from ...tapes.steps import Unknown
 from ..engines.engine import Completion, Request
 from ..episode.agent import Agent
-from ..episode.guard import Guard
 from ..episode.limits import Limits
 from ..episode.recorder import Recorder
 from ..episode.rollout import Episode
@@ -29,6 +28,11 @@ from .script import Script
 
 SECONDS = 60.0
 """Wall clock that one tape's replay may take."""
+NONDETERMINISM = (
+    "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
+    "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
+)
+"""Appended to a divergence that unchanged but nondeterministic code may cause."""
 
 
 async def replay(
@@ -37,25 +41,19 @@ async def replay(
     *,
     renderer: Any | None = None,
     turn: int | None = None,
-    guard: bool = True,
     seconds: float = SECONDS,
 ) -> Verdict:
     """Run `agent` again on `tape`, or on that turn of it alone, and compare.
 
-    With the renderer of the recorded model, token ids are compared too. With `guard`, a clock, randomness, a socket or
-    a process that the agent uses by itself is a divergence, named by its line.
+    With the renderer of the recorded model, token ids are compared too. An agent that reads a clock, random numbers or
+    the network diverges where that changes a request or a step.
     """
     unable = _unable(tape, turn)
     if unable is not None:
         return unverifiable("replay", tape.id, unable)
     script = Script(tape, turn)
-    watch = Guard()
     try:
-        if guard:
-            with watch:
-                await _play(script, agent, renderer, seconds)
-        else:
-            await _play(script, agent, renderer, seconds)
+        await _play(script, agent, renderer, seconds)
     except TimeoutError:
         return unverifiable(
             "replay",
@@ -64,13 +62,13 @@ async def replay(
             "what no tape can give, or for an answer that was given up",
             checked=script.checked,
         )
-    if watch.first is not None:
-        hit = watch.first
-        script.found = script.divergence(
-            hit.what, None, hit.what, Likely.NONDETERMINISM, hit.sentence, by=agent.path, where=hit.where
-        )
     more: dict[str, Any] = {"checked": script.checked, "not_checked": tuple(script.notes)}
-    return verified("replay", tape.id, **more) if script.found is None else diverged("replay", script.found, **more)
+    if script.found is None:
+        return verified("replay", tape.id, **more)
+    found = script.found
+    if found.cause in (Likely.CODE, Likely.PROMPT, Likely.PARSER, Likely.ORDER):
+        found = found.model_copy(update={"sentence": f"{found.sentence}. {NONDETERMINISM}"})
+    return diverged("replay", found, **more)
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:

@@ -38,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="module:name of an environment, or of anything else that defines steps",
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
-    parser.add_argument("--no-guard", action="store_true", help="let the agent use clocks, randomness and sockets")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for one tape (default 60)")
 
 
@@ -46,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay, and print the verdicts."""
     if args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds}; it must be above 0")
-    plan = ReplayPlan(
-        str(args.run), args.agent, tuple(args.names), args.tokenizer, args.turn, not args.no_guard, args.seconds
-    )
+    plan = ReplayPlan(str(args.run), args.agent, tuple(args.names), args.tokenizer, args.turn, args.seconds)
     return tell(args, check_named(args, "replay", plan))
 
 
@@ -61,7 +58,6 @@ class ReplayPlan:
     names: tuple[str, ...]
     tokenizer: str | None
     turn: int | None
-    guard: bool
     seconds: float
 
     def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
@@ -82,8 +78,6 @@ class ReplayPlan:
                     tape.id,
                     f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
                 )
-            return asyncio.run(
-                replay(tape, agent, renderer=renderer, turn=self.turn, guard=self.guard, seconds=self.seconds)
-            )
+            return asyncio.run(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
 
         return check

@@ -21,7 +21,7 @@ SHOWN = 20
 """Verdicts that are shown to people one by one; `--json` has them all."""
 
 
-GIVEN = ("agent", "env", "reward", "model", "layer", "mask", "tolerance", "no_guard")
+GIVEN = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
 """Arguments that say against what the tapes were checked; kept with the verdicts where they were given."""
 
 

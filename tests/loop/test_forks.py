@@ -43,8 +43,6 @@ from .lab import (
 )
 from .test_history import abandoned
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 MEAN = {"baseline": {"by": "fork", "kind": "mean"}}
 
 

@@ -28,8 +28,6 @@ from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 from .test_history import abandoned
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 ENDLESS = Limits(seconds=None, environment_seconds=None)
 """Nothing but a group's deadline ends what hangs."""
 

@@ -19,8 +19,6 @@ from tapereel.tapes.store.store import Store
 
 from .lab import Flaky, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 CONFIG = settings_of(updates=5, checkpoint_every=2)
 
 

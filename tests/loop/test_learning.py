@@ -15,8 +15,6 @@ from tapereel.tapes.store.store import Store
 
 from .lab import model, run, settings_of, tasks
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 UPDATES = 24
 
 

@@ -18,8 +18,6 @@ from tapereel.tapes.store.store import Store
 
 from .lab import Letters, assert_books_close, history_in, loop_in, model, settings_of
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 
 class Silent(Letters):
     """Letters that says nothing of what they are worth: the sources do."""

@@ -20,8 +20,6 @@ from tapereel.tapes.store.store import Store
 from .lab import WORDS, history_in, model, run, settings_of, tasks
 from .rewrite import repin, rewrite
 
-pytestmark = pytest.mark.unguarded  # test_loop.py guards this agent
-
 CONFIG = settings_of(updates=5, checkpoint_every=2, keep_checkpoints=None)
 EDITED = 2
 """The update whose record or tape is edited."""

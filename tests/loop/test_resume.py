@@ -29,8 +29,6 @@ from tapereel.tapes.store.writer import SegmentWriter
 from .lab import model
 from .micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes
 
-pytestmark = pytest.mark.unguarded  # the replays of a demo guard its agent
-
 
 class Death(BaseException):
     """The process is gone."""

@@ -1,4 +1,4 @@
-"""Episodes of every example: the agent replays them, guarded, and the environment executes them again.
+"""Episodes of every example: the agent replays them, and the environment executes them again.
 
 Run in a process of its own for each example, as `python -m tests.replay.scenes hello.py`: two of them may both define a
 `Hint`.
@@ -33,7 +33,7 @@ def named(file: str, name: str) -> Any:
 async def played(
     agent: Agent, env: Callable[[], Environment[Any]], tasks: Any, engine: Any, **options: Any
 ) -> list[Tape]:
-    every = [rollout(agent, env, task, engine=engine, seed=k, guard=True, **options) for k, task in enumerate(tasks)]
+    every = [rollout(agent, env, task, engine=engine, seed=k, **options) for k, task in enumerate(tasks)]
     return await asyncio.gather(*every)
 
 
