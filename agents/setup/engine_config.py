@@ -17,7 +17,7 @@ from ...tapes.common.config import Config
 from ...tapes.common.redact import holds_secret, names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish
-from ..engines.embedded.pretrained import Attention, Dtype
+from ..engines.embedded.pretrained import Dtype
 from ..engines.engine import Engine, EngineError, Request
 from ..engines.scripted import Policy, ScriptedEngine
 from ..engines.weights.weight_config import AdapterConfig, NCCLConfig, PublishWay
@@ -95,16 +95,13 @@ class EmbeddedConfig(Config):
     """Completions that are sampled at once; the rest waits."""
     capacity: int | None = Field(default=None, ge=2)
     """Tokens of prompt and completion together; None: what the model allows, at most 4,096."""
-    device: str = "auto"
-    """Where the model computes, and is trained: `cpu`, `cuda`, `cuda:1` ...; `auto`: a GPU where torch finds one."""
-    dtype: Dtype = "float32"
-    """Of its weights. `bfloat16` is for sampling, and for a model that is trained by its adapters."""
-    attention: Attention | None = None
-    """How it computes its attention in training; None: as transformers chooses. It samples with `sdpa` or `eager`."""
-    lora: AdapterConfig | None = None
-    """Train these adapters in place of the model's own weights."""
-    threads: int = Field(default=1, ge=1)
-    """Torch threads. One is steady when anything else runs beside."""
+    device: str | None = None
+    """Where the model samples: `cpu`, `cuda`, `cuda:1` ...; None or `auto`: a GPU where torch finds one. In training,
+    the engine samples where the trainer is, and `device`, `dtype` and `threads` stand under `trainer` alone."""
+    dtype: Dtype | None = None
+    """Of the weights of a model that only samples; None: float32."""
+    threads: int | None = Field(default=None, ge=1)
+    """Torch threads; None: 1, which keeps its speed while other work runs on the machine."""
 
 
 class _Served(Config):
@@ -115,9 +112,7 @@ class _Served(Config):
     renderer: RendererConfig = RendererConfig()
     publish: PublishWay = "reload"
     """How new weights get there: all servers `reload` a folder, or vLLM takes them by its weight-`transfer` routes from
-    shared memory, or over `nccl`, or `lora` adapters alone are trained, each version under its own name."""
-    lora: AdapterConfig | None = None
-    """The adapters of `publish: lora`."""
+    shared memory, or over `nccl`, or with `lora` as adapters (`trainer.lora`), each version under its own name."""
     weights_folder: str | None = None
     """Where new weights are written for them in training; a folder that they can read. None: a temporary one."""
     seconds: float = Field(default=600.0, gt=0)
@@ -130,23 +125,6 @@ class _Served(Config):
     """Of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
     """Of that engine, as in an embedded one."""
-    device: str = "auto"
-    """Of the trainer and of that engine, in this process; where servers compute is their own matter."""
-    dtype: Dtype = "float32"
-    """Of the weights there; `bfloat16` is for a model that is trained by its adapters."""
-    attention: Attention | None = None
-    """Of the trainer, as in an embedded one."""
-    threads: int = Field(default=1, ge=1)
-    """Torch threads of the trainer."""
-
-    @model_validator(mode="after")
-    def _adapters_are_published(self) -> Self:
-        if (self.publish == "lora") != (self.lora is not None):
-            raise ValueError(
-                "publish: lora and the adapters it publishes go together: set both, as in publish=lora "
-                "lora.rank=16, or neither"
-            )
-        return self
 
 
 class VLLMConfig(_Served):
@@ -270,8 +248,11 @@ async def make_engine(config: AnyEngineConfig) -> Made:
     return Made(await connect_to(config), None)
 
 
-async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEngine:
-    """An engine of the servers, or of vLLM in this process, which is started; with `weights`, it takes new ones."""
+async def connect_to(
+    config: ServedConfig, *, weights: bool = False, adapters: AdapterConfig | None = None
+) -> RemoteEngine:
+    """An engine of the servers, or of vLLM in this process, which is started; with `weights`, it takes new ones.
+    adapters: those that `publish: lora` sends."""
     from ..engines.embedded.pretrained import load_tokenizer
     from ..engines.servers.connect import connect, connect_channels
 
@@ -283,7 +264,7 @@ async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEn
         "way": config.publish,
         "control_seconds": config.control_seconds,
         "weights_folder": Path(folder) if folder is not None else None,
-        "adapters": config.lora,
+        "adapters": adapters,
     }
     if not isinstance(config, VLLMInProcessConfig):
         nccl = config.nccl if isinstance(config, VLLMConfig) else None
@@ -292,7 +273,7 @@ async def connect_to(config: ServedConfig, *, weights: bool = False) -> RemoteEn
         )
     from ..engines.servers.vllm_inprocess import InProcess
 
-    rank = config.lora.rank if config.lora is not None else None
+    rank = adapters.rank if adapters is not None else None
     channel = await InProcess.start(
         Path(config.model),
         transfer=config.publish == "transfer",
@@ -342,11 +323,6 @@ def _policy(config: ScriptedConfig) -> Policy:
     return in_turn
 
 
-def samples_with(attention: Attention | None) -> Attention | None:
-    """The attention of an embedded engine whose model trains with that one."""
-    return attention if attention in (None, "eager") else "sdpa"
-
-
 def _embedded(config: EmbeddedConfig) -> Made:
     from ..engines.embedded.pretrained import load_pretrained, weights_digest
 
@@ -356,15 +332,8 @@ def _embedded(config: EmbeddedConfig) -> Made:
         from ..engines.embedded.embedded_engine import EmbeddedEngine
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
-    if config.lora is not None:
-        raise UsageError(
-            "engine.lora says which adapters are trained, and nothing is trained here: leave it out; to "
-            "sample with trained ones, give their folder as engine.model"
-        )
-    torch.set_num_threads(config.threads)
-    found = load_pretrained(
-        config.model, device=config.device, dtype=config.dtype, attention=samples_with(config.attention)
-    )
+    torch.set_num_threads(config.threads or 1)
+    found = load_pretrained(config.model, device=config.device or "auto", dtype=config.dtype or "float32")
     digest = weights_digest(found.model.state_dict())
     # The weights name themselves: the same model has one version wherever it is run.
     version = f"{digest[:12]}:0"

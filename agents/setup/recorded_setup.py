@@ -82,3 +82,10 @@ def _own(identity: Identity) -> Agent | None:
         if key in identity.config
     }
     return ChatAgent(**known, parse=read_action, name=identity.name)
+
+
+def with_trainer_settings(engine: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    """The recorded settings of an engine, to sample outside of training: an embedded one where the trainer was."""
+    if engine.get("kind") != "embedded":
+        return engine
+    return {**engine, **{key: trainer[key] for key in ("device", "dtype", "threads") if key in trainer}}

@@ -15,7 +15,7 @@ from ...tapes.common.config import Config
 from ...tapes.records import Publish
 from ..engines.engine import Engine
 from ..engines.team_engine import TeamEngine, check_writing
-from .engine_config import AnyEngineConfig, EngineConfig, Made, make_engine
+from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, make_engine
 
 REST = ""
 """Where a team has the engine of all who have no other."""
@@ -66,8 +66,8 @@ def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]
 
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
-    """How many torch threads the process takes: as many as the one that asks for most."""
-    return max((getattr(config, "threads", 1) for config in engines), default=1)
+    """How many torch threads the process uses: as many as the engine that asks for most."""
+    return max((config.threads or 1 for config in engines if isinstance(config, EmbeddedConfig)), default=1)
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:

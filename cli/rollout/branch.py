@@ -15,7 +15,7 @@ from ...agents.episode.agent import Agent
 from ...agents.episode.limits import Limits
 from ...agents.replay.branching import SPLIT, PrefixUnverified, branch, cut, doubt_of, recorded_limits
 from ...agents.setup.engine_config import EngineConfig
-from ...agents.setup.recorded_setup import import_steps, recorded_agent
+from ...agents.setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
 from ...agents.setup.setup import load_env
 from ...agents.setup.team_config import PartnerConfig, Partners, make_team, speaker_of
 from ...envs.environment import Environment
@@ -165,7 +165,8 @@ def _scene(args: argparse.Namespace, store: Store) -> _Scene:
 
 def _config(args: argparse.Namespace, tape: Tape) -> BranchConfig:
     begin = tape.begin
-    recorded, players = _recorded(args.run, "engine"), _recorded(args.run, "players")
+    recorded = with_trainer_settings(_recorded(args.run, "engine"), _recorded(args.run, "trainer"))
+    players = _recorded(args.run, "players")
     if not _keeps_engine(args):
         recorded = {"renderer": recorded["renderer"]} if "renderer" in recorded else {}
     base: dict[str, Any] = {
@@ -208,7 +209,11 @@ def _recorded(run: str, group: str) -> dict[str, Any]:
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:
     """What of the players' settings says how they speak; how they learn plays no part."""
     known = PartnerConfig.model_fields
-    return {name: {key: value for key, value in own.items() if key in known} for name, own in players.items()}
+    return {
+        name: {key: value for key, value in own.items() if key in known}
+        | {"engine": with_trainer_settings(own["engine"], {} if own.get("frozen") else own.get("trainer", {}))}
+        for name, own in players.items()
+    }
 
 
 async def _branch(args: argparse.Namespace, scene: _Scene) -> list[Tape]:

@@ -20,6 +20,7 @@ from ...tapes.store.run_directory import CONFIG, RESULTS, RunDir, recorded_confi
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..policies.policy_team import lineage_of
+from ..policies.trainer_config import TrainerConfig
 from ..run.training import Training
 from ..trainer.checkpoint import checkpoints
 
@@ -99,13 +100,13 @@ def _read(kind: type[Settings], run: Path) -> Settings:
         raise Unknown(f"{run / CONFIG} says what this version of the library doesn't know: {error}") from error
 
 
-def _here(engine: Any) -> Any:
-    """The engine on its device, or on one that there is: what was trained on a GPU may be looked at without."""
+def _on_present_device(trainer: TrainerConfig) -> TrainerConfig:
+    """The trainer on its recorded device, or on one that this machine has: a CPU can inspect a run of a GPU."""
     try:
-        device_of(engine.device)
+        device_of(trainer.device)
     except UsageError:
-        return engine.model_copy(update={"device": "auto"})
-    return engine
+        return trainer.model_copy(update={"device": "auto"})
+    return trainer
 
 
 def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
@@ -120,10 +121,10 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
 
     config = _read(TrainConfig, run)
     players = {
-        name: player if player.frozen else player.model_copy(update={"engine": _here(player.engine)})
+        name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})
         for name, player in config.players.items()
     }
-    config = config.model_copy(update={"engine": _here(config.engine), "players": players})
+    config = config.model_copy(update={"trainer": _on_present_device(config.trainer), "players": players})
     try:
         training = train_training(config, directory)
     except (UsageError, BrokenHistory) as error:

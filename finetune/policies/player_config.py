@@ -19,6 +19,7 @@ from ...agents.setup.engine_config import (
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+from .trainer_config import TrainerConfig
 
 TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig
 
@@ -55,11 +56,15 @@ class PlayerConfig(PartnerConfig):
     """It stays as it is; what it says is context to those who learn. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
     """In place of `loop.optimiser`."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Where and how this player is trained."""
 
     @model_validator(mode="after")
     def _can_do_that(self) -> PlayerConfig:
         if self.frozen and self.optimiser is not None:
-            raise ValueError("what is frozen takes no optimiser: leave it out, or frozen")
+            raise ValueError("A frozen player can't have an optimiser: remove `optimiser` or set `frozen: false`.")
+        if self.frozen and self.trainer != TrainerConfig():
+            raise ValueError("A frozen player isn't trained: remove `trainer` or set `frozen: false`.")
         if not self.frozen and not isinstance(self.engine, TrainedConfig):
             raise ValueError(
                 f"an engine of kind {self.engine.kind} has no weights here to be trained: set frozen to "
@@ -99,38 +104,63 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
         )
 
 
-def check_engine(engine: AnyEngineConfig, loop: LoopConfig, name: str, warm: WarmStartConfig | None = None) -> None:
-    """ValueError where new adapters would have to reach completions at work, what has no sleep should sleep, weights
-    are too coarse for small steps, or an attention can't do with their precision."""
-    if isinstance(engine, TrainedConfig) and engine.dtype != "float32" and engine.lora is None:
+def check_engine(
+    engine: AnyEngineConfig,
+    trainer: TrainerConfig,
+    loop: LoopConfig,
+    player: str = "",
+    warm: WarmStartConfig | None = None,
+) -> None:
+    """ValueError where the settings of a trained model contradict each other.
+
+    player: the name in `players`; empty for the run's own model. warm: its warm start.
+    """
+    above = f"players.{player}." if player else ""
+    name, trains = f"{above}engine", f"{above}trainer"
+    if isinstance(engine, EmbeddedConfig):
+        for key in ("device", "dtype", "threads"):
+            if (value := getattr(engine, key)) is not None:
+                raise ValueError(
+                    f"{name}.{key} is now {trains}.{key} in training, since the engine samples with a copy of the "
+                    f"trained model: set {trains}.{key}={value} and remove {name}.{key}"
+                )
+    if trainer.dtype != "float32" and trainer.lora is None:
         raise ValueError(
-            f"{name}.dtype={engine.dtype} rounds most of an update's small steps away: leave the weights "
-            f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({name}.lora)"
+            f"{trains}.dtype={trainer.dtype} rounds most of an update's small steps away: leave the weights "
+            f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({trains}.lora)"
         )
-    kind = getattr(engine, "attention", None) or ""
     ways = {
         "loop.optimiser": loop.optimiser,
         "loop.critic.optimiser": loop.critic and loop.critic.optimiser,
         "warm.optimiser": warm and warm.optimiser,
     }
     wide = [way for way, one in ways.items() if one is not None and one.autocast is None]
-    if kind.startswith("flash") and wide and getattr(engine, "dtype", "float32") == "float32":
-        raise ValueError(f"{name}.attention={kind} has no kernels for float32: set {wide[0]}.autocast=bfloat16")
-    publish = getattr(engine, "publish", None)
+    if (trainer.attention or "").startswith("flash") and wide and trainer.dtype == "float32":
+        raise ValueError(
+            f"{trains}.attention={trainer.attention} has no kernels for float32: set {wide[0]}.autocast=bfloat16"
+        )
+    publish = None if isinstance(engine, EmbeddedConfig) else getattr(engine, "publish", None)
+    if publish is not None and (publish == "lora") != (trainer.lora is not None):
+        raise ValueError(
+            f"{name}.publish=lora sends the adapters of {trains}.lora to servers, and neither works there without the "
+            f"other: set both, as in {name}.publish=lora {trains}.lora.rank=16, or neither"
+        )
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(
-            f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the "
-            f"one it began with, so set loop.publish=drain, or {name}.publish=reload"
+            f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the adapters that it began "
+            f"with, so set loop.publish=drain, or {name}.publish=reload"
         )
     if isinstance(engine, SGLangConfig) and loop.publish == "drain":
         raise ValueError(
             f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
-            "loop.publish=reprefill, by which they go on with the new weights"
+            "loop.publish=reprefill, by which requests continue with the new weights"
         )
     if loop.sleep and publish in (None, "lora"):
         what = (
-            "an engine in this process, which shares its memory anyway"
+            "an engine in this process, which shares the trainer's memory"
             if publish is None
             else "servers that take adapters, which must be awake for that"
         )
-        raise ValueError(f"loop.sleep is for servers that reload all weights, and {name} is {what}: leave it out")
+        raise ValueError(
+            f"`loop.sleep` needs servers that reload all weights, and {name} is {what}: remove `loop.sleep`"
+        )

@@ -13,13 +13,14 @@ from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
-from ...agents.setup.engine_config import EmbeddedConfig, connect_to, samples_with
+from ...agents.setup.engine_config import EmbeddedConfig, connect_to
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
 from ..trainer.checkpoint import copied_weights
 from ..trainer.trainer import Trainer
 from .player_config import TrainedConfig
+from .trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from ...agents.engines.servers.server_engine import RemoteEngine
@@ -42,8 +43,8 @@ class Policy:
     def copy(self, version: str) -> EmbeddedEngine:
         """An engine with a copy of the weights as they are now, which are called `version`."""
         model = copying.deepcopy(self.model)
-        if samples_with(self.attention) != self.attention:
-            model.set_attn_implementation(samples_with(self.attention))
+        if sampling_attention(self.attention) != self.attention:
+            model.set_attn_implementation(sampling_attention(self.attention))
         return EmbeddedEngine(
             model, self.renderer, version=version, slots=self.slots, capacity=self.capacity, copy=False
         )
@@ -78,17 +79,25 @@ class Policy:
         )
 
 
-def load_policy(engine: TrainedConfig, seed: int) -> Policy:
-    """The model that `engine` names, with its adapters, drawn from `seed`, where those are what is trained."""
-    device = device_of(engine.device)
-    found = load_pretrained(engine.model, dtype=engine.dtype, attention=engine.attention)
+def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
+    """The model that `engine` names, on the device of `trainer`, with its adapters, which `seed` draws."""
+    device = device_of(trainer.device)
+    found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
     renderer = engine.renderer.make(found.tokenizer)
-    # Adapters are drawn on the CPU: the same ones whatever trains them.
-    model = found.model if engine.lora is None else add_adapters(found.model, engine.lora, seed=seed)
-    servers = None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True)
-    return Policy(
-        placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, engine.attention, servers
+    # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
+    # on every machine.
+    model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
+    servers = (
+        None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True, adapters=trainer.lora)
     )
+    return Policy(
+        placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, trainer.attention, servers
+    )
+
+
+def sampling_attention(attention: Attention | None) -> Attention | None:
+    """The attention that an embedded engine samples with, for a model that trains with `attention`."""
+    return attention if attention in (None, "eager") else "sdpa"
 
 
 def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:

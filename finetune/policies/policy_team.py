@@ -44,7 +44,7 @@ class Team:
         """Loads those that are trained."""
         self.players = dict(players or {})
         self.policies = {
-            name: load_policy(cast(TrainedConfig, player.engine), seed)
+            name: load_policy(cast(TrainedConfig, player.engine), player.trainer, seed)
             for name, player in self.players.items()
             if not player.frozen
         }

@@ -38,6 +38,7 @@ try:
     from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
     from ..policies.policy import Policy, check_begun, load_policy
     from ..policies.policy_team import NO_WARM_START, Team
+    from ..policies.trainer_config import TrainerConfig
     from ..recipes import get_recipe
     from ..report.plots import plot_curve
     from ..report.run_report import Reporter, reporting, reward_plot
@@ -104,6 +105,8 @@ class TrainConfig(Setup):
 
     engine: TrainedEngine
     """The model, which is trained, and how it is sampled: embedded, or by servers that take its weights."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Where and how the model is trained."""
     seed: int = 0
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
@@ -120,17 +123,19 @@ class TrainConfig(Setup):
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
-        check_engine(self.engine, self.loop, "engine", self.warm)
+        check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
         for name, player in self.players.items():
             if not player.frozen:
-                check_engine(player.engine, self.loop, f"players.{name}.engine")
+                check_engine(player.engine, player.trainer, self.loop, name)
         return self
 
     @property
     def threads(self) -> int:
         """Torch threads of the process."""
-        return threads_of([self.engine, *(player.engine for player in self.players.values())])
+        trainers = (self.trainer, *(player.trainer for player in self.players.values()))
+        frozen = threads_of(player.engine for player in self.players.values())
+        return max(frozen, *(trainer.threads for trainer in trainers))
 
 
 class PlayerSummary(Value):
@@ -221,7 +226,7 @@ def train_training(
         every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
     return Training(
         directory,
-        policy or load_policy(config.engine, config.seed),
+        policy or load_policy(config.engine, config.trainer, config.seed),
         agent,
         env,
         train_tasks,
@@ -257,7 +262,7 @@ class _Run:
                 "several processes compute the updates of one policy, and players that learn have theirs "
                 "computed by one: start a single process, or set players.NAME.frozen"
             )
-        self.policy = load_policy(config.engine, config.seed)
+        self.policy = load_policy(config.engine, config.trainer, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.crew = Crew(ranks, self.policy.model, phases.trainer)
@@ -271,8 +276,11 @@ class _Run:
                 self.rates = rates_of(self.config.curriculum, self.train_tasks)
                 drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
-        engines = ("engine", *(f"players.{name}.engine" for name in self.config.players))
-        free = (*(f"{engine}.{name}" for engine in engines for name in ("threads", "device")), "processes", "trackers")
+        places = (
+            "trainer",
+            *(f"players.{name}.{part}" for name in self.config.players for part in ("trainer", "engine")),
+        )
+        free = (*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers")
         changes = {
             UPDATES: lengthening(
                 self.config.loop, self.config.warm.updates if self.config.warm else 0, self.config.players

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from ..errors import UsageError
 from .config_yaml import YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
-from .renamed import is_recorded, translate_config
+from .renamed import is_recorded, moved_key, translate_config
 
 NAME = "NAME"
 """Stands for any key of a mapping of groups."""
@@ -234,6 +234,9 @@ def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
     keys = _path(layers.data, error["loc"])
     name = ".".join(keys) or "the configuration"
     if error["type"] == "extra_forbidden":
+        present = moved_key(name)
+        if present is not None and present.split(".")[0] in cls.model_fields and "trainer" in cls.model_fields:
+            return f"{name} is now {present} ({layers.where(keys)})"
         return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"

@@ -50,9 +50,48 @@ KEYS: Mapping[str, str | None] = {}
 """Old configuration key -> present key, both dotted; None drops the setting. `*` stands for any one key, and each `*`
 of the present key is filled from the old one, in order: `{"players.*.engine.device": "players.*.trainer.device"}`."""
 
-RULES: Sequence[Callable[[dict[str, Any]], None]] = ()
+MOVED: Mapping[str, str] = {
+    f"{player}engine.{key}": f"{player}trainer.{key}"
+    for player in ("", "players.*.")
+    for key in ("device", "dtype", "attention", "lora", "threads")
+}
+"""Old key -> present key of settings that moved and that `KEYS` can't translate: whether they did depends on the
+configuration (`_move_trainer`). For the error that meets an old key in what a user writes."""
+
+
+def _move_trainer(data: dict[str, Any]) -> None:
+    """The trainer's settings stood under `engine`, in every engine that can be trained and also where none was."""
+    players = data.get("players")
+    for group in (data, *(players.values() if isinstance(players, dict) else ())):
+        engine = group.get("engine") if isinstance(group, dict) else None
+        # `lora` was recorded with every such engine and no engine has it now: it tells the old layout from the new.
+        if not isinstance(engine, dict) or "lora" not in engine:
+            continue
+        keys = ("device", "dtype", "attention", "lora", "threads")
+        settings = {key: engine.pop(key) for key in keys if key in engine}
+        if "loop" in data and not group.get("frozen"):
+            group["trainer"] = settings
+        elif engine.get("kind") == "embedded":
+            # An engine that only samples keeps these three, whose defaults are now written as None. Without that, a
+            # resumed `run` would be refused for another configuration.
+            defaults = {"device": "auto", "dtype": "float32", "threads": 1}
+            engine.update(
+                {key: None if settings.get(key) == default else settings.get(key) for key, default in defaults.items()}
+            )
+
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer,)
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""
+
+
+def moved_key(name: str) -> str | None:
+    """The present key of a dotted setting that moved (`MOVED`); None for any other."""
+    keys = name.split(".")
+    if keys[0] != "players" or len(keys) < 2:
+        return MOVED.get(name)
+    present = MOVED.get(".".join((keys[0], "*", *keys[2:])))
+    return None if present is None else present.replace("*", keys[1])
 
 
 def current_path(path: str) -> str:

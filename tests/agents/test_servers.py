@@ -340,14 +340,8 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
     using([well, ill], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
 
 
-def test_settings_that_do_not_go_together_are_refused() -> None:
-    urls = ("http://127.0.0.1:1",)
-    for wrong in ({"publish": "lora"}, {"lora": {"rank": 4}}, {"publish": "transfer", "lora": {"rank": 4}}):
-        with pytest.raises(ValueError, match="go together"):
-            VLLMConfig.model_validate({"model": "m", "urls": urls, **wrong})
-    config = VLLMInProcessConfig.model_validate({"model": "m", "publish": "lora", "lora": {"rank": 4}})
-    assert config.lora is not None
-    assert lora_options(config.lora.rank)["max_lora_rank"] == 8
+def test_a_rank_that_vllm_does_not_take_is_refused_and_another_is_rounded_up() -> None:
+    assert lora_options(4)["max_lora_rank"] == 8
     with pytest.raises(ValueError, match="up to 512"):
         lora_options(1000)
     command = LocalServer("m", transfer=True, lora_rank=9).command

@@ -107,7 +107,8 @@ def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, An
             "env": f"{SCENE}:Letters",
             "tasks": ["a", "b", "c", "d", "ab", "cd"],
             "evaluation": {"fraction": 0.34},
-            "engine": {"kind": "embedded", "model": str(start), "device": device},
+            "engine": {"kind": "embedded", "model": str(start)},
+            "trainer": {"device": device},
             "loop": {
                 "updates": 4,
                 "groups": 4,

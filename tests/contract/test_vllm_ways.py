@@ -117,8 +117,8 @@ def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tm
         "urls": [server],
         "weights_folder": str(tmp_path / "weights"),
         "publish": "lora",
-        "lora": ADAPTERS.model_dump(),
     }
+    scene["trainer"] = {"lora": ADAPTERS.model_dump()}
     loop = settings_of(updates=4, max_lag=0, publish="drain")
     with pytest.raises(ValueError, match=r"loop\.publish=drain"):
         TrainConfig(**scene, engine=engine, loop=settings_of())

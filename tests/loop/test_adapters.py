@@ -44,8 +44,8 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
                 "urls": [url],
                 "weights_folder": str(tmp_path / "weights"),
                 "publish": "lora",
-                "lora": {"rank": 2, "alpha": 4},
             },
+            "trainer": {"lora": {"rank": 2, "alpha": 4}},
         }
         with pytest.raises(ValueError, match=r"loop\.publish=reprefill can't be done with adapters"):
             TrainConfig(**scene, loop=settings_of())
@@ -87,7 +87,8 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
             **scene,
             "tasks": ["a", "b", "c", "d"],
             "evaluation": {"fraction": 0.25},
-            "engine": {"kind": "embedded", "model": str(folder), "lora": {"rank": 2}},
+            "engine": {"kind": "embedded", "model": str(folder)},
+            "trainer": {"lora": {"rank": 2}},
             "loop": {**settings_of(updates=3, max_lag=0, checkpoint_every=1).model_dump(), "keep_checkpoints": None},
         }
     )
@@ -113,7 +114,7 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
     words = ["run", "--agent", scene["agent"], "--env", scene["env"], "--tasks", '["a", "b"]', "--out"]
     assert main([*words, str(tmp_path / "again"), "--model", summary.model]) == 0
     assert main([*words, str(tmp_path / "no"), "--model", str(folder), "--set", "engine.lora.rank=2"]) == 64
-    assert "give their folder as engine.model" in capsys.readouterr().err
+    assert "unknown key engine.lora" in capsys.readouterr().err
 
 
 def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) ->
 
 def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
     folder, run = tmp_path / "model", tmp_path / "run"
-    load = {"kind": "embedded", "model": str(folder), "dtype": "bfloat16"}
+    load = {"kind": "embedded", "model": str(folder)}
     save_into(folder)
     scene = {
         "agent": f"{Speaker.__module__}:Speaker",
@@ -141,9 +142,10 @@ def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
         "evaluation": {"fraction": 0},
     }
     loop = settings_of(updates=2, max_lag=0, checkpoint_every=1, sampler_tolerance=0.1).model_dump()
-    with pytest.raises(ValueError, match=r"engine\.dtype=bfloat16 rounds most"):
-        TrainConfig.model_validate({**scene, "engine": load, "loop": loop})
-    config = TrainConfig.model_validate({**scene, "engine": {**load, "lora": {"rank": 2}}, "loop": loop})
+    with pytest.raises(ValueError, match=r"trainer\.dtype=bfloat16 rounds most"):
+        TrainConfig.model_validate({**scene, "engine": load, "trainer": {"dtype": "bfloat16"}, "loop": loop})
+    trainer = {"dtype": "bfloat16", "lora": {"rank": 2}}
+    config = TrainConfig.model_validate({**scene, "engine": load, "trainer": trainer, "loop": loop})
     assert train(config, run).books_close
     weights = torch.load(run / "checkpoints" / "update-000002" / "policy.pt", weights_only=True)
     assert {("lora_" in name, tensor.dtype) for name, tensor in weights.items()} == {

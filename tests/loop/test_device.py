@@ -11,10 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from tapereel.agents.engines.embedded.pretrained import BadModel, device_of, load_pretrained
-from tapereel.agents.setup.engine_config import EmbeddedConfig, samples_with
+from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
 from tapereel.finetune.history.loop_config import CriticConfig
-from tapereel.finetune.policies.policy import load_policy
+from tapereel.finetune.policies.policy import load_policy, sampling_attention
+from tapereel.finetune.policies.trainer_config import TrainerConfig
 from tapereel.finetune.run.train_run import TrainConfig, train
 from tapereel.finetune.trainer import logprobs as scoring
 from tapereel.tapes.errors import UsageError
@@ -38,7 +39,8 @@ def config(folder: Path, device: str = "cpu", **loop: Any) -> TrainConfig:
             "env": f"{Letters.__module__}:Letters",
             "tasks": ["a", "b", "cd"],
             "evaluation": {"fraction": 0},
-            "engine": {"kind": "embedded", "model": str(folder), "device": device},
+            "engine": {"kind": "embedded", "model": str(folder)},
+            "trainer": {"device": device},
             "loop": {
                 "updates": 2,
                 "groups": 2,
@@ -79,14 +81,14 @@ def test_an_attention_without_its_package_is_refused(folder: Path) -> None:
 
 
 def test_the_engine_of_a_model_samples_with_what_it_can(folder: Path) -> None:
-    assert [samples_with(kind) for kind in (None, "eager", "sdpa", "flex_attention", "flash_attention_2")] == [
+    assert [sampling_attention(kind) for kind in (None, "eager", "sdpa", "flex_attention", "flash_attention_2")] == [
         None,
         "eager",
         "sdpa",
         "sdpa",
         "sdpa",
     ]
-    policy = load_policy(EmbeddedConfig(model=str(folder), attention="flex_attention"), seed=0)
+    policy = load_policy(EmbeddedConfig(model=str(folder)), TrainerConfig(attention="flex_attention"), seed=0)
     assert policy.model.config._attn_implementation == "flex_attention"
     assert policy.copy("run:0")._decoder.model.config._attn_implementation == "sdpa"
     assert policy.model.config._attn_implementation == "flex_attention"
@@ -130,7 +132,7 @@ def test_flash_attention_wants_bfloat16(folder: Path, loop: dict[str, Any], miss
     given = config(folder, **loop).model_dump()
     if missing == "warm.optimiser":
         given["warm"] = {"tapes": "runs/shown"}
-    given["engine"]["attention"] = "flash_attention_2"
+    given["trainer"]["attention"] = "flash_attention_2"
     with pytest.raises(ValidationError, match=f"no kernels for float32: set {missing}.autocast=bfloat16"):
         TrainConfig.model_validate(given)
 
@@ -144,7 +146,7 @@ def test_what_was_trained_elsewhere_is_looked_at_and_gone_on_with_here(folder: P
     run = tmp_path / "run"
     train(config(folder), run)
     settings = yaml.safe_load((run / CONFIG).read_text())
-    settings["engine"]["device"] = "cuda:99"
+    settings["trainer"]["device"] = "cuda:99"
     (run / CONFIG).write_text(yaml.safe_dump(settings))
     assert main(["reproduce", str(run)]) == 0
     assert train(config(folder, updates=2), run, resume=True).updates == 2

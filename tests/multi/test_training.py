@@ -336,8 +336,8 @@ def test_players_that_make_no_sense_are_refused(models: Path, tmp_path: Path, ch
 
 
 def test_adapters_of_a_player_drain_as_those_of_the_loop_do(models: Path):
-    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"], "publish": "lora", "lora": {"rank": 2}}
-    player = {"agents": [SEEKER], "engine": engine}
+    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"], "publish": "lora"}
+    player = {"agents": [SEEKER], "engine": engine, "trainer": {"lora": {"rank": 2}}}
     with pytest.raises(ValueError, match=r"set loop\.publish=drain, or players\.seeker\.engine\.publish=reload"):
         config(models, players={"seeker": player})
     assert config(models, players={"seeker": player}, publish="drain").players["seeker"].engine.kind == "vllm"

@@ -11,6 +11,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
+from tapereel.finetune.run.train_run import TrainConfig
 from tapereel.tapes.common import renamed
 from tapereel.tapes.common.config import Config, ConfigError, load_config
 from tapereel.tapes.common.renamed import PATHS, current_path, translate_config
@@ -152,3 +153,50 @@ def test_old_keys_are_translated_in_a_record_and_refused_in_a_user_s_file(
         load_config(Whole, path)
     (tmp_path / "results.json").write_text("{}")
     assert load_config(Whole, path).group.size == 3
+
+
+def engine(**more: Any) -> dict[str, Any]:
+    old = {"kind": "embedded", "device": "auto", "dtype": "float32", "attention": None, "lora": None, "threads": 1}
+    return {**old, **more}
+
+
+def test_the_trainers_settings_leave_the_engine_where_it_was_trained():
+    recorded = {
+        "engine": engine(device="cuda:1", attention="eager"),
+        "players": {
+            "a": {"frozen": False, "engine": engine(lora={"rank": 2})},
+            "b": {"frozen": True, "engine": engine()},
+        },
+        "loop": {},
+    }
+    found = translate_config(recorded)
+    assert found["engine"] == {"kind": "embedded"}
+    assert found["trainer"] == {
+        "device": "cuda:1",
+        "dtype": "float32",
+        "attention": "eager",
+        "lora": None,
+        "threads": 1,
+    }
+    assert found["players"]["a"]["trainer"]["lora"] == {"rank": 2}
+    sampling = {"kind": "embedded", "device": None, "dtype": None, "threads": None}
+    assert found["players"]["b"] == {"frozen": True, "engine": sampling}
+    assert translate_config(found) == found
+    alone = translate_config({"engine": engine(threads=4)})
+    assert alone == {"engine": {**sampling, "threads": 4}}
+    served = translate_config({"engine": engine(kind="vllm", publish="reload")})
+    assert served == {"engine": {"kind": "vllm", "publish": "reload"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("engine.attention=eager", r"engine\.attention is now trainer\.attention"),
+        ("engine.lora.rank=2", r"engine\.lora is now trainer\.lora"),
+        ("engine.device=cuda:1", r"engine\.device is now trainer\.device in training.* set trainer\.device=cuda:1"),
+    ],
+)
+def test_a_user_who_writes_the_trainers_settings_under_engine_gets_their_place(written: str, says: str):
+    words = ("agent=a:b", "env=a:b", "tasks=a:b", "engine.model=m", "engine.kind=embedded")
+    with pytest.raises(ConfigError, match=says):
+        load_config(TrainConfig, None, [*words, written])

@@ -43,7 +43,7 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not found:
         raise ValueError(
             f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
-            "adapters (engine.lora), or publish whole weights (engine.publish=reload)"
+            "adapters (trainer.lora), or publish whole weights (engine.publish=reload)"
         )
     return found
 
