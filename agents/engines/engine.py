@@ -1,26 +1,36 @@
-"""The protocol between the door of an episode and whatever samples tokens.
+"""Protocols between the agent's model interface (`LLM`) and the engines that sample tokens.
 
-An engine is shared by all episodes and knows nothing of tapes. It owns the renderer, since the tokenizer is the
-model's. A request carries messages always, and prompt token ids where the engine has a renderer.
+`Engine` samples completions; every engine has it. `TrainableEngine` also takes new weights: the training loop needs all
+of its members. `SleepingEngine` also gives its GPU memory back between rollouts. `RecordedEngine` returns recorded
+answers. `check_engine` tests an engine against these protocols.
+
+All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
+request always carries messages; it carries prompt token ids as well where the engine has a renderer.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import TapereelError
 from ...tapes.records import Attempt, Message, Sampling, Usage
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
+SyncMode = Literal["reprefill", "drain"]
+"""What happens to completions in flight when weights change. `reprefill`: they continue, and the new weights compute
+their KV cache again. `drain`: they end with the old weights first, and new requests wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What one request gave. Ids and log-probs are absent (None) for an engine of texts, never empty stand-ins."""
+    """The answer to one request. An engine that gives texts only has None for ids and log-probs, never empty arrays."""
 
     text: str | None
     """The text without the turn-ending token."""
@@ -34,103 +44,225 @@ class Completion:
     tool_calls: tuple[dict[str, Any], ...] | None = None
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
-    """Every try, the one that answered last, of an engine that tries again by itself; empty: there was one."""
+    """All attempts at the request, the successful one last, of an engine that retries; empty: one attempt."""
     engine: str = ""
-    """Name of the engine that answered, where another one was asked, as a team is; empty: the one that was asked."""
+    """Name of the engine that answered, set by `TeamEngine`; empty: the engine that was asked."""
 
 
 class Listener(Protocol):
-    """Hears what is sampled for one request while it is. Called in the event loop, between other things: it must return
-    at once and must not raise."""
+    """Receives the tokens of one request while they are sampled. The engine calls it in the event loop: the methods
+    must return at once and must not raise."""
 
     def tokens(self, ids: array[int], /) -> None:
-        """Sampled since it was told last, in order. All that is told is what the completion's ids begin with."""
+        """The ids sampled since the last call, in order. All ids received so far are a prefix of the completion's."""
         ...
 
     def again(self) -> None:
-        """What was told is void: that try failed, and the request is tried once more from its beginning."""
+        """Discard the ids received so far: the attempt failed, and the request starts again from its beginning."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One thing to complete."""
+    """One prompt to complete, and how."""
 
     messages: Sequence[Message]
     prompt: array[int] | None
     """All prompt ids (int32), or None for an engine without a renderer."""
     sampling: Sampling
     seed: int
-    """64-bit. The same seed, prompt and weights give the same tokens, whatever else runs beside it."""
+    """64-bit. The same seed, prompt and weights give the same tokens, whatever other requests run."""
     tools: tuple[dict[str, Any], ...] | None = None
     path: str = ""
-    """Who asks; for replay and logs. It must not change what is sampled."""
+    """Path of the agent that asks; for replay and logs. It must not change what is sampled."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the completion, beside the model's own; the id is part of the completion."""
+    """Ids that end the completion, in addition to the model's own; the id is part of the completion."""
     cache_key: str = ""
-    """Requests with one key continue one conversation: an engine may keep its KV between them."""
+    """Requests with the same key continue one conversation: an engine may keep its KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
-    """Called once with what was sampled so far, before CancelledError is raised to the canceller."""
+    """Called once with what was sampled so far when the request is cancelled, before CancelledError is raised."""
     listener: Listener | None = field(default=None, compare=False)
-    """Told of tokens while they are sampled, where the engine can; one that can't never calls it. It must not change
-    what is sampled."""
+    """Receives tokens while they are sampled; an engine that can't stream never calls it. It must not change what is
+    sampled."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples completions. Implementations: `ScriptedEngine`, `ReplayEngine`, `EmbeddedEngine`, ..."""
+    """Samples completions: `ScriptedEngine`, `LiteLLMEngine`, and every `TrainableEngine`.
 
-    name: str
-    """Written on each call."""
+    All methods run in one event loop. `complete` is called concurrently, as often as episodes run.
+    """
+
+    @property
+    def name(self) -> str:
+        """Written on each recorded call; constant."""
+        ...
 
     @property
     def renderer(self) -> Any | None:
-        """The `Renderer` of this engine's model, or None for an engine of texts."""
+        """The `Renderer` of this engine's model, or None for an engine of texts; constant."""
         ...
 
     @property
     def context(self) -> int | None:
-        """Most tokens that prompt and completion may have together; None when there is no limit known."""
+        """Maximum tokens of prompt and completion together; None: no known limit."""
         ...
 
     async def complete(self, request: Request) -> Completion:
-        """Sample. Raises `EngineError` for what is the model's or the server's fault, `PromptTooLong` when the prompt
-        leaves no room. When cancelled, calls `request.on_partial` and raises CancelledError."""
+        """Sample one completion. May be called any number of times concurrently.
+
+        Raises `PromptTooLong` when the prompt leaves no room for a completion, and `EngineError` for every other
+        failure of the model or its server. When cancelled, calls `request.on_partial` with the tokens sampled so far,
+        then raises CancelledError."""
         ...
 
     def forget(self, cache_key: str) -> None:
-        """The conversation is over: whatever is kept under this key may go."""
+        """The conversation has ended: drop what is cached under this key. An unknown key is ignored."""
         ...
 
     async def close(self) -> None:
-        """Release what the engine holds; requests in flight end as `abort`."""
+        """Release all resources; requests in flight end as `abort` or raise EngineError. A second call does nothing."""
+        ...
+
+
+class EngineStats(Protocol):
+    """What the performance metrics read."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Wall time in seconds, since the engine was made, in which the engine had work. It only grows."""
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine that measures its busy time."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums since the engine was made; may be read at any time, from any thread."""
+        ...
+
+
+@runtime_checkable
+class TrainableEngine(MeasuredEngine, Protocol):
+    """An engine whose weights can be replaced while it samples: all that the training loop needs.
+
+    `EmbeddedEngine`, `RemoteEngine`, `ReplayEngine` and `TeamEngine` are such engines.
+    """
+
+    @property
+    def version(self) -> str:
+        """Name of the current weights. The spans of tokens sampled from now on carry it."""
+        ...
+
+    @property
+    def changing(self) -> bool:
+        """Whether a new request would wait because a weight sync is in progress."""
+        ...
+
+    async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = ...) -> None:
+        """Replace the weights by `state` (a state dict by Hugging Face names); `version` then names them.
+
+        The loop calls this from the engine's event loop while completions are in flight, never twice at a time, and
+        doesn't change `state` until it returns. Each version names one set of weights: a version that was used before
+        raises ValueError, and so does a `state` that isn't the model's, before anything changes. Any other exception
+        means that the weights are unknown: the engine must refuse every later request."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(TrainableEngine, Protocol):
+    """An engine that can free its GPU memory while the trainer computes (`loop.sleep`)."""
+
+    async def sleep(self) -> None:
+        """Free the GPU memory. Requests in flight end as `abort`; later ones raise EngineError until `wake`. Does
+        nothing when already asleep."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the GPU memory back and sample again. Does nothing when awake."""
+        ...
+
+
+class Budget(Protocol):
+    """The token budget of one episode, as far as `RecordedEngine.granted` reads it."""
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the whole episode; None: unlimited."""
+        ...
+
+    @property
+    def spent(self) -> bool:
+        """Whether no token is left."""
+        ...
+
+
+@runtime_checkable
+class RecordedEngine(Engine, Protocol):
+    """An engine that returns recorded answers. One recorded call is one request, also where sampling it took two."""
+
+    async def granted(self, request: Request, budget: Budget) -> int | None:
+        """The `max_tokens` that this request was granted when it was recorded; None where it wasn't recorded."""
         ...
 
 
 class EngineError(TapereelError, RuntimeError):
-    """The model or its server failed; the episode ends with the cause `model`, unless the agent deals with it."""
+    """The model or its server failed; the episode ends with the cause `model`, unless the agent handles it."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
-        """True where the same request may well succeed a moment later."""
+        """True where the same request may succeed a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
-        """Every try of an engine that tries again by itself; empty: there was one."""
+        """All attempts of an engine that retries; empty: one attempt."""
 
 
 class PromptTooLong(EngineError, ValueError):
     """The prompt leaves no room for a completion; the episode ends with the limit `context`."""
 
 
-def one_temperature(request: Request) -> None:
-    """For engines: refuse what would be sampled otherwise than asked for. EngineError."""
-    if request.sampling.first_temperature is not None:
-        raise EngineError(
-            f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
-            "tapereel.agents.episode.fire.complete(engine, request), as the door of an episode does"
+class IncompleteEngine(TapereelError, TypeError):
+    """An engine lacks members of the protocol that its use needs; names them."""
+
+
+MEMBERS: dict[type, tuple[str, ...]] = {
+    Engine: ("name", "renderer", "context", "complete", "forget", "close"),
+    TrainableEngine: ("stats", "version", "changing", "sync_weights"),
+    SleepingEngine: ("sleep", "wake"),
+}
+"""Protocol -> the members that it adds to the protocols above it."""
+METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake")
+
+
+def missing_members(engine: object, protocol: type = Engine) -> list[str]:
+    """Members of `protocol` that the instance `engine` lacks, and methods of it that can't be called."""
+    absent = object()
+    wanted = [name for kind in reversed(protocol.__mro__) for name in MEMBERS.get(kind, ())]
+    found = {name: getattr(engine, name, absent) for name in wanted}
+    return [name for name, value in found.items() if value is absent or (name in METHODS and not callable(value))]
+
+
+def require(engine: object, protocol: type, use: str) -> None:
+    """Raise IncompleteEngine where `engine` lacks members of `protocol`; `use` says what needs them."""
+    missing = missing_members(engine, protocol)
+    if missing:
+        raise IncompleteEngine(
+            f"{use} needs the members of `{protocol.__name__}`, and the engine {type(engine).__qualname__} lacks "
+            f"{', '.join(missing)}: define them (tapereel.check_engine tests an engine)"
         )
 
 
-def told(error: Exception) -> str:
-    """Type and message of an error as a tape may hold it: without secrets that a server or library put there."""
+def one_temperature(request: Request) -> None:
+    """For engines: EngineError for a request with `first_temperature`, which takes two requests to sample."""
+    if request.sampling.first_temperature is not None:
+        raise EngineError(
+            f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
+            "tapereel.agents.episode.fire.complete(engine, request), as the agent's model interface does"
+        )
+
+
+def error_text(error: Exception) -> str:
+    """Type and message of an error, without secrets of a server or library: tapes are shared."""
     return f"{type(error).__name__}: {without_secrets(str(error))}"

@@ -1,37 +1,40 @@
-"""Several models on one tape: an engine for each agent path, behind one door.
+"""TeamEngine: several models on one tape, an engine for each agent path, behind one `Engine`.
 
-The path of who asks decides which engine answers: its own, or that of the nearest agent above it, or the one under the
-empty path. A tape names one tokenizer and one chat template, so the engines that have any must have the same; what an
-engine without them says is recorded in those of the others. Which of the models is trained is not known here.
+The path of the agent that asks selects the engine: its own, else the one of its nearest ancestor, else the one under
+the empty path. A tape has one tokenizer and one chat template, so all engines that have a renderer must have the same.
+Answers of an engine without a renderer are recorded in the tokens of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...tapes.errors import TapereelError
-from .engine import Completion, Engine, EngineError, Request
+from .engine import Completion, Engine, EngineError, MeasuredEngine, Request, SyncMode, TrainableEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BadTeam(TapereelError, ValueError):
-    """Engines that can't speak on one tape; says which and why."""
+    """Engines that can't be used together on one tape; says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamStats:
-    """What the engines did together."""
+    """Sums over the engines of a team."""
 
     busy_seconds: float
-    """Wall time at work, of all engines that tell."""
+    """Busy time of all engines that measure it; can exceed the wall time, since engines work at the same time."""
 
 
 class TeamEngine:
     """`TeamEngine({"match/white": white, "match/black": black})`: an `Engine` for a rollout of several agents.
 
-    `lead`: the path whose engine takes the weights that the loop publishes; by default the first. The others keep
-    theirs, unless somebody publishes to them. `lent`: those of the engines that the team leaves open when it closes.
+    `lead`: the path whose engine takes the weights that the loop syncs; by default the first. The weights of the other
+    engines change only by their own `sync_weights`. `lent`: engines that stay open when the team is closed.
     """
 
     name = "team"
@@ -40,83 +43,100 @@ class TeamEngine:
         self, engines: Mapping[str, Engine], *, lead: str | None = None, lent: Collection[Engine] = ()
     ) -> None:
         if not engines:
-            raise BadTeam("a team without engines: give at least one, by the path of the agent that it speaks for")
+            raise BadTeam("A team has no engines: give at least one, under the path of the agent that it answers for")
         lead = next(iter(engines)) if lead is None else lead
         if lead not in engines:
-            raise BadTeam(f"lead is {lead!r}, the engines are those of {_names(engines)}: name one of these")
+            raise BadTeam(f"lead={lead!r} is not a path of the team; its paths are {_quoted(engines)}")
         self.engines = dict(engines)
-        self.lead: Any = self.engines[lead]
+        self.lead = self.engines[lead]
+        # One engine may answer for several paths; by id, because engines need not be hashable.
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
         self._lent = {id(engine) for engine in lent}
         check_writing({path: engine.renderer for path, engine in self.engines.items()})
 
     @property
     def renderer(self) -> Any | None:
-        """The one of all that have any."""
+        """The renderer that all engines with a renderer share; None when all give texts only."""
         return next((engine.renderer for engine in self._distinct if engine.renderer is not None), None)
 
     @property
     def context(self) -> int | None:
-        """The smallest."""
+        """The smallest context of the engines."""
         return min((c for engine in self._distinct if (c := engine.context) is not None), default=None)
 
     @property
     def stats(self) -> TeamStats:
         """Sums over the engines."""
-        return TeamStats(sum(engine.stats.busy_seconds for engine in self._distinct if hasattr(engine, "stats")))  # type: ignore[attr-defined]
+        return TeamStats(sum(one.stats.busy_seconds for one in self._distinct if isinstance(one, MeasuredEngine)))
+
+    @property
+    def version(self) -> str:
+        """Version of the lead's weights; empty where the lead takes none."""
+        return self.lead.version if isinstance(self.lead, TrainableEngine) else ""
 
     @property
     def changing(self) -> bool:
-        """Whether the weights of one of them are being exchanged."""
-        return any(getattr(engine, "changing", False) for engine in self._distinct)
+        """Whether a weight sync of any engine is in progress."""
+        return any(engine.changing for engine in self._distinct if isinstance(engine, TrainableEngine))
 
     def of(self, path: str) -> Engine:
-        """The engine that speaks for the agent at `path`. EngineError where nobody does."""
+        """The engine that answers for the agent at `path`. EngineError where there is none."""
         above = path
         while above not in self.engines:
             if not above:
-                raise EngineError(f"no engine speaks for the agent {path!r}; there are some for {_names(self.engines)}")
+                raise EngineError(
+                    f"No engine answers for the agent {path!r}; the team's paths: {_quoted(self.engines)}"
+                )
             above = above.rpartition("/")[0]
         return self.engines[above]
 
     async def complete(self, request: Request) -> Completion:
-        """As the engine of `request.path` answers, in its name."""
+        """The completion of the engine for `request.path`, with that engine's name in `Completion.engine`."""
         engine = self.of(request.path)
-        tell = request.on_partial
+        on_partial = request.on_partial
 
-        def partial(completion: Completion) -> None:
-            if tell is not None:
-                tell(replace(completion, engine=engine.name))
+        def named_partial(completion: Completion) -> None:
+            if on_partial is not None:
+                on_partial(replace(completion, engine=engine.name))
 
-        return replace(await engine.complete(replace(request, on_partial=partial)), engine=engine.name)
+        return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
-    async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
-        """New weights for the lead's engine."""
+    async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
+        """New weights for the lead's engine. BadTeam where the lead takes none."""
+        if not isinstance(self.lead, TrainableEngine):
+            raise BadTeam(f"The team's lead, {self.lead.name}, takes no weights: lead with a TrainableEngine")
         await self.lead.sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
+        """In every engine: the key doesn't say which engine held the conversation."""
         for engine in self._distinct:
             engine.forget(cache_key)
 
     async def close(self) -> None:
+        """Close all engines except those in `lent`."""
         for engine in self._distinct:
             if id(engine) not in self._lent:
                 await engine.close()
 
 
+def lead_of(engine: Engine) -> Engine:
+    """The engine whose weights the loop replaces: a team's lead, else `engine` itself."""
+    return engine.lead if isinstance(engine, TeamEngine) else engine
+
+
 def check_writing(renderers: Mapping[str, Any | None]) -> None:
-    """BadTeam where engines, by what to call them, would not write alike; those without a renderer write as others."""
-    seen = {name: _writing(renderer) for name, renderer in renderers.items() if renderer is not None}
-    if len(set(seen.values())) > 1:
+    """BadTeam where renderers, by the names of their engines, differ in tokenizer or chat template; None fits all."""
+    hashes = {
+        name: (renderer.tokenizer_hash, renderer.template_hash)
+        for name, renderer in renderers.items()
+        if renderer is not None
+    }
+    if len(set(hashes.values())) > 1:
         raise BadTeam(
-            f"the engines of {_names(seen)} have different tokenizers or chat templates, and a tape has one: "
-            "give models of one family the same renderer"
+            f"The engines {_quoted(hashes)} have different tokenizers or chat templates, and a tape has only one: "
+            "use models of one family, with the same renderer settings"
         )
 
 
-def _writing(renderer: Any) -> tuple[str, str]:
-    return renderer.tokenizer_hash, renderer.template_hash
-
-
-def _names(engines: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, engines))
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

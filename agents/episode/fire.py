@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...tapes.records import Sampling, Usage
-from ..engines.engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request
+from ..engines.engine import Completion, Engine, EngineError, Listener, PromptTooLong, RecordedEngine, Request
 from .seeds import derive_seed
 
 Spans = tuple[tuple[str, int, int], ...]
@@ -30,7 +30,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
     """`engine.complete`, in two parts where the first token has a temperature of its own. One of a tape's answers is
     given whole, as it was recorded."""
     hot = request.sampling.first_temperature
-    if hot is None or getattr(engine, "recorded", False):
+    if hot is None or isinstance(engine, RecordedEngine):
         return await engine.complete(request)
     if request.prompt is None:
         raise EngineError(

@@ -22,7 +22,17 @@ from pydantic import BaseModel
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape
 from ...tapes.messages import said
 from ...tapes.records import Attempt
-from ..engines.engine import Completion, Engine, EngineError, Finish, Listener, PromptTooLong, Request, told
+from ..engines.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Finish,
+    Listener,
+    PromptTooLong,
+    RecordedEngine,
+    Request,
+    error_text,
+)
 from ..rendering.renderer import Rendered
 from . import fire
 from .clock import Clock
@@ -174,7 +184,7 @@ class LLM:
             self._write(pending, Completion(text=None), failure.attempts, "error")
             if isinstance(failure.error, PromptTooLong):
                 raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
-            raise ModelFailed(told(failure.error)) from failure.error
+            raise ModelFailed(error_text(failure.error)) from failure.error
         else:
             self._write(pending, completion, attempts, completion.finish)
             self._unread.setdefault(path, []).append(call)
@@ -296,9 +306,8 @@ class LLM:
         In a replay the engine says how many the recorded call had: how long a call waited for the tokens of others
         depended on how long their answers took, which no tape records.
         """
-        granted = getattr(self.engine, "granted", None)
-        if granted is not None and self._limits.tokens is not None:
-            recorded = await granted(request, self._budget)
+        if isinstance(self.engine, RecordedEngine) and self._limits.tokens is not None:
+            recorded = await self.engine.granted(request, self._budget)
             if recorded is not None:
                 return self._budget.hold(recorded)
         held = await self._budget.take(request.sampling.max_tokens)
@@ -345,7 +354,7 @@ class LLM:
                 completion = await fire.complete(self.engine, request)
             except EngineError as error:
                 seconds = time.perf_counter() - started
-                attempts += error.attempts or (Attempt(seconds=seconds, error=told(error)),)
+                attempts += error.attempts or (Attempt(seconds=seconds, error=error_text(error)),)
                 if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
                     raise _Failed(error, tuple(attempts)) from error
                 if request.listener is not None:

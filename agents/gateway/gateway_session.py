@@ -18,6 +18,7 @@ from typing import Any
 from ...tapes import Sampling, StoreFailed, Tape
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange
+from ..engines.engine import TrainableEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from .linking import Use, label_calls
@@ -34,7 +35,8 @@ class Session:
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
         """`follow`: temperature and top_p are what the program asks for, where it does; False: the run's own hold."""
         self._tape, self._llm, self._follow = tape, llm, follow
-        self._engine: Any = llm.engine
+        self._engine = llm.engine
+        self._renderer = llm.engine.renderer if llm.engine is not None else None
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
@@ -67,7 +69,7 @@ class Session:
     @property
     def changing(self) -> bool:
         """Whether the engine's weights are being replaced, and questions would only wait."""
-        return bool(getattr(self._engine, "changing", False))
+        return isinstance(self._engine, TrainableEngine) and self._engine.changing
 
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """The model's answer, recorded. `use`: what the program says the call is to training. `live` hears it.
@@ -112,7 +114,7 @@ class Session:
         name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
         sampling = self._sampling(request)
         if live is not None:
-            live.open(f"chatcmpl-{name}", self._engine.renderer)
+            live.open(f"chatcmpl-{name}", self._renderer)
         try:
             reply = await self._llm(
                 self._tape,
@@ -224,7 +226,7 @@ class Session:
         return own.model_copy(update=asked) if asked else own
 
     def _logprobs(self, call: Call) -> list[dict[str, Any]] | None:
-        renderer = self._engine.renderer
+        renderer = self._renderer
         if call.completion is None or call.logprobs is None or renderer is None:
             return None
         return token_logprobs([renderer.decode([id]) for id in call.completion], call.logprobs)

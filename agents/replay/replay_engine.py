@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ...tapes import Call, Tape
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences
 from ...tapes.records import Usage
-from ..engines.engine import Completion, EngineError, PromptTooLong, Request
-from ..episode.limits import TokenBudget
+from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, SyncMode
 from .script import record_of_call, turn_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PATIENCE = 64
 """Rounds of the event loop that an answer waits for those that were recorded before it. Only questions asked at the
@@ -35,6 +37,14 @@ class Diverged(EngineError):
         values = f"`{d.field}` was {d.recorded!r:.300}, it is now {d.observed!r:.300}"
         super().__init__(f"tape {d.tape}: {d.sentence} ({values})")
         self.divergence = divergence
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStats:
+    """Statistics in the form of other engines'."""
+
+    busy_seconds: float = 0.0
+    """Always 0: looking up a recorded answer takes no time worth measuring."""
 
 
 class ReplayEngine:
@@ -65,10 +75,9 @@ class ReplayEngine:
         self._answered: set[str] = set()
         self._turn_of_answers = 0
         """How many of the queue have been answered without a gap."""
-        self.recorded = True
-        """A request is one, however its answer was sampled."""
-        self.stats = SimpleNamespace(busy_seconds=0.0)
-        """As engines that sample have it; giving what is there takes no time worth measuring."""
+        self.version = "recorded"
+        self.changing = False
+        self.stats = ReplayStats()
 
     @property
     def renderer(self) -> Any | None:
@@ -95,7 +104,7 @@ class ReplayEngine:
             raise Diverged(_unrecorded(self._only, request))
         return found.pop()
 
-    async def granted(self, request: Request, budget: TokenBudget) -> int | None:
+    async def granted(self, request: Request, budget: Budget) -> int | None:
         """The max_tokens with which this request was recorded, where no more may have been left of the budget, else
         those that it asks for; None where it wasn't recorded. Then it may have been refused once all was spent, which
         is waited for as long as for an answer."""
@@ -180,8 +189,9 @@ class ReplayEngine:
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by key."""
 
-    async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
-        """New weights change nothing: what was sampled was sampled."""
+    async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
+        """Note the version alone: the answers, and the versions of their spans, are the recorded ones."""
+        self.version = version
 
     async def close(self) -> None:
         """Nothing is held."""

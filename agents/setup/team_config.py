@@ -7,7 +7,7 @@ no partner has. Who of them is trained isn't known here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -16,6 +16,8 @@ from ...tapes.records import Publish
 from ..engines.engine import Engine
 from ..engines.team_engine import TeamEngine, check_writing
 from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, make_engine
+
+EngineT = TypeVar("EngineT", bound=Engine)
 
 REST = ""
 """Where a team has the engine of all who have no other."""
@@ -80,10 +82,10 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 
 
 def team_of(
-    engine: Engine, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
-) -> Engine:
-    """`engine` for all, or a team of it and the players' `engines`, by name. The team closes those of the players in
-    `lent` not."""
+    engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
+) -> EngineT | TeamEngine:
+    """`engine` alone, or a team of it and the players' `engines`, by name. The team leaves those of the players in
+    `lent` open when it is closed."""
     if not players:
         return engine
     seats = {path: engines[name] for name, player in players.items() for path in player.agents}

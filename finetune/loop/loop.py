@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...agents import Agent
+from ...agents.engines.engine import SleepingEngine, TrainableEngine, missing_members, require
+from ...agents.engines.team_engine import TeamEngine, lead_of
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import Environment, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
@@ -82,6 +84,18 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
         )
 
 
+def check_engines(engines: Iterable[object], config: LoopConfig) -> None:
+    """Refuse engines that can't be trained, before anything is recorded: IncompleteEngine names the missing members,
+    ValueError an engine that can't sleep although `loop.sleep` is set."""
+    for engine in engines:
+        require(engine, TrainableEngine, "Training")
+        if config.sleep and not isinstance(engine, TeamEngine) and missing_members(engine, SleepingEngine):
+            name = getattr(engine, "name", type(engine).__qualname__)
+            raise ValueError(
+                f"`loop.sleep` needs a server engine (vLLM, SGLang); {name} can't sleep. Remove `loop.sleep`"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
     """One line of metrics."""
@@ -102,7 +116,7 @@ class Loop:
         *,
         store: Store,
         history: History,
-        engine: Any,
+        engine: TrainableEngine,
         agent: Agent,
         env: Callable[[], Environment[Any]],
         tasks: Callable[[int], Any],
@@ -127,8 +141,7 @@ class Loop:
                 f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
                 "those of the distribution drawn from. Sample with a temperature above 0 and nothing else"
             )
-        if config.sleep and not hasattr(getattr(engine, "lead", engine), "sleep"):
-            raise ValueError(f"loop.sleep is for servers, and {engine.name} has no sleep: leave it out")
+        check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
@@ -167,11 +180,6 @@ class Loop:
         """(time, the engine's busy seconds) when it began."""
         self._heard = False
         """Whether an agent that is trained has spoken."""
-
-    @property
-    def _lead(self) -> Any:
-        """The engine of the policy, where it speaks beside others."""
-        return getattr(self.engine, "lead", self.engine)
 
     @property
     def target(self) -> int:
@@ -310,7 +318,8 @@ class Loop:
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
         """Servers that are to sleep in the meantime do, and sample again when it is over, however that ends."""
-        sleepers = [self._lead, *(player.engine for player in self.players)] if self.config.sleep else []
+        engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
+        sleepers = [engine for engine in engines if isinstance(engine, SleepingEngine)]  # all: checked at the start
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
         try:
             yield

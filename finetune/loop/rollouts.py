@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from ...agents import Agent, rollout
+from ...agents.engines.engine import Engine
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
 from ...envs.environment import Environment
@@ -101,7 +102,7 @@ class Rollouts:
         *,
         store: Store,
         history: History,
-        engine: Any,
+        engine: Engine,
         agent: Agent,
         env: Callable[[], Environment[Any]],
         tasks: Callable[[int], Any],

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...agents.engines.engine import TrainableEngine
 from ...tapes.errors import TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
@@ -33,7 +34,7 @@ class Player:
 
     history: History
     """Of a lineage of its own, in the loop's store; with a model, a trainer and a folder of checkpoints of its own."""
-    engine: Any
+    engine: TrainableEngine
     """What samples for its agents; takes its weights."""
     agents: tuple[str, ...] = ()
     """Paths of the agents that it speaks for."""
@@ -55,17 +56,8 @@ class Player:
         return stats, uses, *self.history.publish_record(mode)
 
     def line(self, stats: UpdateStats) -> dict[str, Any]:
-        """What a line of metrics says of its update."""
-        told = {
-            "loss": stats.loss,
-            "grad_norm": stats.grad_norm,
-            "lr": stats.lr,
-            "skipped": stats.skipped,
-            "mismatch": stats.mismatch,
-            "ess": stats.ess,
-        }
-        own = {f"players/{self.called}/{what}": value for what, value in told.items()}
-        return own | reward_by_agent(stats.stream)
+        """The metrics of its update, under its name."""
+        return player_metrics(self.called, stats)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
         """Make the updates that `lineage` recorded and this history didn't."""
@@ -81,6 +73,19 @@ class Player:
                 store.append_layer(one)
             await self.engine.sync_weights(weights, publish.version)
         await store.writer.durable()
+
+
+def player_metrics(name: str, stats: UpdateStats) -> dict[str, Any]:
+    """Metrics of one update of the player called `name`."""
+    values = {
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": stats.skipped,
+        "mismatch": stats.mismatch,
+        "ess": stats.ess,
+    }
+    return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:

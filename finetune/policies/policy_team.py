@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...agents.engines.embedded.pretrained import weights_digest
-from ...agents.engines.engine import Engine
+from ...agents.engines.engine import Engine, TrainableEngine
 from ...agents.setup.engine_config import Made
 from ...agents.setup.team_config import make_partners, team_of
 from ...tapes.common.progress import Progress
@@ -26,7 +26,7 @@ from ..objective.recipe import Recipe
 from ..trainer.trainer import UpdateStats
 from .phases import Phases
 from .player_config import PlayerConfig, TrainedConfig
-from .players import Player
+from .players import Player, player_metrics
 from .policy import check_begun, load_policy
 
 NO_WARM_START = WarmStartConfig(updates=0, batch=1)
@@ -78,10 +78,10 @@ class Team:
         """Bring each to its last recorded update; gives how many were applied again, and the metrics of each."""
         again, told = 0, dict[int, dict[str, Any]]()
         for name, history in self.histories.items():
-            player, say = Player(history=history, engine=None, name=name), f"re-applying recorded updates of {name}"
+            say = f"re-applying recorded updates of {name}"
 
-            def report(stats: UpdateStats, uses: Sequence[Use], player: Player = player) -> None:
-                told.setdefault(uses[0].update + 1, {}).update(player.line(stats))
+            def report(stats: UpdateStats, uses: Sequence[Use], name: str = name) -> None:
+                told.setdefault(uses[0].update + 1, {}).update(player_metrics(name, stats))
 
             again += history.restore(lambda done, of, say=say: progress(say, done, of, ""), report=report)
             if history.updates == 0 and history.version not in history.published:
@@ -118,13 +118,13 @@ class Team:
             for made in frozen.values():
                 await made.engine.close()
 
-    def measuring(self, lead: Engine) -> Engine:
+    def measuring(self, lead: TrainableEngine) -> TrainableEngine:
         """`lead` and the others, each with the weights that it has now."""
         return self._seated(
             lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
         )
 
-    async def playing(self, lead: Engine) -> tuple[Any, list[Player]]:
+    async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
         """(`lead` and the others, as the loop samples; those who learn). Closing the engine closes all but the frozen
         ones."""
         own: dict[str, Engine] = {}
@@ -132,7 +132,7 @@ class Team:
         try:
             for name, policy in self.policies.items():
                 history = self.histories[name]
-                engine: Any = await policy.sampler(history.version)
+                engine = await policy.sampler(history.version)
                 own[name] = engine
                 _, publish = history.publish_record("start")
                 if publish.version not in history.published:
@@ -144,6 +144,6 @@ class Team:
                 await engine.close()
             raise
 
-    def _seated(self, lead: Engine, own: Mapping[str, Engine]) -> Engine:
+    def _seated(self, lead: TrainableEngine, own: Mapping[str, Engine]) -> TrainableEngine:
         frozen = {name: made.engine for name, made in self.frozen.items()}
         return team_of(lead, self.players, {**own, **frozen}, lent=frozen)

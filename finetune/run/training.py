@@ -145,7 +145,7 @@ class Training:
 
     async def _sampling(self) -> Engine:
         """As the loop samples, outside of it."""
-        engine: Any = await self.policy.sampler(self.history.version)
+        engine = await self.policy.sampler(self.history.version)
         try:
             return (await self.team.playing(engine))[0]
         except BaseException:

@@ -55,6 +55,7 @@ class Oracle:
         self.asked: Counter[bytes] = Counter()
         self.version = "run:0"
         self.stats = SimpleNamespace(busy_seconds=0.0)
+        self.changing = False
 
     async def complete(self, request: Request) -> Completion:
         assert request.prompt is not None

@@ -27,7 +27,7 @@ def test_the_path_decides_and_the_nearest_above_stands_in() -> None:
     assert asked(team, "pair/white/helper") == "white"
     assert asked(team, "pair/black") == "anyone"
     assert asked(team, "pair") == "anyone"
-    with pytest.raises(EngineError, match="no engine speaks for the agent 'other/white'; there are some for 'pair'"):
+    with pytest.raises(EngineError, match="No engine answers for the agent 'other/white'; the team's paths: 'pair'"):
         asked(team, "other/white")
 
 
@@ -80,7 +80,7 @@ def test_engines_that_write_differently_are_refused() -> None:
         TeamEngine({"a": one, "b": other})
     with pytest.raises(BadTeam, match="without engines"):
         TeamEngine({})
-    with pytest.raises(BadTeam, match="lead is 'c', the engines are those of 'a', 'b'"):
+    with pytest.raises(BadTeam, match="lead='c' is not a path of the team; its paths are 'a', 'b'"):
         TeamEngine({"a": one, "b": one}, lead="c")
 
 

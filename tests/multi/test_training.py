@@ -349,7 +349,7 @@ def test_models_that_write_otherwise_are_refused_before_anything_is_written(mode
     tokenizer.save_pretrained(tmp_path / "other")
     assert Renderer(tokenizer).tokenizer_hash
     play = config(models, players={"judge": frozen(tmp_path / "other")})
-    with pytest.raises(BadTeam, match=r"the engines of 'engine', 'players\.judge' have different tokenizers"):
+    with pytest.raises(BadTeam, match=r"The engines 'engine', 'players\.judge' have different tokenizers"):
         train(play, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -26,7 +26,7 @@ from typing import Any
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Attempt, Message, Usage
-from ..engine import Completion, EngineError, Finish, PromptTooLong, Request, one_temperature, told
+from ..engine import Completion, EngineError, Finish, PromptTooLong, Request, error_text, one_temperature
 from ..transport.proxies import ask_directly
 from ..transport.retry_after import retry_after
 
@@ -164,7 +164,7 @@ class LiteLLMEngine:
             seconds = time.perf_counter() - started
             if isinstance(found, Completion):
                 return replace(found, attempts=(*attempts, Attempt(seconds=seconds)))
-            attempts.append(Attempt(seconds=seconds, error=told(found)))
+            attempts.append(Attempt(seconds=seconds, error=error_text(found)))
             wait = self._wait(found, len(attempts))
             if not found.retry or len(attempts) > self._retries or time.monotonic() + wait > deadline:
                 found.attempts, found.retry = tuple(attempts), False
