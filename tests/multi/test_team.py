@@ -78,7 +78,7 @@ def test_engines_that_write_differently_are_refused() -> None:
     one, other = (ScriptedEngine(lambda _: "a", renderer=Renderer(char_tokenizer(w))) for w in ("ab", "abc"))
     with pytest.raises(BadTeam, match="different tokenizers or chat templates"):
         TeamEngine({"a": one, "b": other})
-    with pytest.raises(BadTeam, match="without engines"):
+    with pytest.raises(BadTeam, match="has no engines"):
         TeamEngine({})
     with pytest.raises(BadTeam, match="lead='c' is not a path of the team; its paths are 'a', 'b'"):
         TeamEngine({"a": one, "b": one}, lead="c")
