@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .loop.sft import warm_start
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
-    from .report.report import ReportData, write_report
     from .trainer.trainer import Trainer, UpdateStats
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "OptimiserConfig",
     "RLConfig",
     "Recipe",
-    "ReportData",
     "Row",
     "Stream",
     "Trainer",
@@ -64,7 +62,6 @@ __all__ = [
     "to_dataset",
     "update_rewards_and_advantages",
     "warm_start",
-    "write_report",
 ]
 
 _HOME = {
@@ -76,7 +73,6 @@ _HOME = {
     "History": "history.history",
     "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
-    **dict.fromkeys(("ReportData", "write_report"), "report.report"),
     "warm_start": "loop.sft",
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),

@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict
 
 from ...agents.runs.pass_at_k import Comparison, Interval, Rewards, Scores, compare, evaluate_rewards
 from ...agents.runs.runner import rewards_of, scores_of
-from ...finetune.report.plots import Curve, plot_curve
+from ...finetune.report.plots import plot_curve
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
+from ...tapes.view.curves import Curve
 from ..console import Exit, answer, check_target
 from ..rollout.run import read_k, score_lines
 

@@ -6,10 +6,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ...finetune.report.run_report import UNTAUGHT, command
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
 from ...tapes.common.text import counted, safe
 from ...tapes.store.run_directory import pin_line
+from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, answer, table
 from ..progress_bars import live_progress
 from ..rollout.run import add_scene_arguments, run_directory, scene_settings

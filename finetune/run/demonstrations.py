@@ -27,6 +27,9 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
 from ...tapes.store.run_directory import METRICS, RunDir, append_metrics, open_run
 from ...tapes.store.store import Store
+from ...tapes.view.curves import Plot, reward_curve, reward_plot
+from ...tapes.view.overview import Fact, Overview, Score, TapeToRead, checks, command
+from ...tapes.view.overview import next_commands as next_of_any
 
 try:
     import torch
@@ -42,11 +45,8 @@ try:
     from ..loop.warm_start import bring_in
     from ..policies.policy import Policy
     from ..recipes import get_recipe
-    from ..report.curves import reward_curve
     from ..report.plots import plot_curve
-    from ..report.report import Fact, Plot, ReportData, Score, TapePage, tape_page
-    from ..report.run_report import Reporter, checks, command, reporting, reward_plot
-    from ..report.run_report import next_commands as next_of_any
+    from ..report.run_report import Reporter, reporting
     from ..report.trackers import TrackerName, check_trackers, tracking
     from ..trainer.checkpoint import checkpoints
     from ..trainer.schedule import Schedule
@@ -383,10 +383,12 @@ _PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
 def reporter(demo: Demo, run: RunDir) -> Reporter:
     """The report of a demo: that of any training run, and what only a demo knows once it is through."""
 
-    def complete(data: ReportData) -> ReportData:
+    def complete(data: Overview) -> Overview:
+        # Read at the end: a run that begins has no tokenizer yet.
+        report.tokenizer = demo.training.tokenizer
         return complete_report(demo, data)
 
-    return Reporter(
+    report = Reporter(
         run,
         f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}",
         demo.config.algo.upper(),
@@ -394,9 +396,10 @@ def reporter(demo: Demo, run: RunDir) -> Reporter:
         demo.config.loop.checkpoint_every,
         complete=complete,
     )
+    return report
 
 
-def complete_report(demo: Demo, data: ReportData) -> ReportData:
+def complete_report(demo: Demo, data: Overview) -> Overview:
     """Write reward.png; gives the page of the whole demo."""
     plot = demo_plot(demo)
     plot_curve(demo.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
@@ -463,16 +466,13 @@ def _lab(demo: Demo) -> str:
     return command("lab", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
 
 
-def pages(demo: Demo) -> tuple[TapePage, ...]:
+def pages(demo: Demo) -> tuple[TapeToRead, ...]:
     """A handful of tapes: a demonstration, and wrong and right answers before and after."""
-    chosen: list[TapePage] = []
-
-    def decode(token: int) -> str:
-        return str(demo.training.tokenizer.decode([token]))
+    chosen: list[TapeToRead] = []
 
     def add(split: str, caption: str, reward: float, count: int = 1) -> None:
         found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
-        chosen.extend(tape_page(demo.store.tape(s.id, refresh=False), caption, decode) for s in found)
+        chosen.extend(TapeToRead(tape=s.id, caption=caption) for s in found)
 
     add("demo", "a demonstration that goes about it the right way", 1.0)
     add("demo", "one that doesn't", 0.0)

@@ -25,6 +25,7 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.run_directory import CONFIG, METRICS, RunDir, open_run, read_metrics
 from ...tapes.value import Value
+from ...tapes.view.curves import reward_plot
 
 try:
     import torch
@@ -41,7 +42,7 @@ try:
     from ..policies.trainer_config import TrainerConfig
     from ..recipes import get_recipe
     from ..report.plots import plot_curve
-    from ..report.run_report import Reporter, reporting, reward_plot
+    from ..report.run_report import Reporter, reporting
     from ..report.trackers import TrackerName, check_trackers, tracking
     from ..trainer.distributed import Crew, launched
     from ..trainer.ranks import Ranks
@@ -318,7 +319,6 @@ class _Run:
             progress=self.progress,
             crew=self.crew,
         )
-        self.report.agents = training.trained
         tapes = training.shown = self._imitated(directory)
         training.draw = self._drawn(directory)
         training.restore()

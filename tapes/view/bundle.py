@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
 from ..errors import TapereelError, UsageError
 from ..store.index import Summary
+from .overview import Overview, overview_of
 from .run_view import PAGE, RunView
 from .table import SHARD
 from .view_files import BUNDLE_POLICY, WORKER, static_files
@@ -54,16 +55,14 @@ def write_bundle(
     integrity["not_checked"].append("this bundle itself: its files can be edited, and nothing here would show it")
     files = _Files(out)
     for name, (_, body) in static_files().items():
-        files.put(name, _with_policy(body) if name == "index.html" else body)
-    files.data(
-        "run", {"run": {**overview, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}}
-    )
-    files.data("worker", {"worker": static_files()[WORKER][1].decode()})
-    for k in range(0, len(rows), SHARD):
-        part = rows[k : k + SHARD]
-        files.data(f"table-{k // SHARD}", {"table": view.columns(part)})
-    _write_curve(view, files, {row.id for row in rows})
-    _write_tapes(view, files, rows, progress)
+        files.write(name, _with_policy(body) if name == "index.html" else body)
+    about = {**overview, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}
+    media = write_data(view, files, rows, about, overview_of(view.store), progress)
+    for name in sorted(media):
+        try:
+            files.write(f"media/{name}", view.store.media.get(f"media:{name}"))
+        except (TapereelError, OSError) as error:  # the page shows the hole; verify names it
+            log.warning("%s", error)
     return {
         "index": str(out / "index.html"),
         "tapes": len(rows),
@@ -73,21 +72,57 @@ def write_bundle(
     }
 
 
+def write_data(
+    view: RunView,
+    files: DataFiles,
+    rows: Sequence[Summary],
+    about: dict[str, Any],
+    overview: Overview,
+    progress: Progress = silent,
+) -> set[str]:
+    """Put every answer that the page may ask for about these tapes. Gives the names of the media that they refer to.
+
+    about: `RunView.overview`, as it holds for these tapes.
+    """
+    files.put("run", {"run": about})
+    files.put("report", {"report": overview.model_dump()})
+    files.put("worker", {"worker": static_files()[WORKER][1].decode()})
+    for k in range(0, len(rows), SHARD):
+        part = rows[k : k + SHARD]
+        files.put(f"table-{k // SHARD}", {"table": view.columns(part)})
+    _write_curve(view, files, {row.id for row in rows})
+    return _write_tapes(view, files, rows, progress)
+
+
+class DataFiles(Protocol):
+    """Takes the data of a page: `put(name of the file, key -> value)`."""
+
+    def put(self, name: str, values: dict[str, Any]) -> None:
+        """Keep these values under this name."""
+        ...
+
+
+def json_texts(values: dict[str, Any]) -> dict[str, str]:
+    """Each value as JSON text. NaN and infinity become strings, since JSON has neither."""
+    return {key: to_json(value, inf_nan_mode="strings").decode() for key, value in values.items()}
+
+
 class _Files:
+    """Files below the folder `out`."""
+
     def __init__(self, out: Path) -> None:
         self.out, self.count, self.bytes = out, 0, 0
 
-    def put(self, name: str, body: bytes) -> None:
+    def write(self, name: str, body: bytes) -> None:
         path = self.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
         self.count += 1
         self.bytes += len(body)
 
-    def data(self, name: str, values: dict[str, Any]) -> None:
+    def put(self, name: str, values: dict[str, Any]) -> None:
         """A script that hands over these values, each as JSON in a string, so that it is read and never run."""
-        texts = {key: to_json(value, inf_nan_mode="strings").decode() for key, value in values.items()}
-        self.put(f"data/{name}.js", b"T.take(" + json.dumps(texts).encode() + b");\n")
+        self.write(f"data/{name}.js", b"T.take(" + json.dumps(json_texts(values)).encode() + b");\n")
 
 
 def _with_policy(page: bytes) -> bytes:
@@ -107,16 +142,17 @@ def _chosen(view: RunView, tapes: Sequence[str], last: int | None) -> list[Summa
     return rows[-last:] if last is not None else rows
 
 
-def _write_curve(view: RunView, files: _Files, here: set[str]) -> None:
+def _write_curve(view: RunView, files: DataFiles, here: set[str]) -> None:
     points = view.curve()["points"]
-    files.data("curve", {"curve": {"points": points}})
+    files.put("curve", {"curve": {"points": points}})
     for first in range(0, len(points), 50):
         part = range(first, min(first + 50, len(points)))
         behind = {k: [tape for tape in view.behind(k)["tapes"] if tape in here] for k in part}
-        files.data(f"behind-{first // 50}", {f"behind/{k}": {"tapes": tapes} for k, tapes in behind.items()})
+        files.put(f"behind-{first // 50}", {f"behind/{k}": {"tapes": tapes} for k, tapes in behind.items()})
 
 
-def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary], progress: Progress) -> None:
+def _write_tapes(view: RunView, files: DataFiles, rows: Sequence[Summary], progress: Progress) -> set[str]:
+    """Gives the names of the media that the tapes refer to."""
     where: dict[str, str] = {}
     shard: dict[str, Any] = {}
     size, number, long = 0, 0, 0
@@ -126,23 +162,19 @@ def _write_tapes(view: RunView, files: _Files, rows: Sequence[Summary], progress
         if parts["head"]["items"] > LONG:
             where[row.id], long = f"long-{long}/", long + 1
             for part, value in parts.items():
-                files.data(f"{where[row.id]}{part}", {f"{row.id}/{part}": value})
+                files.put(f"{where[row.id]}{part}", {f"{row.id}/{part}": value})
         else:
             where[row.id] = f"tapes-{number}"
             shard.update({f"{row.id}/{part}": value for part, value in parts.items()})
             size += sum(len(to_json(value)) for value in parts.values())
         if shard and (size >= SHARD_BYTES or k == len(rows) - 1):
-            files.data(f"tapes-{number}", shard)
+            files.put(f"tapes-{number}", shard)
             shard, size, number = {}, 0, number + 1
         progress("writing tapes", k + 1, len(rows), "")
     if shard:
-        files.data(f"tapes-{number}", shard)
-    files.data("shards", {"shards": where})
-    for name in sorted(media):
-        try:
-            files.put(f"media/{name}", view.store.media.get(f"media:{name}"))
-        except (TapereelError, OSError) as error:  # the page shows the hole; verify names it
-            log.warning("%s", error)
+        files.put(f"tapes-{number}", shard)
+    files.put("shards", {"shards": where})
+    return media
 
 
 def _parts(view: RunView, tape: str, *, explained: bool, media: set[str]) -> Iterator[tuple[str, Any]]:

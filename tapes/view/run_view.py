@@ -25,6 +25,7 @@ from .calls import call_detail
 from .integrity import quick, whole
 from .items import item, text_of
 from .live import Live
+from .overview import overview_of
 from .table import SHARD, columns
 from .tape_map import TapeMap
 from .uses import Uses
@@ -174,6 +175,11 @@ class RunView:
         if not 0 <= k < len(updates):
             raise NoSuchTape(f"the run has {len(updates)} updates; there is no point {k}")
         return {"tapes": list(updates[k].tapes)}
+
+    def report(self) -> dict[str, Any]:
+        """The overview page. Reads the whole run once, from a store of its own: safe to run in another thread."""
+        with Store.open(self.store.path) as store:
+            return overview_of(store).model_dump()
 
     def verify(self) -> dict[str, Any]:
         """Read every line of the run. Takes as long as that takes; safe to run in another thread."""

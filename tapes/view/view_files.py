@@ -15,6 +15,7 @@ SCRIPTS = (
     "search.js",
     "table.js",
     "curve.js",
+    "overview.js",
     "group.js",
     "tokens.js",
     "inspector.js",

@@ -151,6 +151,7 @@ class Server:
         app.router.add_get(
             "/api/tape/{tape}/explain", self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
         )
+        app.router.add_get("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
         app.router.add_get("/api/verify", self._verify)
         app.router.add_get("/media/{name}", self._media)
         return app

@@ -17,6 +17,7 @@ from tapereel.tapes.common.config import ConfigError, load_config
 from tapereel.tapes.records import Label
 from tapereel.tapes.store.store import Store
 
+from ..front.pages import words_of
 from ..loop.micro import MICRO, UPDATES, WARM
 from .lab import answer_of, refusal_of
 
@@ -29,17 +30,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_demo_s_page_is_that_of_any_training_run_and_tells_of_its_controls(demo: Path):
-    page = (demo / "report.html").read_text(encoding="utf-8")
+    page = words_of(demo / "report.html")
     for said in (
         "Tapereel demo",
         "control: SFT only",
         "control: rewards shuffled within groups",
-        "What ended episodes",
         "Loss of the imitation",
         "control: shuffled rewards",
         "tapereel lab",
         "tapereel requery",
-        "Versions",
+        "versions",
         "demonstrations",
         "a demonstration that goes about it",
     ):

@@ -35,6 +35,7 @@ def test_every_question_has_its_address(server):
     assert ask(server, "/api/run").json["tapes"] == 13
     assert ask(server, "/api/table/0").json["n"] == 13
     assert ask(server, "/api/curve").json["points"][0]["tapes"] == 4
+    assert ask(server, "/api/report").json["tokens"]["trained"] == 12
     assert ask(server, "/api/behind/0").json["tapes"][0] == "g0a0"
     assert ask(server, "/api/tape/g0a1").json["turns"] == 3
     assert len(ask(server, "/api/tape/g0a1/items/0").json["items"]) == 11

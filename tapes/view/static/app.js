@@ -4,7 +4,7 @@
 const POLL_SECONDS = 1;
 const KEYS = [
   ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row"], ["[ / ]", "previous and next tape of the list"],
-  ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
+  ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["g o", "the overview"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
   ["u", "back up: from a tape to the list"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
 ];
 
@@ -15,6 +15,7 @@ class App {
     this.main = document.getElementById("main");
     this.table = new T.Table(this);
     this.curve = new T.Curve(this);
+    this.overviewPage = new T.Overview(this);
     this.group = new T.Group(this);
     this.tape = new T.Tape(this);
     this.view = null;
@@ -38,7 +39,8 @@ class App {
     this.banner();
     try {
       // A tape or a curve by its address need not wait for the table; the table is shown as soon as it fills a page.
-      const own = /^#\/(tape|curve)/.test(location.hash);
+      if (!location.hash && document.documentElement.hasAttribute("data-report")) history.replaceState(null, "", "#/overview");
+      const own = /^#\/(tape|curve|overview)/.test(location.hash);
       if (own) this.route();
       const shards = Math.ceil(tapes / shard);
       for (let k = 0; k < shards; k += 1) {
@@ -57,6 +59,7 @@ class App {
     if (!this.table.filters.contains(document.activeElement)) this.table.drawFilters();
     if (this.table.base) this.table.select();
     if (this.view === this.curve && this.curve.points && !this.curve.points.length) this.curve.draw();
+    if (this.view === this.overviewPage) this.overviewPage.listed();
   }
 
   bar() {
@@ -69,7 +72,7 @@ class App {
     this.pulse = T.h("span", { class: "pulse", role: "status" });
     const tab = (name, label) => T.h("a", { href: `#/${name}`, "data-view": name }, label);
     T.fill(document.getElementById("bar"), T.h("a", { href: "#/", class: "brand" }, "Tapereel"), T.h("span", { class: "run", title: o.path }, T.spelled(o.run)),
-      T.h("nav", { "aria-label": "Views" }, tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.found, this.box, this.regexLabel,
+      T.h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.found, this.box, this.regexLabel,
       T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
   }
 
@@ -156,7 +159,7 @@ class App {
     this.box.hidden = !inTape;
     this.regexLabel.hidden = !inTape;
     if (!inTape) this.told("");
-    const name = view === this.curve ? "curve" : view === this.table ? "" : null;
+    const name = view === this.overviewPage ? "overview" : view === this.curve ? "curve" : view === this.table ? "" : null;
     document.querySelectorAll("#bar nav a").forEach((link) => { if (link.dataset.view === name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current"); });
   }
 
@@ -167,6 +170,7 @@ class App {
     try {
       if (parts[0] === "tape" && parts[1]) { if (!this.table.base) await this.table.set(""); this.show(this.tape); await this.tape.open(parts[1], parts[2], parts[3]); }
       else if (parts[0] === "group" && parts[1]) { this.show(this.group); await this.group.open(parts[1]); }
+      else if (parts[0] === "overview") { this.show(this.overviewPage); await this.overviewPage.open(); }
       else if (parts[0] === "curve") { this.show(this.curve); await this.curve.open(); }
       else { this.show(this.table); await this.table.set(query || ""); }
     } catch (error) { T.toast(error.message); }
@@ -187,6 +191,7 @@ class App {
     if (this.going) {
       this.going = false;
       if (event.key === "t") this.go("#/");
+      else if (event.key === "o") this.go("#/overview");
       else if (event.key === "c") this.go("#/curve");
       else if (event.key === "g" && this.view === this.tape && this.tape.head && this.tape.head.group) this.go(`#/group/${encodeURIComponent(this.tape.head.group)}`);
       return;

@@ -45,6 +45,7 @@ class ServerSource {
   table(shard) { return this.ask(`api/table/${shard}`); }
   changes(rev) { return this.ask(`api/changes?rev=${encodeURIComponent(rev)}`); }
   curve() { return this.ask("api/curve"); }
+  report() { return this.ask("api/report"); }
   behind(k) { return this.ask(`api/behind/${k}`); }
   verify() { return this.ask("api/verify"); }
   head(tape) { return this.kept(this.of(tape)); }
@@ -101,6 +102,7 @@ class BundleSource {
   run() { return this.read("run", "run"); }
   table(shard) { return this.read(`table-${shard}`, "table"); }
   curve() { return this.read("curve", "curve"); }
+  report() { return this.read("report", "report"); }
   behind(k) { return this.read(`behind-${Math.floor(k / 50)}`, `behind/${k}`); }
   head(tape) { return this.part(tape, "head"); }
   items(tape, page) { return this.part(tape, `items-${page}`); }
@@ -139,5 +141,16 @@ class BundleSource {
   }
 }
 
-T.source = document.documentElement.hasAttribute("data-bundle") ? new BundleSource() : new ServerSource();
+// A report is a bundle in one file: its data are a block of the page, by file and key.
+class ReportSource extends BundleSource {
+  constructor() { super(); this.data = JSON.parse(document.getElementById("data").textContent); }
+  async read(file, key) {
+    const text = (this.data[file] || {})[key];
+    if (text === undefined) throw new Error("that is not in this report; `tapereel view` on the run shows it");
+    return JSON.parse(text);
+  }
+}
+
+const made = (kind) => document.documentElement.hasAttribute(`data-${kind}`);
+T.source = made("report") ? new ReportSource() : made("bundle") ? new BundleSource() : new ServerSource();
 T.take = (values) => T.source.take(values);

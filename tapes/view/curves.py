@@ -1,0 +1,183 @@
+"""The curves of a training run, from its metrics.jsonl and its results: numbers and names, no drawing.
+
+The overview page of the viewer draws them in the browser; `finetune/report/plots.py` draws them as a PNG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from ..store.run_directory import read_metrics
+from ..value import Value
+
+MEAN_OF = 5
+"""Updates that the thick line of a reward curve averages over."""
+
+
+class Curve(Value):
+    """One series of numbers."""
+
+    name: str
+    x: tuple[float, ...]
+    """Usually the number of the update."""
+    y: tuple[float, ...]
+    """Same length as `x`; NaN where a number is missing: the line has a gap there."""
+    mean_of: int = 1
+    """Above 1: a thin line of the numbers, and a thick line of the mean over this many of them (itself and earlier)."""
+    points: bool = False
+    """Mark each number: the numbers are few, with many updates between them."""
+    band: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """(lower, upper) ends of an interval at each place; None draws no interval."""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Curve:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and {len(self.y)} values")
+        if self.band is not None and {len(self.band[0]), len(self.band[1])} != {len(self.x)}:
+            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and a band of another length")
+        if self.mean_of < 1:
+            raise ValueError(f"the curve {self.name!r} can't be averaged over {self.mean_of} values")
+        return self
+
+
+class Level(Value):
+    """A horizontal line: one number to compare curves with."""
+
+    name: str
+    value: float
+
+
+class Plot(Value):
+    """One figure."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    levels: tuple[Level, ...] = ()
+    xlabel: str = "update"
+    ylabel: str = "reward"
+    caption: str = ""
+    small: bool = False
+    """Drawn beside other figures, not over the whole width of the page."""
+
+
+def reward_curve(name: str, metrics: Path) -> Curve:
+    """Mean reward of each update of the loop; NaN where a batch was not scored."""
+    rewards = [_number(line.get("reward")) for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    return Curve(name=name, x=tuple(float(k + 1) for k in range(len(rewards))), y=tuple(rewards), mean_of=MEAN_OF)
+
+
+def agent_curves(paths: Sequence[str] | None, metrics: Path) -> list[Curve]:
+    """Mean reward of each agent at these paths; None takes all agents that the metrics have a reward of."""
+    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    if paths is None:
+        keys = dict.fromkeys(key.removeprefix("reward/") for line in lines for key in line if key.startswith("reward/"))
+        paths = [key for key in keys if key not in _TERMS and not key.startswith("missing/")]
+    return [
+        Curve(
+            name=path,
+            x=tuple(float(k + 1) for k in range(len(lines))),
+            y=tuple(_number(line.get(f"reward/{path}")) for line in lines),
+            mean_of=MEAN_OF,
+        )
+        for path in paths
+    ]
+
+
+_TERMS = ("clipped", "overlong", "kl", "square", "min", "max")
+"""Keys below `reward/` in the metrics that the objective writes; all others are paths of agents."""
+
+
+def reward_plot(
+    name: str,
+    metrics: Path,
+    results: Mapping[str, Any],
+    agents: Sequence[str] | None = (),
+    others: Sequence[Curve] = (),
+) -> Plot:
+    """Mean reward of each update, of each agent and of `others`, with the held-out rewards."""
+    curves = [reward_curve(name, metrics), *agent_curves(agents, metrics), *others, *held_out_curve(results)]
+    return Plot(
+        title="Mean reward of each update's episodes",
+        curves=tuple(curves),
+        levels=held_out_levels(results, "sampled"),
+        xlabel="update",
+        ylabel="mean reward",
+        caption="Thin: each update; thick: mean over five.",
+    )
+
+
+def held_out_levels(results: Mapping[str, Any], evaluation: str) -> tuple[Level, ...]:
+    """The held-out reward before and after training, where it was measured."""
+    found = ((name, results.get(name)) for name in ("before", "after"))
+    return tuple(
+        Level(name=f"held out, {name}", value=part[evaluation]["mean"])
+        for name, part in found
+        if part and part[evaluation]["mean"] is not None
+    )
+
+
+def held_out_curve(results: Mapping[str, Any]) -> list[Curve]:
+    """The held-out reward over the updates of the loop; empty where it was measured only before and after training."""
+    found = {int(update): part["sampled"]["mean"] for update, part in results.get("evaluations", {}).items()}
+    if not found:
+        return []
+    if results.get("before"):
+        found[0] = results["before"]["sampled"]["mean"]
+    found = dict(sorted(found.items()))
+    return [Curve(name="held out", x=tuple(map(float, found)), y=tuple(map(_number, found.values())), points=True)]
+
+
+def loss_plots(metrics: Path) -> list[Plot]:
+    """Loss of the imitation, then loss, entropy, mismatch and KL of the loop, of the policy and of each player. A
+    quantity that no update measured has no plot."""
+    lines = read_metrics(metrics)
+    warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
+    loop = [line for line in lines if line.get("phase") == "rl"]
+    keys = dict.fromkeys(key for line in loop for key in line)
+    found = [("Loss of the imitation", "", _curves({"loss": "loss"}, warm))]
+    for title, what, caption in _MEASURED:
+        named = {key: name for key in keys if (name := _name_of(key, what)) is not None}
+        found.append((title, caption, _curves(named, loop)))
+    return [
+        Plot(title=title, curves=tuple(curves), ylabel="", caption=caption, small=True)
+        for title, caption, curves in found
+        if curves
+    ]
+
+
+_MEASURED = (
+    ("Loss", "loss", ""),
+    ("Entropy", "entropy", "Of the policy over its own tokens, in nats."),
+    (
+        "Mismatch",
+        "mismatch",
+        "Largest difference between a token's log-prob when it was sampled and when the update met it.",
+    ),
+    ("KL", "kl", "From the policy that sampled (old), or to the policy that the name says."),
+)
+"""(title, key or its beginning, caption)."""
+
+
+def _name_of(key: str, what: str) -> str | None:
+    """The curve's name for a key of the metrics; None where the key doesn't belong to `what`."""
+    *above, last = key.split("/")
+    if key == what:
+        return what
+    if len(above) == 2 and above[0] == "players" and last == what:
+        return f"{what} of {above[1]}"
+    return key if what == "kl" and above[:1] == ["kl"] and last not in ("min", "max", "square") else None
+
+
+def _curves(named: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    x = tuple(float(k + 1) for k in range(len(lines)))
+    made = [Curve(name=name, x=x, y=tuple(_number(line.get(key)) for line in lines)) for key, name in named.items()]
+    return [curve for curve in made if any(not math.isnan(y) for y in curve.y)]
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

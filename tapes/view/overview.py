@@ -1,0 +1,304 @@
+"""The overview of a run: headline numbers, curves, where tokens and episodes went, tapes to read, commands to check.
+
+`overview_of` reads it from a run directory, of training or not, also while the run is written. The viewer shows it as
+its overview page, and `report_file` writes that page as one file. A training run adds what only its process knows.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ..audit.faults import Fault, Faults
+from ..errors import TapereelError
+from ..records import End as EndRecord
+from ..records import Status, parse_record
+from ..store.books import Books
+from ..store.index import Summary
+from ..store.run_directory import CONFIG, METRICS, RESULTS, read_metrics, recorded_settings
+from ..store.store import Store
+from ..value import Value
+from .curves import Plot, loss_plots, reward_plot
+
+UNTAUGHT = (
+    "No token was trained on, so the weights did not change: no episode was scored, or all attempts of each group "
+    "earned the same. `tapereel audit` says which."
+)
+
+
+class Score(Value):
+    """One line of the table of results: a policy on the held-out tasks."""
+
+    name: str
+    """For example `before`, `after`, `control: SFT only`."""
+    sampled: float | None
+    """Mean reward at temperature 1; None where it was not measured."""
+    greedy: float | None
+    """Mean reward at temperature 0."""
+    n: int | None = None
+    """Scored episodes on held-out tasks."""
+    note: str = ""
+
+
+class Fact(Value):
+    """One number in large type at the head of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class TapeToRead(Value):
+    """A tape that the page proposes to read."""
+
+    tape: str
+    caption: str
+    """Why the page proposes it: `after training, a wrong answer`."""
+
+
+class Ending(Value):
+    """Episodes that ended alike."""
+
+    status: str
+    cause: str
+    """The failed part or the limit; empty for an end that needs no cause."""
+    episodes: int
+
+
+class Overview(Value):
+    """Everything on the page. An empty part is left out of the page."""
+
+    title: str
+    subtitle: str = ""
+    notes: tuple[str, ...] = ()
+    """What a reader must know before the numbers: that the run goes on, or what ended it early."""
+    facts: tuple[Fact, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    scores: tuple[Score, ...] = ()
+    seconds: dict[str, float] = Field(default={})
+    """Wall-clock seconds by part."""
+    tokens: dict[str, int] = Field(default={})
+    """Every sampled token by what became of it; the values add up to all sampled tokens."""
+    ends: tuple[Ending, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    """The errors that ended episodes, most frequent first."""
+    tapes: tuple[TapeToRead, ...] = ()
+    checks: dict[str, str] = Field(default={})
+    """Command line -> what it checks."""
+    next: tuple[str, ...] = ()
+    """Command lines to try on this run."""
+    config: str = ""
+    """The resolved configuration, as YAML."""
+    versions: dict[str, str] = Field(default={})
+    """Name -> version of the software, as the newest tape has it."""
+
+
+def overview_of(
+    store: Store,
+    *,
+    title: str | None = None,
+    recipe: str | None = None,
+    results: Mapping[str, Any] | None = None,
+    seconds: Mapping[str, float] | None = None,
+    notes: Sequence[str] = (),
+    agents: Sequence[str] | None = None,
+) -> Overview:
+    """The overview of the run whose store this is.
+
+    The defaults are read from the run directory. A run at work passes its results so far, which may be newer than
+    those on the disk, and its seconds, which go on.
+    """
+    path = store.path
+    metrics = path / METRICS
+    books = _books(store)
+    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    settings = recorded_settings(path)
+    if results is None:
+        results = json.loads((path / RESULTS).read_text(encoding="utf-8")) if (path / RESULTS).exists() else {}
+    if seconds is None:
+        seconds = parts_of_time(results)
+    if recipe is None:
+        recipe = str(settings.get(("loop", "recipe")) or settings.get(("algo",)) or "reward")
+    trained = bool(lines or results.get("lineage"))
+    config = path / CONFIG
+    return Overview(
+        title=path.resolve().name if title is None else title,
+        subtitle=f"{recipe}, lineage {results['lineage']}, in {path}" if results.get("lineage") else str(path),
+        notes=(*notes, *_accounting(books)),
+        facts=_facts(results, lines, books, seconds, settings.get(("loop", "updates"))),
+        plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
+        scores=held_out_scores(results),
+        seconds=dict(seconds),
+        tokens=books.tokens if isinstance(books, Books) and books.sampled else {},
+        ends=tuple(
+            Ending(status=end.status, cause=end.cause or "", episodes=end.episodes)
+            for end in (books.ends if isinstance(books, Books) else ())
+        ),
+        faults=_faults(store),
+        tapes=_tapes(store),
+        checks=checks(str(path), trained=trained),
+        next=next_commands(str(path)),
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        versions=_versions(store),
+    )
+
+
+def _books(store: Store) -> Books | str:
+    """The accounting of the run's tokens, or why it can't be made: one unreadable record hides no other part."""
+    try:
+        return store.books()
+    except TapereelError as error:
+        return str(error)
+
+
+def _accounting(books: Books | str) -> tuple[str, ...]:
+    if isinstance(books, str):
+        return (f"The tokens can't be accounted for: {books}",)
+    if books.closes:
+        return ()
+    return ("Not every token is accounted for: " + ("; ".join(books.findings) or "the sums differ"),)
+
+
+def _facts(
+    results: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    books: Books | str,
+    seconds: Mapping[str, float],
+    updates: Any,
+) -> tuple[Fact, ...]:
+    facts = []
+    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+    if rewards:
+        ends = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
+        facts.append(
+            Fact(label="reward of the updates", value=arrow(*ends), note="means of the first and the last five")
+        )
+    measured = [results.get(when) for when in ("before", "after")]
+    if any(measured):
+        before, after = (part["sampled"]["mean"] if part else None for part in measured)
+        n = next(part["sampled"]["n"] for part in measured if part)
+        facts.append(
+            Fact(label="held-out reward", value=arrow(before, after), note=f"{n} episodes, none of them trained on")
+        )
+    if updates is not None:
+        facts.append(Fact(label="updates", value=f"{len(lines)} of {updates}"))
+    if isinstance(books, Books):
+        trained = f"; {books.tokens['trained']:,} trained on" if updates is not None else ""
+        facts.append(Fact(label="tokens", value=f"{books.sampled:,}", note=f"sampled{trained}"))
+        facts.append(Fact(label="episodes on tape", value=f"{books.begun:,}"))
+    if seconds:
+        facts.append(Fact(label="seconds", value=f"{sum(seconds.values()):,.0f}"))
+    return tuple(facts)
+
+
+_PARTS = {"demonstrations": "demonstrations", "restore": "restore", "sft": "imitation", "rl": "the loop"}
+"""Key in the results' seconds -> name. They follow each other; other keys lie inside these parts."""
+
+
+def parts_of_time(
+    results: Mapping[str, Any], total: float | None = None, rest: str = "evaluations before and after, and the rest"
+) -> dict[str, float]:
+    """Wall-clock seconds by part, which add up to `total` (None: the recorded total)."""
+    known = results.get("seconds", {})
+    total = known.get("total") if total is None else total
+    if total is None:
+        return {}
+    parts = {name: known[key] for key, name in _PARTS.items() if key in known}
+    return {**parts, rest: max(0.0, total - sum(parts.values()))}
+
+
+def held_out_scores(results: Mapping[str, Any]) -> tuple[Score, ...]:
+    """A line for each evaluation, in the order of the updates."""
+    between = results.get("evaluations", {})
+    rows = [
+        ("before", results.get("before")),
+        *((f"after update {k}", between[k]) for k in sorted(between, key=int)),
+        ("after", results.get("after")),
+    ]
+    return tuple(
+        Score(
+            name=name,
+            sampled=part["sampled"]["mean"],
+            n=part["sampled"]["n"],
+            greedy=part["greedy"]["mean"] if "greedy" in part else None,
+        )
+        for name, part in rows
+        if part
+    )
+
+
+def _faults(store: Store) -> tuple[Fault, ...]:
+    faults = Faults()
+    for summary in store.summaries(status=Status.ERROR):
+        for body in store.bodies([place for place in store.index.places(summary.id) if place.t == "end"][:1]):
+            try:
+                end = parse_record(body)
+            except TapereelError:
+                continue  # the transcript shows the record as a hole
+            if isinstance(end, EndRecord) and end.cause is not None:
+                faults.count(summary.id, end.cause)
+    return faults.most()
+
+
+def _tapes(store: Store) -> tuple[TapeToRead, ...]:
+    """Of the tapes of split `train`: the best, the worst and the newest. One tape may be several of them."""
+    closed = store.summaries(split="train", closed=True)
+    scored = [summary for summary in closed if summary.reward is not None]
+    chosen: dict[str, list[str]] = {}
+    for what, found in (
+        ("the best", max(scored, key=_reward, default=None)),
+        ("the worst", min(reversed(scored), key=_reward, default=None)),
+        ("the newest", closed[-1] if closed else None),
+    ):
+        if found is not None:
+            chosen.setdefault(found.id, []).append(what)
+    return tuple(
+        TapeToRead(tape=tape, caption=f"{' and '.join(whats)} of the tapes to train on")
+        for tape, whats in chosen.items()
+    )
+
+
+def _reward(summary: Summary) -> float:
+    assert summary.reward is not None
+    return summary.reward
+
+
+def _versions(store: Store) -> dict[str, str]:
+    newest = store.index.tapes("status is not null")[-1:]
+    try:
+        return dict(store.tape(newest[0].id, refresh=False).begin.versions) if newest else {}
+    except TapereelError:
+        return {}
+
+
+def arrow(before: float | None, after: float | None) -> str:
+    """`before → after`, with three digits."""
+    return " → ".join("not measured" if value is None else f"{value:.3f}" for value in (before, after))
+
+
+def command(verb: str, *arguments: str) -> str:
+    """A command line, quoted for a shell."""
+    return " ".join(("tapereel", verb, *map(shlex.quote, arguments)))
+
+
+def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
+    """Command lines that check a run, of training or not."""
+    run = str(run)
+    found = {
+        command("verify", run): "every line of the record is as it was written",
+        command("audit", run): "what became of each token and episode, and what looks wrong",
+    }
+    if trained:
+        found[command("reproduce", run)] = "the updates, computed again from the tapes, give the same weights"
+        found[command("requery", run)] = "the recorded probabilities are those of the weights that sampled"
+    return found
+
+
+def next_commands(run: str) -> tuple[str, ...]:
+    """Command lines that show a run."""
+    return tuple(command(verb, run) for verb in ("show", "view", "explain"))
