@@ -118,8 +118,7 @@ def overview_of(
     books = _books(store)
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
     settings = recorded_settings(path)
-    if results is None:
-        results = json.loads((path / RESULTS).read_text(encoding="utf-8")) if (path / RESULTS).exists() else {}
+    results = _recorded_results(path) if results is None else results
     if seconds is None:
         seconds = parts_of_time(results)
     if recipe is None:
@@ -146,6 +145,11 @@ def overview_of(
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         versions=_versions(store),
     )
+
+
+def _recorded_results(run: Path) -> dict[str, Any]:
+    file = run / RESULTS
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _books(store: Store) -> Books | str:
