@@ -20,8 +20,6 @@ from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"
-_NO_FIRST = b',"first_temperature":null'
-_NO_CONVERSATION = b',"conversation":""'
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """d0 of every digest; dk = SHA-256(dk-1 + body bytes of record k)."""
 
@@ -278,21 +276,11 @@ class Call(Record):
     at: float
 
     def body(self) -> bytes:
-        """As `Record.body`; the conversation is written where it has a name, the first token's temperature where it has
-        one of its own."""
-        untold: dict[str, Any] = {}
-        if not self.conversation:
-            untold["conversation"] = True
+        """As `Record.body`, without the optional fields that this call doesn't use."""
+        unused: dict[str, Any] = {} if self.conversation else {"conversation": True}
         if self.sampling.first_temperature is None:
-            untold["sampling"] = {"first_temperature": True}
-        body = to_json(self, inf_nan_mode="strings")
-        # `exclude` costs a third of the whole, so they are cut out, unless a message has keys of the same names.
-        for name, text in (("conversation", _NO_CONVERSATION), ("sampling", _NO_FIRST)):
-            if name in untold:
-                if body.count(text) != 1:
-                    return to_json(self, inf_nan_mode="strings", exclude=untold)
-                body = body.replace(text, b"")
-        return body
+            unused["sampling"] = {"first_temperature": True}
+        return to_json(self, inf_nan_mode="strings", exclude=unused or None)
 
     @property
     def reply(self) -> Message:
