@@ -1,7 +1,11 @@
-"""The few things that the store asks of a file system, behind one seam, so that tests can simulate one.
+"""The file system operations that the store uses, as a protocol, so that tests can simulate crashes and full disks.
 
-What it promises is what POSIX promises, no more: a write may be short; nothing survives a power cut before `sync`; a
-new or renamed name doesn't survive one before `sync_dir` of its folder. It knows nothing of segments or records.
+The protocol promises no more than POSIX does:
+
+* a write may be short;
+* written bytes may be lost in a power cut until `sync` of the file returns;
+* a new, renamed or removed name may be lost until `sync_dir` of its folder returns, even when the file was synced;
+* after a failed `sync` the state of the bytes is unknown, and a second `sync` that succeeds proves nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from typing import BinaryIO, Protocol
 
 
 class Disk(Protocol):
-    """Every method raises OSError when the file system does."""
+    """Every method raises OSError when the operation fails."""
 
     def make_folder(self, path: Path) -> None:
-        """Create the folder and its parents where they are missing, durably."""
+        """Create the folder and its missing parents; durable when this returns."""
         ...
 
     def names(self, folder: Path) -> list[str]:
-        """Names in the folder; FileNotFoundError when there is none."""
+        """Names in the folder; FileNotFoundError when the folder is missing."""
         ...
 
     def create(self, path: Path) -> int:
@@ -33,11 +37,14 @@ class Disk(Protocol):
         ...
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
-        """Take the file's exclusive lock, held until `close`. False when another handle has it."""
+        """Take the file's exclusive lock, held until `close`. False when another handle holds it.
+
+        The system releases the lock when the process dies: a segment without a lock has no living writer.
+        """
         ...
 
     def write(self, handle: int, data: bytes) -> int:
-        """Append; gives how many bytes were taken, which may be fewer."""
+        """Append; returns how many bytes were written, which may be fewer than given."""
         ...
 
     def sync(self, handle: int) -> None:
@@ -48,23 +55,29 @@ class Disk(Protocol):
         """Return when the folder's names would survive a power cut."""
         ...
 
-    def truncate(self, handle: int, size: int) -> None: ...
+    def truncate(self, handle: int, size: int) -> None:
+        """Cut the file to `size` bytes; durable after `sync`."""
+        ...
 
     def close(self, handle: int) -> None:
         """Give up the handle and its lock."""
         ...
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomically give the file a new name, over what has it."""
+        """Rename the file atomically; a file that has the new name is replaced."""
         ...
 
-    def remove(self, path: Path) -> None: ...
+    def remove(self, path: Path) -> None:
+        """Remove the file; FileNotFoundError when it is missing."""
+        ...
 
     def open(self, path: Path) -> BinaryIO:
-        """A reader of the file as it is; FileNotFoundError when there is none."""
+        """The file, open for reading; FileNotFoundError when it is missing."""
         ...
 
-    def size(self, path: Path) -> int: ...
+    def size(self, path: Path) -> int:
+        """Bytes of the file."""
+        ...
 
     def nonce(self) -> str:
         """6 random hex digits."""
@@ -79,6 +92,7 @@ class RealDisk:
         while not path.exists():
             missing.append(path)
             path = path.parent
+        # Outermost first, each name synced before the next one: a power cut leaves a path from the root, never a hole.
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             self.sync_dir(folder.parent)
@@ -107,13 +121,15 @@ class RealDisk:
     if sys.platform == "darwin":
 
         def sync(self, handle: int) -> None:
-            import fcntl  # fsync leaves the bytes in the drive's cache there
+            import fcntl
 
+            # On macOS fsync leaves the bytes in the drive's volatile cache; only F_FULLFSYNC flushes that cache.
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
 
     else:
 
         def sync(self, handle: int) -> None:
+            # fdatasync also writes the file's length, without which appended bytes can't be read after a power cut.
             os.fdatasync(handle)
 
     def sync_dir(self, folder: Path) -> None:
@@ -160,14 +176,17 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
 
 
 def put_file(disk: Disk, path: Path, data: bytes) -> None:
-    """Create or replace a file so that after a crash it holds either all of `data` or what it held before.
+    """Create or replace a file so that after a crash it holds either all of `data` or its previous content.
 
-    Of two that do this at once to one path, one wins whole.
+    The bytes are synced before the rename: a rename alone may reach the disk before the bytes do, and a power cut then
+    leaves the name on an empty file. The folder is synced last, so that the new name itself survives when this returns.
+    A crash before the rename leaves a `.part` file, which recovery removes. Of two processes that write one path at
+    once, one wins whole.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:
         handle = disk.create(part)
-    except FileExistsError:  # of a process that died, whose number is ours now
+    except FileExistsError:  # left by a dead process that had this process id
         disk.remove(part)
         handle = disk.create(part)
     try:

@@ -1,8 +1,9 @@
 """Reading one segment: its lines in order, up to its end or to the first place where they break.
 
-A reader never skips a line. Where the lines break it asks one question: was what stood here durable? If a line that can
-be shown to be of this segment says so (its `c` is higher than the place of the break), or a pin does, the bytes were
-changed: *corrupt*. Otherwise the tail is *torn*: a crash leaves that, and nobody can know the cause.
+A reader never skips a line. Where the lines break, the question is whether the bytes at that place had been durable. If
+a later line that provably belongs to this segment states it (its `c` is above the place of the break), or a pin does,
+the bytes were changed: the segment is *corrupt*. Otherwise the tail is *torn*, which an ordinary crash leaves behind;
+the bytes alone can't tell the cause.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .disk import REAL, Disk
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body
 
 PINS = "pins.json"
-"""Beside a run's other files: the heads as of the last `close`."""
+"""Name of the file in a run directory with the heads of all sealed segments at the last `close`."""
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
-    """The heads in a file like `pins.json`, by segment. ValueError where it holds none."""
+    """The heads in a file like `pins.json`, by segment. ValueError where the file holds no pins."""
     with disk.open(path) as file:
         data = file.read()
     try:
@@ -31,13 +32,13 @@ def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"{path} does not hold pins: {error}") from error
     if not isinstance(heads, dict) or not all(isinstance(head, str) for head in heads.values()):
-        raise ValueError(f"{path} does not hold pins: it is no JSON object of segments and hashes")
+        raise ValueError(f"{path} does not hold pins: it is not a JSON object of segment names and hashes")
     return heads
 
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Where and why a segment's lines end before its file does."""
+    """The place and reason where a segment's lines end before its file does."""
 
     segment: str
     offset: int
@@ -58,15 +59,15 @@ class Break:
     def error(self) -> Corrupt:
         """The error for a corrupt segment."""
         return Corrupt(
-            f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; bring "
-            "the file back from a copy, or go on in a new run"
+            f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; restore "
+            "the file from a copy, or begin a new run"
         )
 
 
 class SegmentReader:
     """Iterates (offset, line, length) over a segment, from its start or from a place that was verified before.
 
-    After the iteration `broken` tells whether the file goes on after the last line, `chain` what the lines said.
+    After the iteration `broken` tells whether bytes follow the last line, and `chain` has the state after it.
     """
 
     def __init__(self, folder: Path, segment: str, *, disk: Disk = REAL) -> None:
@@ -87,6 +88,7 @@ class SegmentReader:
                 try:
                     if raw[-1:] != b"\n":
                         raise BadLine("the line has no end" if len(raw) < MAX_LINE else "the line is too long")
+                    # The newline is part of the line: a write that was cut just before it must not count as whole.
                     line = parse_line(raw[:-1])
                     chain.take(line)
                 except BadLine as error:
@@ -97,12 +99,14 @@ class SegmentReader:
             self.why = None
 
     def broken(self) -> Break | None:
-        """After the iteration: the break, judged by what the file itself says; None when there is none."""
+        """After the iteration: the break, judged by the file alone; None when the lines reach its end."""
         if self.why is None:
             return None
         with self.disk.open(self.path) as file:
             evidence = None if self.chain.sealed is None else "nothing can follow a seal"
-            if evidence is None and not self._unfinished:  # of a live segment, the rest may have been written since
+            # A last line without its newline may be a live writer's, caught in the middle of its write. What stands
+            # after it by now was written since and must not be taken as evidence against it.
+            if evidence is None and not self._unfinished:
                 evidence = _evidence(file, self.chain, self.offset)
             size = file.seek(0, 2) - self.offset
         return Break(
@@ -117,35 +121,41 @@ class SegmentReader:
 
 @dataclass(slots=True)
 class _Run:
-    """Lines after a break that agree with their own hashes and with each other."""
+    """Consecutive lines after a break that agree with their own hashes and with each other."""
 
     first: Line
     head: bytes
     frontier: int
     sealed: bool
     own: bool
-    """Shown to be of this segment, whatever its hashes link to."""
+    """True when a line of the run proves that it belongs to this segment, without a hash link to the intact part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """What it says, if it is of this segment, that makes the place after `chain` one that was durable."""
+        """Why the place after `chain` must have been durable, provided that this run belongs to the segment."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"
         if self.frontier > chain.n:
             return f"a later line was written when {self.frontier} lines were durable"
         if first.n == first.c == chain.n and first.p != chain.head:
-            return f"the line after line {chain.n - 1} knew another one, which was durable"
+            return f"the line after line {chain.n - 1} names another hash for it, and states that it was durable"
         return None
 
 
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     """Why the place of the break must have been durable, if a line after it proves that.
 
-    A crash may leave old bytes of any other file here, so a line counts only when it is tied to this segment: it
-    starts exactly at the break, or names a tape of the intact part, or is a `commit` or `seal` of this segment, or is
-    chained by hash to the intact part, to the line at the break once one flipped bit is put right, or to a line that
-    counts.
+    After a power cut a file system may expose old blocks of any other file here, also of other segments. So a line
+    counts only when it is tied to this segment. It is tied when it
+
+    * starts exactly at the break, or names a tape of the intact part,
+    * is a `commit` or `seal` that states the hash of this segment's first line, or
+    * is chained by hash to the intact part, to another line that counts, or to the line at the break after one flipped
+      bit in it is put right.
+
+    Without these ties, old garbage after a crash would be reported as corruption and recovery would refuse the run.
     """
+    # Cheap test first: mending tries each bit of a line, and most torn tails have no whole line after the break.
     if not any(run.proves(chain) for run in _runs_after(file, chain, chain.first, offset)):
         return None
     mended = _mend(file, chain, offset)
@@ -155,6 +165,7 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
         offset += mended[1]
         first = first or mended[0].h
     runs = _runs_after(file, chain, first, offset)
+    # Ties spread along hash links until no further run is tied; each round removes at least one run, so it ends.
     while True:
         linked = [run for run in runs if run.own or run.first.p in heads]
         if not linked:
@@ -178,7 +189,7 @@ def _runs_after(file: BinaryIO, chain: Chain, first: bytes, offset: int) -> list
             sealed = line.body.startswith(b'{"t":"seal"')
             own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain)) or line.h == chain.head
         except BadLine:
-            pass  # no evidence; the break that it is part of is reported
+            pass  # not a line, so no evidence
         else:
             if runs and line.p == runs[-1].head:
                 run = runs[-1]
@@ -201,7 +212,7 @@ def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
         try:
             tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
         except BadLine:
-            break  # the mended line itself
+            break  # `offset` may lie after the mended line, whose bytes in the file are still damaged
         if tape is not None:
             tapes.add(tape)
     return tapes
@@ -215,11 +226,14 @@ def _names_segment(line: Line, first: bytes, tapes: set[str]) -> bool:
 
 
 _MENDABLE = 16 * 1024
-"""Bytes of a line. Each bit is tried, so this bounds the time to about a second."""
+"""Bytes. Longer lines are not mended: each bit is tried, and this bounds the time to about a second."""
 
 
 def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:
-    """The line at the break and its length, if flipping one bit makes it the line that belongs there."""
+    """The line at the break and its length, if flipping one bit gives the line that belongs there.
+
+    A flipped newline joins two lines, so the search covers both.
+    """
     file.seek(offset)
     region = bytearray(file.read(_MENDABLE))
     last = region.find(b"\n", region.find(b"\n") + 1)

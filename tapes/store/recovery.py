@@ -1,10 +1,16 @@
-"""Recovery: what a new writer does about those that died.
+"""Recovery: what a new writer does with the segments of writers that died.
 
-Under the folder's lock, for each segment that nobody holds: set a torn tail aside, with its bytes kept, and make the
-rest durable; then open a segment that pins every head found, and end the episodes that the dead left open as `crashed`.
-A segment whose lock is held has a live writer and is never touched; a corrupt one, or a head in `pins.json` that no
-segment holds, stops recovery before it changes anything.
-Every step may be cut by another crash: the next recovery does what is left.
+It works under the folder's lock, in this order:
+
+1. Lock every unfinished segment. A segment whose lock is held has a live writer and is never touched.
+2. Refuse to start (`Corrupt`) where durable bytes changed, or where no segment holds a pinned head. Nothing has been
+   changed by then.
+3. For each locked segment: copy a torn tail to a file of its own, cut it off, and sync the rest.
+4. Open a new segment whose first line pins every head that was found.
+5. End the episodes that dead writers left open, as `crashed`, in the new segment.
+
+Each step may be cut short by another crash. The next recovery repeats it: the copy of a tail is durable before the cut,
+a segment counts as finished only when a later one pins its seal, and an episode without an end is still open.
 """
 
 from __future__ import annotations
@@ -28,18 +34,18 @@ from .writer import FolderLock, SegmentWriter, new_segment
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """Bytes that a crash left behind the last whole line of a segment."""
+    """Bytes that a crash left after the last whole line of a segment."""
 
     segment: str
     offset: int
     size: int
     kept: str
-    """Name of the file, beside the segments, that holds them now."""
+    """Name of the file in the segments' folder that holds these bytes now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dangling:
-    """An action whose effect can't be undone or repeated, and of which nobody knows whether it happened."""
+    """An irreversible action that a crash interrupted: no record says whether it happened."""
 
     tape: str
     env: str
@@ -55,21 +61,23 @@ class Recovered:
     """Tapes that were open and are now ended as `crashed`."""
     torn: list[Torn] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
-    """Segments of other writers at work."""
+    """Segments of other, living writers."""
     dangling: list[Dangling] = field(default_factory=list)
-    """Irreversible actions that need a person to look what became of them; never retried."""
+    """Irreversible actions that may have happened; never retried. A person must check their effect."""
 
 
 def start_writer(
     folder: Path, index: Index, *, disk: Disk = REAL, clock: Callable[[], float] = time.time, **options: Any
 ) -> tuple[SegmentWriter, Recovered]:
-    """Recover what the dead left and start a writer of our own. Raises Corrupt where bytes below a frontier changed."""
+    """Recover the segments of dead writers and start a new writer. Raises Corrupt where durable bytes changed."""
     found = Recovered()
     with FolderLock(disk, folder):
         index.refresh()
         held = _hold_dead(folder, disk, index.segments(), found)
         try:
-            breaks = index.refresh()  # again: a writer may have ended before its lock was ours
+            # Again, now that the locks are held: a writer may have written and ended after the first refresh. Without
+            # this its last lines would be judged, and cut off, by an index that has not seen them.
+            breaks = index.refresh()
             segments = index.segments()
             _refuse_corrupt(index, segments, breaks, _kept_pins(folder.parent / PINS, disk))
             for name, handle in held.items():
@@ -82,19 +90,25 @@ def start_writer(
                 for tape in index.tapes("status is null"):
                     if owner(segments, tape, index) not in found.live:
                         _end(tape, index, folder, disk, writer, found, clock)
+                # The caller may act on `found` (repeat those episodes, say), so the ends must not be lost after that.
                 if found.crashed:
                     writer.sync()
             except BaseException:
                 writer.abandon()
                 raise
         finally:
+            # Only now: until the new segment pins them, a second process must not recover these segments as well.
             for handle in held.values():
                 disk.close(handle)
     return writer, found
 
 
 def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
-    """Lock every segment that may need something done: all but those that a seal ends and a later segment pins."""
+    """Lock every segment that may need recovery: all except those that are sealed and pinned by a later segment.
+
+    A seal alone is not enough: its writer may have died before the sync, and only a pin shows that a recovery, or a
+    rotation, made the sealed bytes durable.
+    """
     pinned = {(name, head) for segment in segments for name, head in read_pins(segment).items()}
     settled = {
         segment.name for segment in segments if segment.sealed is not None and (segment.name, segment.head) in pinned
@@ -113,13 +127,13 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
 
 
 def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
-    """The heads beside the run, which the next close writes anew; none where no writer has closed yet."""
+    """The heads in `pins.json`, which each close of a store replaces; empty before the first close."""
     try:
         return read_pin_file(disk, path)
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise Corrupt(f"{error}. If you know why, move it away and open the run again") from error
+        raise Corrupt(f"{error}. If you know why, move the file away and open the run again") from error
 
 
 def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Break], kept: dict[str, str]) -> None:
@@ -129,16 +143,16 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
     missing = unmet_pins(segments, index, kept)
     if missing:
         raise Corrupt(
-            f"{missing[0]}. Bring the segment back from a copy, or go on in a new run; "
-            "`tapereel verify` lists all that is damaged"
+            f"{missing[0]}. Restore the segment from a copy, or begin a new run; `tapereel verify` lists all damage"
         )
 
 
 def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None, found: Recovered) -> None:
-    """Keep the torn bytes in a file of their own, then cut them off, then make what is left durable.
+    """Copy the torn bytes to a file of their own, then cut them off, then sync the segment.
 
-    The last is needed even where nothing is torn: what a dead process wrote may still be in memory only, and a pin on
-    bytes that a power cut then takes would read as tampering.
+    The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even where
+    nothing is torn: the lines of a dead process may exist in the page cache only. The new segment pins the last of
+    them; if a power cut then took them, the unmet pin would read as tampering.
     """
     if broken is not None:
         with disk.open(folder / f"{name}.jsonl") as file:
@@ -152,16 +166,17 @@ def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None
 
 
 def _clear_parts(folder: Path, disk: Disk) -> None:
-    """Unfinished copies of the dead; each was to be renamed once it was whole."""
+    """Remove unfinished files of dead processes. A `.part` file is renamed only when it is complete (`put_file`)."""
     for name in disk.names(folder):
         if name.endswith(".part"):
             disk.remove(folder / name)
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """The heads that pin everything: of each segment that no later one pins to its end.
+    """The heads to pin: that of each segment whose end no later segment pins yet. Together they cover every line.
 
-    Of a live writer's segment, the last line below its frontier: the rest may yet be lost.
+    Of a live writer's segment it is the last line below the frontier. Lines above may still be lost in a power cut, and
+    a pin on a lost line would read as tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
@@ -175,12 +190,12 @@ def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> d
 
 
 def read_pins(segment: Segment) -> dict[str, str]:
-    """What the segment's `open` pins."""
+    """The pins in the segment's `open` record: segment name -> head."""
     return from_json(segment.pins)
 
 
 def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
-    """Hash of the segment's line before ordinal `n`; empty when there is none."""
+    """Hash of the segment's line with ordinal `n - 1`; empty when there is no such line."""
     head = ZERO
     if n <= 0:
         return ""
@@ -192,7 +207,11 @@ def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
 
 
 def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> list[str]:
-    """What the segments pin of each other, or `kept` of them, and they don't hold; each as a sentence."""
+    """A sentence for each pin, of the segments or in `kept`, whose line no segment holds.
+
+    Most pins name a segment's last line and are met without reading. Each of the others costs one pass over its
+    segment; the index keeps those that were found, so the next start doesn't read them again.
+    """
     held = {(segment.name, segment.head) for segment in segments} | index.met()
     wanted = {pin for segment in segments for pin in read_pins(segment).items()} | set(kept.items())
     wanted -= held
@@ -210,7 +229,11 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 
 
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
-    """The segment whose writer this open tape belongs to: where its last record stands, or that writer's newest."""
+    """The newest segment of the writer that this open tape belongs to.
+
+    That is the segment of the tape's last record, followed along the `next` names that full segments state. Without
+    this an episode of a live writer that waits across a rotation would be ended as crashed.
+    """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment
     while (segment := by_name.get(name)) is not None and segment.next is not None:
@@ -227,7 +250,11 @@ def _end(
     found: Recovered,
     clock: Callable[[], float],
 ) -> None:
-    """Write the end that the dead process could not."""
+    """Queue the end of an episode whose process died.
+
+    Its last record tells whether an action was under way: an irreversible action is recorded before it is carried out,
+    so it may have happened although no reaction is on the tape.
+    """
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]
     body = read_place(folder, disk, last)
@@ -246,7 +273,7 @@ def _end(
 
 
 def read_place(folder: Path, disk: Disk, place: Place) -> bytes:
-    """The body at a place that the index gave; its hash is checked again."""
+    """The body of the record at `place`. The line's hash is checked again, since the index is only a cache."""
     with disk.open(folder / f"{place.segment}.jsonl") as file:
         file.seek(place.offset)
         return parse_line(file.read(place.length)[:-1]).body

@@ -5,8 +5,8 @@
 `n` is the line's ordinal; `c` how many lines of the segment were durable when it was written; `p` the hash of the line
 before (of the first line: a head that its `open` pins, else 64 zeros); `b` the record's body; `h` the SHA-256 of the
 line's bytes before its last `,"h":`. The first body is an `open` that names the segment; `commit` and `seal` state
-the hash of that first line; a `seal` is the last.
-This module knows nothing of files, locks or what bodies mean beyond `t` and `tape`.
+the hash of that first line; a `seal` is the last line.
+This module opens no file and takes no lock. Of a body it reads `t` and `tape` only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import NotATape
 ZERO = b"0" * 64
 """`p` of a first line that pins nothing."""
 MAX_LINE = 64 * 1024 * 1024
-"""Bytes. Bounds what a reader holds in memory; what is larger belongs into a media file."""
+"""Bytes. Bounds what a reader holds in memory; larger content belongs in a media file."""
 
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
@@ -38,17 +38,20 @@ def segment_names(entries: Iterable[str]) -> list[str]:
 
 
 def next_name(names: list[str], nonce: str) -> str:
-    """The name after these. Numbers sort as segments were created, whatever the clock says; the nonce (6 hex digits)
-    keeps old bytes of another run's segment from passing for this one's first line."""
+    """The name of the next segment. Its number makes names sort in the order of creation, independent of the clock.
+
+    The nonce (6 hex digits) makes the name unique: a file system may fill a new file with old blocks after a crash,
+    and a whole segment of another run in them must not pass as this segment, whose `open` line states its name.
+    """
     return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
 
 
 class BadLine(NotATape):
-    """Bytes that are no line, or a line that can't stand where it stands."""
+    """Bytes that are not a line, or a line that is out of place."""
 
 
 class Line(NamedTuple):
-    """One line of a segment, read and found to agree with its own hash."""
+    """One line of a segment whose own hash `h` was checked."""
 
     n: int
     c: int
@@ -81,7 +84,7 @@ def parse_line(line: bytes) -> Line:
 
 
 def peek(body: bytes) -> tuple[str, str | None]:
-    """`t` and `tape` of a body, without reading the rest. BadLine when it is no record at all."""
+    """`t` and `tape` of a body, without parsing the rest. BadLine when the body is not a record."""
     match = _PEEK.match(body)
     if match is not None and (match[2] is not None or match[1] in _WITHOUT_TAPE):
         tape = match[2]
@@ -97,7 +100,7 @@ def peek(body: bytes) -> tuple[str, str | None]:
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The body as plain values, without the checks of a record. BadLine when it is no JSON object."""
+    """The body as plain values, not validated as a record. BadLine when it is not a JSON object."""
     try:
         value = from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
@@ -108,7 +111,10 @@ def read_body(body: bytes) -> dict[str, Any]:
 
 
 class Chain:
-    """What a segment's next line must agree with. `take` lines in order; single use."""
+    """The state of a segment after its lines so far, against which the next line is checked.
+
+    Call `take` with the lines in order. One chain serves one pass over one segment.
+    """
 
     __slots__ = ("first", "frontier", "head", "n", "opened", "sealed", "segment")
 
@@ -128,11 +134,12 @@ class Chain:
         """The body of the segment's `seal`, once taken."""
 
     def take(self, line: Line) -> None:
-        """The next line. BadLine when it can't be that; then nothing has changed."""
+        """Check and count the next line. BadLine when it doesn't fit; the chain is then unchanged."""
         if self.sealed is not None:
             raise BadLine(f"line {line.n} follows the seal")
         if line.n != self.n:
             raise BadLine(f"line {line.n} stands where line {self.n} belongs")
+        # Lines below the frontier were synced. A frontier can't fall, and a line can't state more than came before it.
         if not self.frontier <= line.c <= line.n:
             raise BadLine(f"line {line.n} says that {line.c} lines were durable, after {self.frontier} of {line.n}")
         if self.n == 0:
@@ -155,6 +162,7 @@ class Chain:
             raise BadLine("the first line is no `open`")
         if body.get("segment") != self.segment:
             raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
+        # `p` of a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.
         if line.p != ZERO and line.p.decode() not in pins.values():
             raise BadLine("the first line follows a head that its `open` does not pin")
         self.opened = body
@@ -167,6 +175,7 @@ class Chain:
         if body.get("opened") != self.first.decode():
             raise BadLine(f"line {line.n}, a {body.get('t')}, belongs to another segment")
         if body.get("t") == "seal":
+            # The writer syncs every line before it writes the seal: a lower `c` was never written by it.
             if line.c != line.n:
                 raise BadLine(f"line {line.n} seals the segment when {line.c} of {line.n} lines were durable")
             self.sealed = body

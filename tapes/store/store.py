@@ -1,8 +1,8 @@
 """Store: a run directory, for writing and for reading.
 
-`Store.create` and `Store.open(write=True)` take a writer of their own; any number of processes may read meanwhile.
-Of the directory the store owns `tapes/` (segments, media, index); the other files of a run are other people's business.
-What a record means is decided in the modules that fold records (`ledger`, `books`), how bytes are kept in `writer`.
+`Store.create` and `Store.open(write=True)` start a writer for this process; any number of processes may read at once.
+The store owns the folder `tapes/` (segments, media, index) and `pins.json`; other modules own a run's other files.
+`ledger` and `books` decide what records mean, `writer` decides how bytes are kept.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a reader of the live tail has come. Goes through JSON: `Cursor(**json)` and `cursor.places`."""
+    """How far a reader of the live tail has read. Goes through JSON: `Cursor(**json)` and `cursor.places`."""
 
     places: dict[str, tuple[int, int, str, str, int, bool]] = field(default_factory=dict)
     """By segment: (byte offset, lines, hash of the first line, head, frontier, sealed)."""
 
 
 class Store:
-    """One run. Use it as a context manager: leaving seals the segment. Single use."""
+    """One run, open for reading or writing. Use it as a context manager: leaving seals the segment. It can't be
+    reopened."""
 
     def __init__(self, path: Path, *, disk: Disk, index: Path | None) -> None:
         """Use `create` or `open`."""
@@ -68,11 +69,11 @@ class Store:
         self._writer: SegmentWriter | None = None
         self._books_fold, self._books_cursor, self._books_lock = BooksFold(), Cursor(), threading.Lock()
         self.recovered = Recovered()
-        """What opening for writing found and did about writers that died."""
+        """What opening for writing found and did about the segments of dead writers."""
 
     @classmethod
     def create(cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Any) -> Self:
-        """Start a run: make the directory where it is missing. RunExists when it holds tapes already.
+        """Start a run, and make its directory where it is missing. RunExists when the directory holds tapes already.
 
         Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
         of `SegmentWriter`. Without `cache` the index is kept in memory.
@@ -89,7 +90,10 @@ class Store:
     def open(
         cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True, **options: Any
     ) -> Self:
-        """Open a run; for writing, this recovers what dead writers left (`store.recovered`). NoRun where none is."""
+        """Open a run. For writing, this recovers the segments of dead writers (`store.recovered`).
+
+        NoRun where `path` is not a run.
+        """
         path = Path(path)
         try:
             disk.names(path / "tapes")
@@ -111,7 +115,7 @@ class Store:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._writer is not None and self._writer.failure is not None and error is not None:
-            self.abandon()  # the failure is on its way up already
+            self.abandon()  # `close` would raise the writer's failure over the error that is on its way up
         else:
             self.close()
 
@@ -125,16 +129,18 @@ class Store:
             self._close_index()
 
     def _write_pins(self) -> None:
-        """The heads of all that is sealed, and of nothing that a live writer may yet lose."""
+        """Write the heads of all sealed segments. Unsealed lines of a live writer may yet be lost: they get no pin."""
         self.refresh()
         heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
         try:
             put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
         except OSError as error:
-            raise StoreFailed(f"all is written and sealed, but not {self.path / PINS}: {error}") from error
+            raise StoreFailed(
+                f"{self.path / PINS} can't be written ({error}); every record is written and sealed all the same"
+            ) from error
 
     def abandon(self) -> None:
-        """Let go without a seal, as a process that died would."""
+        """Give up the run without a seal, as a process that died does."""
         if self._writer is not None:
             self._writer.abandon()
         self._close_index()
@@ -153,18 +159,18 @@ class Store:
         return self._writer
 
     def append_layer(self, record: Record) -> None:
-        """Queue a record that came later than its tape's end, or that has no tape (`use`, `void`, `publish`)."""
+        """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`)."""
         self.writer.append(record.body())
 
     # Reading
 
     @cached_property
     def index(self) -> Index:
-        """The cache behind `tapes` and `tape`; `index.tapes(where, values)` answers what those don't."""
+        """The cache behind `tapes` and `tape`; `index.tapes(where, values)` answers other questions."""
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read what was written since; gives the segments whose lines break. Raises Corrupt for those that changed."""
+        """Read the lines since the last refresh; returns the torn segments. Corrupt where durable bytes changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -187,10 +193,11 @@ class Store:
         closed: bool | None = None,
         durable: bool = False,
     ) -> list[Summary]:
-        """What a list shows of the tapes that fit, in the order in which they began, without reading them.
+        """Summaries of the tapes that fit, in the order in which they began, from the index alone.
 
-        `version`: sampled from by one of its calls. `since`, `until`: seconds since 1970 of its begin, half-open.
-        `durable`: only closed ones whose every record is below the frontier: what a trainer may take.
+        `version`: a policy version that sampled one of the tape's calls. `since`, `until`: seconds since 1970 of its
+        begin, half-open. `durable`: only closed tapes whose every record is below the frontier. A trainer takes only
+        those: an update on a tape that a power cut then removes could not be reproduced.
         """
         self.refresh()
         where: list[str] = []
@@ -222,7 +229,7 @@ class Store:
         return self.index.tapes(" and ".join(where) or "1", values)
 
     def _own_frontier(self) -> tuple[str, int]:
-        """Our own segment, and how many of its lines are durable, which its file need not say yet."""
+        """This process's segment and its durable lines; the file may state a lower count until the next line."""
         if self._writer is None:
             return "", 0
         return self._writer.segment, self._writer.durable_lines
@@ -233,7 +240,7 @@ class Store:
             yield self.tape(summary.id, refresh=False)
 
     def tape(self, tape: str, *, refresh: bool = True) -> Tape:
-        """The tape of that id, or the only one whose id starts so, with its layers. NoSuchTape when there is none."""
+        """The tape with this id, or the only one whose id starts with it, with its layers. NoSuchTape otherwise."""
         if refresh:
             self.refresh()
         return self._tape(self._resolve(tape))
@@ -248,7 +255,10 @@ class Store:
         return found[0]
 
     def _tape(self, tape: str) -> Tape:
-        """The tape, on the prefixes that it and its ancestors were forked from. A parent may have grown since."""
+        """The tape, on the prefix of its parent, that on the prefix of its own parent, and so on.
+
+        Only the records of the prefix are read from a parent, which may have grown after the fork.
+        """
         line = [self._read(tape, None)]
         seen = {tape}
         while (above := parse_record(line[-1][0][0]).parent) is not None:
@@ -268,7 +278,7 @@ class Store:
         return found
 
     def _read(self, tape: str, records: int | None) -> tuple[list[bytes], list[Record]]:
-        """Bodies of the tape's own records and its layers, or of its first `records` ones alone."""
+        """Bodies of the tape's own records, and its layers; with `records`, only that many bodies and no layers."""
         places = self.index.places(tape)
         ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
         inside = [place for k, place in enumerate(places) if k <= ended and place.t in _IN_TAPE]
@@ -278,7 +288,7 @@ class Store:
         return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
 
     def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
-        """Bodies at these places (`index.places`), in that order; the hash of each line is checked again."""
+        """Bodies of the records at these places (`index.places`), in that order; each line's hash is checked again."""
         for name, group in groupby(places, lambda place: place.segment):
             with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:
@@ -286,14 +296,14 @@ class Store:
                     yield parse_line(file.read(place.length)[:-1]).body
 
     def layers(self, tape: str) -> list[Record]:
-        """What was added to the tape after its end."""
+        """The records that were added to the tape after its end."""
         return self.tape(tape).layers
 
     def _names(self) -> list[str]:
         return segment_names(self.disk.names(self.folder))
 
     def records(self) -> Iterator[Stored]:
-        """Every record of every segment, segment by segment, up to a torn tail. Raises Corrupt where bytes changed."""
+        """Every record, segment by segment, each up to a torn tail. Raises Corrupt where durable bytes changed."""
         for name in self._names():
             reader = SegmentReader(self.folder, name, disk=self.disk)
             yield from self._stored(reader)
@@ -302,7 +312,7 @@ class Store:
                 raise broken.error()
 
     def tail(self, cursor: Cursor | None = None) -> tuple[list[Stored], Cursor]:
-        """What was written since `cursor` by anybody, and the cursor for the next time. Never waits."""
+        """The records that any process wrote since `cursor`, and the cursor for the next call. Never waits."""
         places = dict(cursor.places) if cursor is not None else {}
         found: list[Stored] = []
         for name in self._names():
@@ -342,11 +352,11 @@ class Store:
         return Lineages(stored.record for stored in self.run_records("use", "void"))
 
     def ledger(self, lineage: str) -> Ledger:
-        """What that lineage has trained on: its redo log, its next update, the tapes it has taken."""
+        """What that lineage has trained on: its redo log, its next update, the tapes in its updates."""
         return self.lineages().ledger(lineage)
 
     def books(self) -> Books:
-        """The account of every token and episode so far. Reads only what was added since it was last asked."""
+        """The account of every token and episode so far. Reads only the records since the last call."""
         with self._books_lock:
             found, self._books_cursor = self.tail(self._books_cursor)
             for stored in found:
@@ -359,7 +369,11 @@ class Store:
         return Media(self.folder / "media", disk=self.disk)
 
     def collect_media(self) -> list[str]:
-        """Remove the media files that no record names; gives their names. StoreFailed while any writer is at work."""
+        """Remove the media files that no record names; returns their names. StoreFailed while a writer is at work.
+
+        A writer puts a file before it records the reference, so a file without a reference may be one about to be used.
+        The folder's lock keeps a new writer from starting meanwhile.
+        """
         with FolderLock(self.disk, self.folder):
             for name in self._names():
                 handle = self.disk.edit(self.folder / f"{name}.jsonl")

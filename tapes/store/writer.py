@@ -1,9 +1,18 @@
-"""The writer: one process's journal, a chain of segments of which it holds the last one's lock.
+"""The writer: the journal of one process, written as a chain of segments. It holds the lock of its newest segment.
 
-`append` builds the line and queues it, without touching the disk; a thread writes what is queued, syncs when somebody
-waits for it (one sync serves all who wait), states the frontier when it falls idle, and goes on in a new segment when
-one is full. The first write or sync that fails poisons the writer: whatever was acknowledged before is safe, nothing is
-tried again, and everything after raises StoreFailed. It knows nothing of episodes, nor of what other writers do.
+`append` builds the line and queues it, without touching the disk. A thread does all writing:
+
+* it writes the queued lines, and syncs when a caller waits (group commit: one sync serves all waiting callers);
+* when it falls idle it writes a `commit` line, which states the frontier: how many lines are durable;
+* when a segment is full it seals it and continues in a new one.
+
+A line is acknowledged only after the sync that covers it. The frontier that a line states (`c`) counts only lines that
+were synced before that line was built, so a reader may take it as proof: bytes below it that differ are corruption,
+bytes above it that are torn are an ordinary crash.
+
+The first write or sync that fails poisons the writer: acknowledged lines are safe, nothing is tried again, and every
+later call raises StoreFailed. A retried sync is no proof (see `disk`): Linux marks the failed pages clean, so the next
+fsync may succeed although the bytes are lost.
 """
 
 from __future__ import annotations
@@ -28,14 +37,15 @@ from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
 Done = Callable[[StoreFailed | None], None]
 
 NAMED_EVERY = 256
-"""Lines. A busy writer, too, states the frontier this often: a `commit` names its segment, and so ties the lines
-around it to their file when a stretch of it is damaged."""
+"""Lines. A busy writer, which is never idle, states the frontier this often. A `commit` line also names its segment,
+which ties the lines around it to this file when other lines are damaged (`reader`)."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
-    """Create the next segment's file; gives its name and the locked handle.
+    """Create the next segment's file; returns its name and the locked handle.
 
-    The folder's lock must be held: between creating a file and locking it, recovery would take it for a dead one.
+    The caller must hold the folder's lock: between creation and locking, recovery would take the file for the segment
+    of a dead process and would seize it.
     """
     name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
@@ -44,12 +54,13 @@ def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
         raise StoreFailed(
             f"another process locked {path}, which this one just created; write to a run only through its Store"
         )
+    # Before any line is acknowledged: a power cut could otherwise take the name, and with it synced lines.
     disk.sync_dir(folder)
     return name, handle
 
 
 class FolderLock:
-    """The lock under which segments are created and recovered: one process at a time, and only while it does that."""
+    """The lock under which segments are created and recovered, by one process at a time. Held for that time only."""
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk, self._path = disk, folder / "lock"
@@ -63,7 +74,7 @@ class FolderLock:
 
 
 class SegmentWriter:
-    """Implements `Journal`. Thread-safe; single use; one per process and run (`Store.writer`)."""
+    """Implements `Journal`. Thread-safe; can't be reopened after `close`; one per process and run (`Store.writer`)."""
 
     def __init__(
         self,
@@ -83,7 +94,7 @@ class SegmentWriter:
         """Take over the locked, empty file of segment `name` and make its first line durable.
 
         `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
-        unsynced when nobody waits for it. Without `thread`, nothing is written but in `commit`, `sync` and `close`.
+        unsynced when no caller waits for it. Without `thread`, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, durability
         self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
@@ -95,13 +106,14 @@ class SegmentWriter:
         self._closing = self._closed = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
-        # Counted over all segments of this writer, in lines: appended >= written >= durable.
+        # Lines, counted over all segments of this writer. Invariant: appended >= written >= durable. `written` survives
+        # the death of this process, `durable` also a power cut. Only the writing thread raises the last two.
         self._appended = self._written = self._durable = 0
         self._unnamed = 0
         self._size = 0
         pinned = dict(pins or {})
         self._start(name, pinned, next(reversed(pinned.values())).encode() if pinned else ZERO)
-        self.commit()
+        self.commit()  # an `open` that is not durable could pin nothing, and recovery would find an empty file
         self._raise_failure()
         self._thread = threading.Thread(target=self._run, name=f"tapereel-{name}", daemon=True) if thread else None
         if self._thread is not None:
@@ -128,6 +140,7 @@ class SegmentWriter:
 
     def _line(self, body: bytes) -> None:
         n = self._appended - self._base
+        # 0, not a negative count, while lines of the previous segment are unsynced: no line of this one is durable.
         line, self._head = encode_line(n, max(self._durable - self._base, 0), self._head, body)
         self._pending.append(line)
         self._appended += 1
@@ -150,21 +163,21 @@ class SegmentWriter:
 
     @property
     def durable_lines(self) -> int:
-        """How many lines of the present segment would survive a power cut."""
+        """How many lines of the current segment would survive a power cut."""
         return max(self._durable - self._base, 0)
 
     @property
     def failure(self) -> Exception | None:
-        """What poisoned this writer; None while it is well."""
+        """The error that poisoned this writer; None while it works."""
         return self._failure
 
     def _error(self) -> StoreFailed:
-        """A new error for each who asks, so that tracebacks don't grow into each other."""
+        """A new exception for each caller: one that is raised twice collects the tracebacks of both."""
         cause = self._failure
         assert cause is not None
         message = (
             f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
-            "but this process writes nothing more. Mend the disk, then open the run again: it recovers itself"
+            "but this process writes nothing more. Repair the disk, then open the run again, which recovers it"
         )
         number = getattr(cause, "errno", None)
         error = StoreFailed(number, message) if number else StoreFailed(message)
@@ -188,7 +201,7 @@ class SegmentWriter:
     # Waiting
 
     async def durable(self) -> None:
-        """Return when all that was appended so far would survive a power cut (with durability `os`: the process)."""
+        """Return when everything appended so far would survive a power cut (durability `os`: the process's death)."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -196,14 +209,14 @@ class SegmentWriter:
             try:
                 loop.call_soon_threadsafe(_resolve, future, error)
             except RuntimeError:
-                if not loop.is_closed():  # in a loop that is gone nobody waits
+                if not loop.is_closed():  # a closed loop has no waiting task left
                     raise
 
         if self.when_durable(done):
             await future
 
     def sync(self) -> None:
-        """`durable` for code outside an event loop: blocks."""
+        """As `durable`, for code outside an event loop: blocks the thread."""
         future: Future[None] = Future()
         if self.when_durable(lambda error: _resolve(future, error)):
             if self._thread is None:
@@ -211,9 +224,9 @@ class SegmentWriter:
             future.result()
 
     def when_durable(self, done: Done) -> bool:
-        """Have `done` called, in the writer's thread, once what is appended now is durable or can't be any more.
+        """Call `done`, in the writer's thread, when everything appended so far is durable, or with the error.
 
-        False when it is durable already; then `done` is not called.
+        False when it is durable already; `done` is then not called.
         """
         with self._lock:
             self._check()
@@ -225,9 +238,14 @@ class SegmentWriter:
             self._wake.notify()
         return True
 
-    # Writing: all of it in one thread
+    # Writing: only the writer's thread writes, so lines reach the file in the order of their hashes
 
     def _run(self) -> None:
+        """The thread: commit while there is work, state the frontier when idle, then sleep until `append` wakes it.
+
+        `_sleeping` is set and read under the lock. Without it each append would pay for a notification; with it set
+        outside the lock an append between the check and the wait would not wake the thread.
+        """
         unsynced_since: float | None = None
         while True:
             with self._lock:
@@ -254,7 +272,11 @@ class SegmentWriter:
                         self._wake.wait()
 
     def commit(self, *, sync: bool = True) -> None:
-        """Write what is queued, sync if asked to, then tell those who waited for it. The thread's business, if any."""
+        """Write the queued lines, sync if asked to, then acknowledge them. Called by the thread only, if there is one.
+
+        The order write, sync, acknowledge is the store's promise. `upto` is read together with the batch: a line that
+        is appended during the sync is not covered by it and must not count as durable.
+        """
         try:
             if self._size >= self._rotate_bytes:
                 self._rotate()
@@ -264,7 +286,7 @@ class SegmentWriter:
             self._put(batch)
             if sync:
                 self.disk.sync(self._handle)
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except Exception as error:  # any error must reach the waiting callers, who would block for ever otherwise
             self._poison(error)
             return
         with self._lock:
@@ -286,7 +308,7 @@ class SegmentWriter:
             self._size += len(data)
 
     def _state(self) -> None:
-        """All is durable and nothing comes: say so in a line, which itself need not be durable."""
+        """State in a `commit` line that every line is durable. The line itself need not be: it acknowledges nothing."""
         with self._lock:
             if self._pending or self._durable < self._appended:
                 return
@@ -299,7 +321,16 @@ class SegmentWriter:
         self._unnamed = 0
 
     def _rotate(self) -> None:
-        """Seal the full segment and go on in a new one, which exists and is locked before the seal names it."""
+        """Seal the full segment and continue in a new one.
+
+        The order keeps every crash recoverable:
+
+        1. The new file exists, locked and with a durable name, before the seal names it as `next`. A crash here leaves
+           an empty segment, and the old one unsealed: recovery handles both.
+        2. The old lines are synced before the seal is written, because a seal states that they are durable.
+        3. The seal is synced before the old lock is given up and before the new segment gets its first line, whose
+           `open` pins the seal's hash. A pin on a seal that a power cut takes would read as tampering.
+        """
         with FolderLock(self.disk, self.folder):
             name, handle = new_segment(self.disk, self.folder)
         with self._lock:
@@ -307,7 +338,7 @@ class SegmentWriter:
             seal = self._seal("full", name)
             old, pins = self._handle, {self.segment: self.head}
             self._start(name, pins, self._head)
-            upto = self._base
+            upto = self._base  # all lines of the old segment, its seal included
         self._put(batch)
         self.disk.sync(old)
         write_all(self.disk, old, seal)
@@ -318,7 +349,7 @@ class SegmentWriter:
         self.disk.close(old)
 
     def _seal(self, reason: str, following: str | None) -> bytes:
-        """The seal's line. It says that all lines before it are durable, so they must be when it is written."""
+        """The seal's line. It states that all lines before it are durable, so the caller must sync those first."""
         n = self._appended - self._base
         body = Seal(opened=self._first, reason=reason, next=following).body()
         line, self._head = encode_line(n, n, self._head, body)
@@ -326,6 +357,7 @@ class SegmentWriter:
         return line
 
     def _poison(self, error: Exception) -> None:
+        """Stop for good, and fail every waiting caller. `_failure` is set first, so no later caller starts to wait."""
         with self._lock:
             self._failure = error
             waiting, self._waiting = self._waiting, []
@@ -335,7 +367,7 @@ class SegmentWriter:
     # Ending
 
     def close(self, reason: str = "closed") -> None:
-        """Write what is queued, seal the segment and give up its lock. Blocks. StoreFailed if any of it fails."""
+        """Write the queued lines, seal the segment and give up its lock. Blocks. StoreFailed if any of it fails."""
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 return
@@ -345,7 +377,7 @@ class SegmentWriter:
             self._thread.join()
         atexit.unregister(self._at_exit)
         while self._failure is None and (self._pending or self._durable < self._appended):
-            self.commit()  # which may itself add a line, that states the frontier
+            self.commit()  # may itself append a `commit` line, hence the loop
         if self._failure is None:
             self._finish(reason)
         try:
@@ -361,7 +393,7 @@ class SegmentWriter:
             self._poison(error)
 
     def abandon(self) -> None:
-        """Give up the lock and write nothing more, as a process that died would leave it."""
+        """Give up the lock and write nothing more. The segment is left as a dead process leaves it."""
         with self._lock:
             if self._closed:
                 return
@@ -377,14 +409,15 @@ class SegmentWriter:
             self.close("exit")
 
     def _forked(self) -> None:
-        """In a forked child: this writer is the parent's."""
+        """Called in a forked child, where this writer belongs to the parent: close the copied handle, write nothing."""
         if not self._closed:
             self._closed = self._closing = True
             self.disk.close(self._handle)
 
 
 _writers: weakref.WeakSet[SegmentWriter] = weakref.WeakSet()
-"""Of this process. A fork copies their handles, and a copied handle keeps the lock when the parent is long dead."""
+"""The writers of this process. A fork copies their file handles, and a copied handle keeps the `flock` after the parent
+died, so that recovery would take the segment for a live one. Hence `_let_go` in each child."""
 
 
 @cache

@@ -85,7 +85,7 @@ def test_a_full_disk_poisons_the_writer_and_loses_nothing_acknowledged(small_dis
             acknowledged += 1
     assert caught.value.errno == errno.ENOSPC
     assert 0 < acknowledged < 1_000
-    with pytest.raises(StoreFailed, match="Mend the disk"):
+    with pytest.raises(StoreFailed, match="Repair the disk"):
         store.writer.append(lab.begin("more"))
     with pytest.raises(StoreFailed):
         asyncio.run(store.writer.durable())
@@ -465,7 +465,7 @@ def test_recovery_refuses_changed_bytes_and_changes_none(tmp_path: Path) -> None
     path.write_bytes(bytes(data))
     (run / "tapes" / "index.sqlite").unlink()
     before = {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"}
-    with pytest.raises(Corrupt, match="bring the file back"):
+    with pytest.raises(Corrupt, match="restore the file"):
         Store.open(run, write=True)
     assert {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"} == before
 
