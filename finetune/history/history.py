@@ -30,8 +30,7 @@ from ..trainer.checkpoint import (
     save_checkpoint,
     weights_digest,
 )
-from ..trainer.trainer import Trainer, UpdateStats
-from ..trainer.updates import together
+from ..trainer.updates import PolicyTrainer, UpdateStats, together
 from .plan import Batch, Plan, Source
 from .update_facts import computed_on, items, left_out
 
@@ -68,7 +67,7 @@ class History:
         lineage: str,
         directory: Path,
         model: Any,
-        make_trainer: Callable[[str], Trainer],
+        make_trainer: Callable[[str], PolicyTrainer],
         *,
         renderer: Any | None = None,
         tokenizer: Any | None = None,
@@ -96,7 +95,7 @@ class History:
         self.scores: dict[int, float] = {}
         """update -> how well its weights did, where somebody measured: the best checkpoint is kept."""
         self.phase = ""
-        self.trainer: Trainer | None = None
+        self.trainer: PolicyTrainer | None = None
         self.unrecorded: list[Use] = []
         """What `restore` applied and the store doesn't have: epochs of the last update, cut off by death. Whoever goes
         on must append them first."""
@@ -106,7 +105,7 @@ class History:
         """Name of the weights as they are now."""
         return version_name(self.lineage, self.updates)
 
-    def enter(self, phase: str) -> Trainer:
+    def enter(self, phase: str) -> PolicyTrainer:
         """The trainer of `phase`: the one at work, or a fresh one where another phase ran before."""
         if self.trainer is None or phase != self.phase:
             self.trainer, self.phase = self.make_trainer(phase), phase

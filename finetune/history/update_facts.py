@@ -13,10 +13,10 @@ from pydantic_core import to_json
 
 from ..data.provenance import Item, Range, _ranges, weighed
 from ..data.rows import Row
-from ..trainer.trainer import Trainer, UpdateStats
+from ..trainer.updates import PolicyTrainer, UpdateStats
 
 
-def computed_on(trainer: Trainer) -> dict[str, Any]:
+def computed_on(trainer: PolicyTrainer) -> dict[str, Any]:
     """What the bits of an update depend on beside tapes and weights: the recipe, torch, and what it runs on."""
     device = next(trainer.model.parameters()).device
     chip = (

@@ -259,6 +259,7 @@ class _Bench:
         plan = Plan.of(info)
         with with_threads((info.get("on") or {}).get("threads")):
             own = history.enter(plan.phase)
+            assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
             batch = history.batch(plan, as_read(history, use))
             trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
         single = len(epochs) == 1 and plan.minibatches == 1

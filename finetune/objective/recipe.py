@@ -13,7 +13,7 @@ from .adjust import AnyAdjust
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
-from .regulariser import KL, AnyRegulariser, Demonstrations
+from .regulariser import KL, AnyRegulariser, Balance, Demonstrations
 from .reward import Reward
 from .select import Select
 from .shape import AnyShape, EpisodeKL, Running, TokenKL
@@ -121,7 +121,17 @@ class Recipe(Term):
     @property
     def imitates(self) -> bool:
         """True when demonstrations are trained on beside the batch."""
-        return any(isinstance(term, Demonstrations) and term.active for term in self.regulariser)
+        return self.imitation > 0
+
+    @property
+    def imitation(self) -> float:
+        """Coefficient of the demonstrations' cross-entropy; 0: none are trained on."""
+        return sum(term.coefficient for term in self.regulariser if isinstance(term, Demonstrations))
+
+    @property
+    def balance(self) -> float:
+        """Coefficient of the balance of a mixture's experts; 0: the router isn't trained for balance."""
+        return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     @property
     def local(self) -> bool:

@@ -18,7 +18,7 @@ from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
 from ..trainer.checkpoint import copied_weights
-from ..trainer.trainer import Trainer
+from ..trainer.updates import PolicyTrainer
 from .player_config import TrainedConfig
 from .trainer_config import TrainerConfig
 
@@ -63,7 +63,12 @@ class Policy:
         return engine
 
     def history(
-        self, store: Store, lineage: str, directory: Path, make_trainer: Callable[[str], Trainer], loop: LoopConfig
+        self,
+        store: Store,
+        lineage: str,
+        directory: Path,
+        make_trainer: Callable[[str], PolicyTrainer],
+        loop: LoopConfig,
     ) -> History:
         """Its history of that lineage, with checkpoints in `directory`."""
         return History(

@@ -44,7 +44,7 @@ try:
     from ..report.plots import plot_curve
     from ..report.run_report import Reporter, reporting
     from ..report.trackers import TrackerName, check_trackers, tracking
-    from ..trainer.distributed import Crew, launched
+    from ..trainer.distributed import Processes, launched
     from ..trainer.ranks import Ranks
     from .drawing import RATES, CurriculumConfig, drawn, rates_of
     from .longer import UPDATES, lengthening
@@ -198,10 +198,10 @@ def train(
     with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
         run = _Run(config, setup, Path(out), progress, ranks)
         if ranks.rank:
-            return run.crew.follow()
-        with run.crew.leading():
+            return run.processes.follow()
+        with run.processes.leading():
             summary = run.lead(resume)
-        run.crew.end(summary)
+        run.processes.finish(summary)
         return summary
 
 
@@ -216,7 +216,7 @@ def train_training(
     train_tasks: Sequence[Task] = (),
     held_out: Sequence[Task] = (),
     progress: Progress = silent,
-    crew: Crew | None = None,
+    processes: Processes | None = None,
 ) -> Training:
     """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
     recorded. `policy` and `team`: the models that the configuration names, where they are loaded already."""
@@ -242,7 +242,7 @@ def train_training(
         success=evaluation.success,
         seed=config.seed,
         progress=progress,
-        crew=crew,
+        processes=processes,
         team=team or Team(config.players, seed=config.seed),
         measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
     )
@@ -266,7 +266,7 @@ class _Run:
         self.policy = load_policy(config.engine, config.trainer, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
-        self.crew = Crew(ranks, self.policy.model, phases.trainer)
+        self.processes = Processes(ranks, self.policy.model, phases.trainer)
         self.rates: dict[str, list[int]] | None = None
 
     def lead(self, resume: bool) -> TrainSummary:
@@ -317,7 +317,7 @@ class _Run:
             train_tasks=self.train_tasks,
             held_out=self.held_out,
             progress=self.progress,
-            crew=self.crew,
+            processes=self.processes,
         )
         tapes = training.shown = self._imitated(directory)
         training.draw = self._drawn(directory)

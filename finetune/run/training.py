@@ -36,7 +36,7 @@ from ..policies.phases import Phases, recipes_by_phase
 from ..policies.policy import Policy
 from ..policies.policy_team import NO_WARM_START, Team
 from ..recipes.recipe_files import write_recipes
-from ..trainer.distributed import Crew
+from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
 from .longer import end_name
@@ -89,7 +89,7 @@ class Training:
     progress: Progress = silent
     shown: Sequence[str] = ()
     """Tapes in the run that the loop may imitate beside its rollouts."""
-    crew: Crew | None = None
+    processes: Processes | None = None
     """The processes that compute its updates; None: this one alone."""
     draw: Callable[[int], Task] | None = None
     """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that follows from the seed."""
@@ -103,9 +103,9 @@ class Training:
 
     def __post_init__(self) -> None:
         check_recipe(self.loop, self.recipe)
-        if self.crew is None:
+        if self.processes is None:
             phases = Phases(self.model, self.loop, self.recipe, self.warm)
-            self.crew = Crew(Ranks(), self.model, phases.trainer)
+            self.processes = Processes(Ranks(), self.model, phases.trainer)
         self.history = self.history_in(self.run.store, self.run.results["lineage"], self.run.path)
         self.team.begin(self.run, self.loop, self.recipe)
 
@@ -126,9 +126,9 @@ class Training:
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
         """The history of `lineage` in `store`, checkpointed under `out`."""
-        assert self.crew is not None
+        assert self.processes is not None
         write_recipes(out, recipes_by_phase(self.recipe))
-        return self.policy.history(store, lineage, out / "checkpoints", self.crew.lead, self.loop)
+        return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
 
     def engine(self, history: History) -> Engine:
         """An engine with a copy of the weights as they are now, those of the team included."""

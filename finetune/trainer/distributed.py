@@ -1,11 +1,12 @@
-"""A crew: one process rolls out, records and decides; all of them compute its updates.
+"""Data-parallel training: rank 0 rolls out, records and decides; every rank computes its share of each update.
 
-Rank 0 is a training run like any other, but for its trainers, which are `Lead`s: each says to the other ranks what it
-was asked, every rank does it on a share of the episodes, and what comes out is put together again. The other ranks
-`follow`, which returns when rank 0 says that it is over, and raises when it is lost. They touch no run directory.
+Rank 0 runs the training loop. Its trainers are `DistributedTrainer`s: each call is broadcast to all ranks, every rank
+runs it on its share of the episodes, and the trainer joins the results. The other ranks wait in `Processes.follow`,
+which returns when rank 0 finishes and raises when rank 0 is lost. Only rank 0 touches the run directory.
 
-A share is whole groups, and whole families of forks; shares are of like size in tokens, and may be empty. Where weights
-lie in parts over the ranks, rank 0 keeps a whole copy, which is what samples, is published and is checkpointed.
+A share is whole groups, and whole families of forks: advantages are computed within a group, so a group that is cut
+would be compared with only half of its attempts. Shares are of similar size in tokens, and may be empty. Where weights
+are sharded over the ranks, rank 0 keeps a whole copy: that copy samples, is published and is checkpointed.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Context, Sums
 from ..objective import loss as objective
+from ..objective.recipe import Recipe
 from ..recipes import get_recipe
-from .ranks import Group, RankLost, Ranks, Sharded
+from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks
+from .schedule import Schedule
 from .trainer import Trainer
-from .updates import Prepared, Skip, UpdateStats
+from .updates import PolicyTrainer, Prepared, Skip, UpdateStats, take_updates
 
-_Part = tuple[Tensor, Tensor, Sums, float, Skip | None]
-"""What a rank's share of a step came to: places of its tokens, their weights, metrics, loss, why it was skipped."""
-Build = Callable[[str, nn.Module, Ranks], Trainer]
+_Share = tuple[Tensor, Tensor, Sums, float, Skip | None]
+"""One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, skip."""
+MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 """(phase, model to train, ranks) -> a fresh trainer: the same on every rank."""
 
 
 @contextmanager
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
-    """The processes that `accelerate launch` or `torchrun` started along with this one; this one alone without them.
+    """The ranks that `accelerate launch` or `torchrun` started; a single rank without a launcher.
 
-    shard: a part of each weight per process, not a copy. timeout: seconds of silence after which a process gives up.
+    shard: each process holds a part of each weight instead of a copy. timeout: seconds without an answer after which a
+    process raises RankLost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -52,83 +56,90 @@ def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield Sharded() if shard else Group()
+        yield ShardedRanks() if shard else DataParallelRanks()
     finally:
         if ours:
             distributed.destroy_process_group()
 
 
-class Crew:
-    """One rank's part in it."""
+class Processes:
+    """This process as a member of the group that computes updates together."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, build: Build) -> None:
-        """`model`: with any weights; rank 0's are copied to all whenever a trainer is made."""
+    def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
+        """`model` may hold any weights: rank 0's are copied to every rank whenever a trainer is made."""
         self.ranks = ranks
         self.model = model
-        self.build = build
+        self.make_trainer = make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
-        """What is trained."""
+        """The model that is trained; a copy where it is sharded, since `model` must stay whole to sample."""
         ranks.shard(self.work)
-        self.trainer: Trainer
+        self.member: Trainer
+        """This rank's own trainer."""
         self.held: Prepared
+        """This rank's share of the batch that was prepared last."""
         self.mine = torch.zeros(0, dtype=torch.int64)
-        """This rank's episodes in the batch at hand."""
+        """Numbers of this rank's episodes in that batch."""
+        self.places = torch.zeros(0, dtype=torch.int64)
+        """Positions of this rank's tokens in the stream of that batch."""
         self._busy = False
 
-    # Rank 0
+    # On rank 0
 
-    def lead(self, phase: str) -> Trainer:
-        """Rank 0: a fresh trainer of `phase`, whose work all ranks share."""
-        self.tell("enter", phase=phase)
-        return Lead(self) if self.ranks.size > 1 else self.trainer
+    def trainer(self, phase: str) -> PolicyTrainer:
+        """A fresh trainer of `phase`, whose work all ranks share. Rank 0 only."""
+        self.on_all("enter", phase=phase)
+        return DistributedTrainer(self) if self.ranks.size > 1 else self.member
 
-    def tell(self, what: str, **how: Any) -> Any:
-        """Rank 0: have every rank do something; gives what this one came to."""
+    def on_all(self, command: str, **arguments: Any) -> Any:
+        """Has every rank run one command; returns this rank's result. Rank 0 only."""
         self._busy = True
-        self.ranks.hear((what, how))
-        found = self._do(what, how)
+        self.ranks.broadcast((command, arguments))
+        found = self._run(command, arguments)
         self._busy = False
         return found
 
-    def end(self, result: Any) -> None:
-        """Rank 0: it is over; `result` is what the others' `follow` gives."""
-        self.ranks.hear(("end", result))
+    def finish(self, result: Any) -> None:
+        """Ends `follow` on the other ranks, which returns `result` there. Rank 0 only."""
+        self.ranks.broadcast(("end", result))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Rank 0: an error inside ends the others too. Nothing is said where it left them in the middle of something:
-        they find out by losing this one."""
+        """Rank 0: an error inside of this block stops the other ranks too.
+
+        Nothing is broadcast while a command runs. The others then wait in a collective operation of that command, and
+        would read the message as its data; they raise RankLost when this process ends.
+        """
         try:
             yield
         except BaseException as error:
             if not self._busy:
-                self.ranks.hear(("stop", f"{type(error).__name__}: {error}"))
+                self.ranks.broadcast(("stop", f"{type(error).__name__}: {error}"))
             raise
 
-    # The others
+    # On the other ranks
 
     def follow(self) -> Any:
-        """Do what rank 0 says until it ends; gives its result. RankLost when it fails or goes."""
+        """Runs rank 0's commands until it finishes; returns its result. RankLost when rank 0 fails or is gone."""
         while True:
-            what, how = self.ranks.hear()
-            if what == "end":
-                return how
-            if what == "stop":
-                raise RankLost(f"rank {self.ranks.rank} of {self.ranks.size} stops, because rank 0 did: {how}")
-            self._do(what, how)
+            command, arguments = self.ranks.broadcast()
+            if command == "end":
+                return arguments
+            if command == "stop":
+                raise RankLost(f"rank {self.ranks.rank} of {self.ranks.size} stops because rank 0 failed: {arguments}")
+            self._run(command, arguments)
 
-    # All
+    # On all ranks
 
-    def _do(self, what: str, how: Mapping[str, Any]) -> Any:
-        with self.ranks.waiting(f"the others to {what}"):
-            return getattr(self, f"_{what}")(**how)
+    def _run(self, command: str, arguments: Mapping[str, Any]) -> Any:
+        with self.ranks.waiting(f"the other ranks to {command}"):
+            return getattr(self, f"_{command}")(**arguments)
 
     def _enter(self, phase: str) -> None:
         self._fetch()
-        self.trainer = self.build(phase, self.work, self.ranks)
+        self.member = self.make_trainer(phase, self.work, self.ranks)
 
     def _fetch(self) -> None:
-        """Rank 0's weights, into every rank's model and what is trained."""
+        """Copies rank 0's weights into `model` and `work` of every rank."""
         self.ranks.copy(self.model)
         if self.work is not self.model:
             there = self.work.state_dict()
@@ -144,73 +155,85 @@ class Crew:
         batches: Sequence[int],
         demonstrations: Sequence[Row],
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Advantages on this rank's share; gives all ranks' columns, with the places of their tokens in the whole."""
-        shares = share(rows, episodes, self.ranks.size)
-        own = shares[self.ranks.rank]
+        """Advantages of this rank's share; returns every rank's columns, with the positions of their tokens."""
+        own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
-        mine = [row for row in rows if row.taught_by in names]
-        self.held = self.trainer.prepare(
-            mine,
+        self.places = _places(rows, names)
+        self.held = self.member.prepare(
+            [row for row in rows if row.taught_by in names],
             [episodes[i] for i in own],
             several=several,
             batches=_sizes(batches, own),
-            demonstrations=self._shown(demonstrations),
+            demonstrations=self._own_demonstrations(demonstrations),
         )
-        self.places = _places(rows, names)
-        batch = self.held.batch
-        return self.ranks.everyone(
-            (
-                self.places,
-                {
-                    "advantage": batch.advantage,
-                    "entered": batch.entered,
-                    "selected": batch.selected,
-                    "target": batch.target,
-                },
-            )
-        )
+        columns = ("advantage", "entered", "selected", "target")
+        return self.ranks.all_gather((self.places, {name: getattr(self.held.batch, name) for name in columns}))
 
-    def _shown(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """This rank's share of demonstrations."""
-        tapes = list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size]
-        return [row for row in rows if row.tape in set(tapes)]
+    def _own_demonstrations(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """This rank's share of the demonstrations, whole tapes."""
+        tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size])
+        return [row for row in rows if row.tape in tapes]
 
-    def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Part]]:
-        """One optimiser step; gives this rank's account and what all ranks came to."""
-        held = replace(self.held, demonstrations=self.trainer.demonstrations_of(self._shown(demonstrations)))
-        stats = self.trainer.step(held, episodes=None if episodes is None else episodes[self.mine])
+    def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Share]]:
+        """One optimiser step; returns this rank's statistics and every rank's share of the result."""
+        own = self.member.demonstrations_of(self._own_demonstrations(demonstrations))
+        held = replace(self.held, demonstrations=own)
+        stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
         if self.work is not self.model:
-            whole = self.ranks.whole(dict(self.work.state_dict()))
-            self.model.load_state_dict(whole)
-        return stats, self.ranks.everyone((self.places, stats.weight, stats.sums, stats.loss, stats.skipped))
+            self.model.load_state_dict(self.ranks.whole(dict(self.work.state_dict())))
+        return stats, self.ranks.all_gather((self.places, stats.weight, stats.sums, stats.loss, stats.skipped))
 
     def _state(self) -> dict[str, Any]:
-        return self.trainer.state_dict()
+        return self.member.state_dict()
 
     def _load(self, state: dict[str, Any]) -> None:
         self._fetch()
-        self.trainer.load_state_dict(state)
+        self.member.load_state_dict(state)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Whole(Prepared):
-    """A batch that all ranks hold their shares of."""
+class _WholeBatch(Prepared):
+    """A batch of which every rank holds its share."""
 
     number: int
+    """Counts the batches of one trainer: the ranks hold only the latest."""
 
 
-class Lead(Trainer):
-    """Rank 0's trainer: takes whole batches and gives whole accounts, as one process would."""
+class DistributedTrainer:
+    """Rank 0's trainer: it takes whole batches and returns whole statistics, as one process would.
 
-    def __init__(self, crew: Crew) -> None:
-        # What it knows is its rank's trainer's; only what takes all ranks is done otherwise.
-        self._crew = crew
-        self._member = crew.trainer
+    What all ranks have in common (model, recipe, schedule, count of steps) is read from this rank's own trainer.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._member = processes.member
         self._number = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_member"], name)
+    @property
+    def model(self) -> nn.Module:
+        return self._member.model
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._member.recipe
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._member.ranks
+
+    @property
+    def lr(self) -> float:
+        return self._member.lr
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._member.schedule
+
+    @property
+    def steps(self) -> int:
+        return self._member.steps
 
     def prepare(
         self,
@@ -221,8 +244,9 @@ class Lead(Trainer):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
+        """As `Trainer.prepare`; the ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
-        found = self._crew.tell(
+        found = self._processes.on_all(
             "prepare", rows=rows, episodes=episodes, several=several, batches=batches, demonstrations=demonstrations
         )
         columns: dict[str, Any] = {
@@ -230,7 +254,7 @@ class Lead(Trainer):
             for name, first in found[0][1].items()
         }
         self._number += 1
-        return _Whole(
+        return _WholeBatch(
             rows=rows,
             batch=objective.Batch(recipe=self.recipe, stream=stream, **columns),
             sums=Sums(),
@@ -239,21 +263,26 @@ class Lead(Trainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """All of them, with the weights that the ranks' shares have: nobody else needs to be asked."""
+        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks. So no other
+        rank has to be asked."""
         if not rows:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
         return rows, objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context()).part()
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        if not isinstance(prepared, _Whole) or prepared.number != self._number:
-            raise BadBatch("the ranks hold the batch that was prepared last: step on that one, or prepare it again")
-        shown = prepared.demonstrations[0] if prepared.demonstrations is not None else ()
-        stats, found = self._crew.tell("step", episodes=episodes, demonstrations=shown)
+        """As `Trainer.step`, on all ranks."""
+        if not isinstance(prepared, _WholeBatch) or prepared.number != self._number:
+            raise BadBatch(
+                "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
+            )
+        imitated = prepared.demonstrations[0] if prepared.demonstrations is not None else ()
+        stats, found = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
         sums = Sums()
         for _, _, part, _, _ in found:
             sums.merge(part)
         weight = _joined(len(prepared.batch.stream), torch.float64, [(p, w) for p, w, _, _, _ in found])
+        # Only the rank that met the bad number knows the reason; the others report "another rank".
         reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
         return replace(
             stats,
@@ -263,19 +292,38 @@ class Lead(Trainer):
             stream=prepared.batch.stream,
             weight=weight,
             advantage=prepared.batch.advantage,
-            shown=self._shown(prepared),
+            shown=prepared.imitated,
         )
 
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Iterator[UpdateStats]:
+        """As `Trainer.updates`, on all ranks."""
+        return take_updates(self, rows, episodes, epochs, minibatches, seed, batches, demonstrations)
+
     def state_dict(self) -> dict[str, Any]:
-        return self._crew.tell("state")
+        """As `Trainer.state_dict`: whole tensors, also where weights are sharded."""
+        return self._processes.on_all("state")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._crew.tell("load", state=state)
+        """As `Trainer.load_state_dict`, on all ranks."""
+        self._processes.on_all("load", state=state)
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:
-    """The episodes of each part, in order: groups and forks of one turn stay together, the largest are given out
-    first, each to the part that has the fewest tokens."""
+    """The numbers of each part's episodes, in order.
+
+    Groups and forks of one turn stay together. The largest family goes first, each to the part with the fewest tokens
+    so far. Every rank computes this alone, so ties are broken by number: ranks that disagree would train a group twice.
+    """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
     tokens: dict[int, int] = dict.fromkeys(family, 0)
@@ -289,12 +337,12 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
 
 
 def _families(episodes: Sequence[Episode]) -> list[int]:
-    """For each episode a number that it shares with those it is compared with, at once or through others."""
-    above = list(range(len(episodes)))
+    """For each episode the number of its family: episodes of one group or one fork, directly or through others."""
+    above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
 
     def head(k: int) -> int:
         while above[k] != k:
-            above[k] = k = above[above[k]]
+            above[k] = k = above[above[k]]  # path halving
         return k
 
     first: dict[tuple[str, str | None], int] = {}
@@ -306,7 +354,7 @@ def _families(episodes: Sequence[Episode]) -> list[int]:
 
 
 def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
-    """How many of the episodes `own` lie in each rollout batch."""
+    """How many of the episodes `own` are in each rollout batch of `batches` episodes."""
     sizes, first = [], 0
     for size in batches:
         sizes.append(sum(first <= k < first + size for k in own))
@@ -315,12 +363,13 @@ def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
 
 
 def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
-    """(t,) int64: the places of the rows' own tokens, for those of `tapes`, in the stream of all rows."""
+    """(t,) int64: positions, in the stream of all rows, of the own tokens of `tapes`."""
     mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
     return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
 
 
 def _joined(n: int, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """(n,) the columns of all ranks, each at its positions. The shares are disjoint."""
     out = torch.zeros(n, dtype=dtype)
     for places, column in parts:
         out[places] = column

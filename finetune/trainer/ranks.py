@@ -1,15 +1,15 @@
-"""Processes that take one optimiser step together: what they add up and agree on, and nothing else.
+"""Collective operations of the processes (ranks) that take one optimiser step together.
 
-Every rank holds whole groups and whole episodes; one may hold none. Denominators are added up before the first
-micro-batch, gradients by sum: the loss was already divided by what all ranks hold, so that nothing is averaged and
+Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
+first micro-batch. Gradients are then summed, not averaged: each loss was already divided by what all ranks hold, so
 ranks with different numbers of tokens, rows or micro-batches add up to the gradient of one process. No rank steps
-unless all can.
+unless all ranks can: a rank that stepped alone would train other weights from then on.
 
-`Ranks` is one process alone, `Group` several with a copy of the model each (data parallel), `Sharded` several with a
-part of each weight (FSDP2). Who rolls out, and how the ranks come by their rows, is the business of `crew.py`.
+`Ranks` is a single process; `DataParallelRanks` are processes with a copy of the model each; `ShardedRanks` are
+processes with a part of each weight (FSDP2). `distributed.py` says who rolls out and how the ranks get their rows.
 
-1. Not through accelerate's or torch's DDP: both divide each rank's gradient by the number of ranks as it is made, which
-   is right for means over equal parts only; and DDP, like FSDP, hangs where one rank has fewer micro-batches.
+1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, right
+   only for means over equal parts. DDP, like FSDP, also hangs where one rank has fewer micro-batches than another.
 """
 
 from __future__ import annotations
@@ -32,77 +32,85 @@ T = TypeVar("T")
 
 
 class RankLost(TapereelError, RuntimeError):
-    """Another process of the group has gone or doesn't answer in time; says what this one was waiting for."""
+    """Another process of the group ended or didn't answer in time; says what this process was waiting for."""
 
 
 class Ranks:
-    """One process: everything is added up already."""
+    """A single process: every sum over the ranks is its own value."""
 
     size = 1
     rank = 0
     sharded = False
-    """True: each forward and each backward is joint, so that every rank must make as many as the others."""
+    """True: each forward and backward pass is collective, so every rank must make the same number of passes."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
         return x
 
     def any(self, flag: bool) -> bool:
-        """True when it holds on any rank."""
+        """True when `flag` is True on any rank."""
         return flag
 
     def halt(self, flag: bool) -> bool:
-        """Whether this rank must not go on to its next backward: for one that would be joint, all halt together."""
+        """True when this rank must not run its next backward pass.
+
+        Where backward passes are collective all ranks halt together: a rank that halts alone would leave the others
+        waiting in theirs until the time limit.
+        """
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """The micro-batches to forward: this rank's own, and idle ones where another rank has more."""
+        """The micro-batches to forward: this rank's, padded with idle ones where passes are collective and another rank
+        has more."""
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """Leave each rank its part of every weight, where that is how the ranks work. To be called ahead of any
-        optimiser; a second call changes nothing."""
+        """Leaves each rank its part of every weight, where the ranks shard weights. A second call changes nothing.
+
+        Call it before an optimiser is made: sharding replaces the parameters, and an optimiser of the old ones would
+        step on tensors that no forward pass reads.
+        """
 
     def run(self, model: nn.Module, work: Callable[[], T]) -> T:
-        """`work()`, which uses the weights of `model` in any way it likes."""
+        """The result of `work()`, which may use the weights of `model` in any way."""
         return work()
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Every gradient becomes the sum over all ranks; one that is missing counts as 0."""
+        """Replaces every gradient by its sum over all ranks; a missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Norm of the gradient of all weights, which is scaled down to `bound` where it is longer."""
+        """Norm of the gradient of all weights; scales the gradient down to norm `bound` where it is longer."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
-        """The metrics of all ranks as one."""
+        """The metrics of all ranks, merged."""
         return sums
 
-    def everyone(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, in the order of ranks."""
         return [value]
 
-    def hear(self, value: Any = None) -> Any:
-        """What rank 0 says; `value` is what it says."""
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's `value`, on every rank."""
         return value
 
     def copy(self, model: nn.Module) -> None:
-        """Rank 0's weights and buffers into `model` on every rank."""
+        """Copies rank 0's weights and buffers into `model` on every rank."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Turns the loss of a process into a sentence that says what this one waited for."""
+        """Turns a lost connection inside of the block into a RankLost that names what this process waited for."""
         return nullcontext()
 
     def whole(self, tree: T) -> T:
-        """Tensors in dicts, lists and tuples, with those that lie about in parts put together on every rank."""
+        """`tree` (tensors in dicts, lists and tuples) with its sharded tensors gathered whole on every rank."""
         return tree
 
     def part(self, tree: T, like: Any) -> T:
-        """`whole` undone: tensors cut as those at the same place in `like` are."""
+        """The inverse of `whole`: tensors sharded as those at the same place in `like`."""
         return tree
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """The optimiser goes on from a state that `whole` put together."""
+        """Loads an optimiser state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
@@ -111,23 +119,23 @@ class Ranks:
         optimizer.load_state_dict({**state, "state": parts})
 
 
-class Group(Ranks):
-    """The processes of an initialised `torch.distributed` group (as `accelerate` and `torchrun` start them), each with
+class DataParallelRanks(Ranks):
+    """The ranks of an initialised `torch.distributed` group (started by `accelerate launch` or `torchrun`), each with
     a copy of the model."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         if not distributed.is_initialized():
             raise RuntimeError(
-                "torch.distributed isn't initialised: start with torchrun or accelerate launch, or call "
-                "torch.distributed.init_process_group"
+                "torch.distributed isn't initialised: start this program with torchrun or accelerate launch, or call "
+                "torch.distributed.init_process_group first"
             )
         self.group = group
         self.size = distributed.get_world_size(group)
         self.rank = distributed.get_rank(group)
         if "cpu:" not in distributed.get_backend_config(group):
             raise RuntimeError(
-                f"the process group speaks {distributed.get_backend_config(group)} only, and counts are "
-                "added up in main memory: initialise it with backend 'cpu:gloo,cuda:nccl'"
+                f"the process group's backend is {distributed.get_backend_config(group)}, which has no CPU part, and "
+                "counts are added up in main memory: initialise it with backend 'cpu:gloo,cuda:nccl'"
             )
 
     def add_up(self, x: Tensor) -> Tensor:
@@ -141,26 +149,26 @@ class Group(Ranks):
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
-            if p.grad is None:
+            if p.grad is None:  # this rank had no live token, but it must join the sum: all_reduce waits for all
                 p.grad = torch.zeros_like(p)
             if not isinstance(p, DTensor):
                 p.grad = self.add_up(p.grad)
 
     def gather(self, sums: Sums) -> Sums:
         whole = Sums()
-        for part in self.everyone(sums):
+        for part in self.all_gather(sums):
             whole.merge(part)
         return whole
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
-        with self.waiting("the others' results"):
+        with self.waiting("the results of the other ranks"):
             distributed.all_gather_object(found, value, group=self.group)
         return found
 
-    def hear(self, value: Any = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         box = [value]
-        with self.waiting("rank 0" if self.rank else "the others to listen"):
+        with self.waiting("rank 0" if self.rank else "the other ranks to listen"):
             distributed.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
@@ -174,19 +182,20 @@ class Group(Ranks):
         try:
             yield
         except RuntimeError as error:
+            # gloo raises a plain RuntimeError for a lost peer, which only its text tells from the program's own errors.
             lost = isinstance(error, distributed.DistError) or re.search("gloo|nccl", str(error), re.IGNORECASE)
             if isinstance(error, RankLost) or not lost:
                 raise
             cause = re.split(r"\. This is typically|\n", str(error))[0]
             raise RankLost(
-                f"rank {self.rank} of {self.size} waited for {what}: another process ended, or was silent "
-                "for longer than the time limit. Mend what that one said last, and go on with --resume "
-                f"({cause})"
+                f"rank {self.rank} of {self.size} waited for {what}: another process ended, or didn't answer "
+                "within the time limit. Correct the error that the other process printed, then continue the run with "
+                f"--resume ({cause})"
             ) from error
 
 
-class Sharded(Group):
-    """As `Group`, but each weight, its gradient and its optimiser state lie in parts over the ranks (FSDP2)."""
+class ShardedRanks(DataParallelRanks):
+    """As `DataParallelRanks`, but each weight, its gradient and its optimiser state are sharded (FSDP2)."""
 
     sharded = True
 
@@ -215,10 +224,12 @@ class Sharded(Group):
         root = _Root(model)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
-        # Weights are whole inside a forward and a backward only: whoever reads or changes one between sees its part.
+        # Weights are whole only inside of a forward or backward pass. Code that reads or changes a weight between two
+        # passes sees this rank's part of it.
         fully_shard(root, mesh=mesh, reshard_after_forward=True)
         for module in root.modules():
             if isinstance(module, FSDPModule):
+                # FSDP would divide by the number of ranks; each loss is already divided by what all ranks hold.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._roots[id(model)] = root
@@ -243,7 +254,7 @@ class Sharded(Group):
 
 
 class _Root(nn.Module):
-    """A module whose forward is any work on the model inside, so that FSDP brings the weights together for it."""
+    """A module whose forward runs any function of the model inside: FSDP gathers the weights around a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -254,7 +265,7 @@ class _Root(nn.Module):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's body: the largest list of modules in it."""
+    """The layers of the model's body: its longest ModuleList. FSDP shards and gathers them one by one."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
 
@@ -264,7 +275,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mapped(tree: Any, change: Callable[..., Any], *like: Any) -> Any:
-    """`tree` with `change` made to its tensors, beside what stands at the same place of `like`."""
+    """`tree` with `change(tensor, *like)` in place of each tensor, where `like` are the values at the same place."""
     if isinstance(tree, dict):
         return {k: _mapped(v, change, *(x[k] for x in like)) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

@@ -13,7 +13,6 @@ thread the same batches in the same order give bit-equal weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from ..objective import KL, Balance, Context, Demonstrations, Moments, Sums
+from ..objective import KL, Context, Moments, Sums
 from ..objective import loss as objective
 from ..objective.batches import prepare
 from ..objective.recipe import Recipe
@@ -47,7 +46,7 @@ from .logprobs import (
 from .ranks import Ranks
 from .router import Load, load, probabilities, routed
 from .schedule import Schedule
-from .updates import Accumulated, Prepared, Skip, UpdateStats, observe
+from .updates import Accumulated, Prepared, Skip, UpdateStats, observe, take_updates
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
@@ -136,29 +135,7 @@ class Trainer:
         number of updates so far; seed None keeps the order given. Demonstrations are cut alike, by tape. batches: as
         in `prepare`.
         """
-        shown = _cut_rows(demonstrations, minibatches)
-        prepared = self.prepare(
-            rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=shown[0]
-        )
-        beside = [prepared.demonstrations, *map(self.demonstrations_of, shown[1:])]
-        for _ in range(epochs):
-            for part, own in zip(self._cut(len(episodes), minibatches, seed), beside, strict=True):
-                yield self.step(replace(prepared, demonstrations=own), episodes=part)
-
-    def _cut(self, episodes: int, minibatches: int, seed: int | None) -> list[Tensor | None]:
-        if minibatches == 1:
-            return [None]
-        if minibatches > episodes:
-            raise BadBatch(f"{episodes} episodes can't be cut into {minibatches} mini-batches: take fewer mini-batches")
-        order = torch.arange(episodes)
-        if seed is not None:
-            order = torch.randperm(episodes, generator=torch.Generator().manual_seed(seed * 1_000_003 + self.steps))
-        cuts = []
-        for members in order.tensor_split(minibatches):
-            mask = torch.zeros(episodes, dtype=torch.bool)
-            mask[members] = True
-            cuts.append(mask)
-        return cuts
+        return take_updates(self, rows, episodes, epochs, minibatches, seed, batches, demonstrations)
 
     def prepare(
         self,
@@ -192,7 +169,7 @@ class Trainer:
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
-        wanted = any(isinstance(term, Demonstrations) and term.active for term in self.recipe.regulariser)
+        wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
                 f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
@@ -291,14 +268,8 @@ class Trainer:
             stream=batch.stream,
             weight=part.weight,
             advantage=batch.advantage,
-            shown=self._shown(prepared),
+            shown=prepared.imitated,
         )
-
-    def _shown(self, prepared: Prepared) -> tuple[Sequence[Row], Stream, Tensor] | None:
-        if prepared.demonstrations is None:
-            return None
-        rows, part = prepared.demonstrations
-        return rows, part.batch.stream, self._imitation * part.weight
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
         """The gradient norm over all ranks, clipped to `clip`; decides with them whether anyone steps."""
@@ -318,14 +289,18 @@ class Trainer:
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
         """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
         done = Accumulated()
-        share = not self._balance and not self.ranks.sharded and shares_prefixes(self.model)
+        share = not self.recipe.balance and not self.ranks.sharded and shares_prefixes(self.model)
         micros = self.ranks.rounds(
             plan(
-                rows, live=part.live, micro_tokens=self.micro_tokens, share=share, pack=self.pack and not self._balance
+                rows,
+                live=part.live,
+                micro_tokens=self.micro_tokens,
+                share=share,
+                pack=self.pack and not self.recipe.balance,
             )
         )
         balance = None
-        if self._balance:
+        if self.recipe.balance:
             balance = self.ranks.run(self.model, partial(load, self.model, micros, self.ranks.add_up))
         if not micros:
             done.skipped = "nothing to train on"
@@ -405,15 +380,7 @@ class Trainer:
             hidden, logits = routed(self.model, micro)
             aux = load.loss(probabilities(logits).cpu())
             sums.put("aux", float(aux.detach()), 0 if "aux" in sums else 1)
-            return self._read(hidden, micro), self._balance * aux
-
-    @property
-    def _balance(self) -> float:
-        return sum(term.coefficient for term in self.recipe.regulariser if isinstance(term, Balance))
-
-    @property
-    def _imitation(self) -> float:
-        return sum(term.coefficient for term in self.recipe.regulariser if isinstance(term, Demonstrations))
+            return self._read(hidden, micro), self.recipe.balance * aux
 
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
         lp, entropy = read_out(
@@ -429,7 +396,7 @@ class Trainer:
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
         rows, part = demonstrations
-        scale = self._imitation
+        scale = self.recipe.imitation
         done.skipped = None
         for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
             with casting(self.model, self.autocast):
@@ -488,12 +455,3 @@ class Trainer:
             self.averaged[name].copy_(tensor)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
-
-
-def _cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
-    """The rows in so many parts, each tape whole; parts without any where there are no rows."""
-    tapes = list(dict.fromkeys(row.tape for row in rows))
-    if tapes and len(tapes) < parts:
-        raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give more of them")
-    owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
-    return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]

@@ -1,18 +1,21 @@
-"""What goes into an update and what comes out of it: a prepared batch, and the account of one optimiser step."""
+"""What goes into an update and what comes out: the prepared batch, the statistics of a step, and the order of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.rows import Row
-from ..data.stream import Stream
+from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
 from ..objective.loss import Batch, Part
+from ..objective.recipe import Recipe
+from .ranks import Ranks
+from .schedule import Schedule
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
 
@@ -22,11 +25,11 @@ class UpdateStats:
     """What one optimiser step did."""
 
     step: int
-    """Applied updates of the trainer, this one included if it was applied."""
+    """Updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None: applied. Else what wasn't finite, or that no token had a gradient; weights are as before."""
+    """None: applied. Otherwise what wasn't finite, or that no token had a gradient; the weights are unchanged."""
     loss: float
-    """sum of w l of this process; NaN when it wasn't finite."""
+    """Sum of w l over the tokens of this process; NaN when it wasn't finite."""
     grad_norm: float
     """Before clipping; NaN when the update was skipped before."""
     lr: float
@@ -34,11 +37,11 @@ class UpdateStats:
     """Every metric as a sum and a count."""
     stream: Stream
     weight: Tensor
-    """(T,) float64 what each own token's loss counted; 0 for those that took no part."""
+    """(T,) float64: the weight of each own token's loss; 0 for tokens that took no part."""
     advantage: Tensor
-    """(T,) float64."""
+    """(T,) float64: the advantage of each own token."""
     shown: tuple[Sequence[Row], Stream, Tensor] | None = None
-    """Rows that were imitated beside the batch, their stream, and what each of its tokens' loss counted."""
+    """Demonstrations that were trained on beside the batch: their rows, their stream, and their tokens' weights."""
 
     @property
     def applied(self) -> bool:
@@ -46,20 +49,24 @@ class UpdateStats:
 
     @property
     def mismatch(self) -> float | None:
-        """Largest |log-prob now - at sampling| of a scored token; None when none was scored."""
+        """Largest |log-prob now - at sampling| of a forwarded token; None when no token was forwarded."""
         return self.sums.highs.get("mismatch")
 
     @property
     def ess(self) -> float | None:
-        """Effective share of the sample: (sum r)^2 / sum r^2 / n of r = exp(now - at sampling); 1 on policy."""
+        """Effective sample size / n: (sum r)^2 / (n sum r^2) with r = exp(lp now - lp at sampling); 1 on policy."""
         if not self.sums.counts.get("ratio"):
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
-    """Several steps on one prepared batch as one: applied if any was, weights and sums added up, the mean of losses
-    and norms. `mismatch` is that of the first step: after it the weights are not those that sampled."""
+    """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
+    averaged.
+
+    `mismatch` is that of the first step alone. After it the weights differ from the sampler's on purpose, so a later
+    mismatch says nothing of the numerics of sampler and trainer.
+    """
     if len(steps) == 1:
         return steps[0]
     applied = [step for step in steps if step.applied]
@@ -89,14 +96,123 @@ class Prepared:
     rows: Sequence[Row]
     batch: Batch
     sums: Sums
-    """What was counted while preparing; reported with each update."""
+    """Metrics counted while preparing; each update reports them."""
     demonstrations: tuple[Sequence[Row], Part] | None = None
-    """Rows whose cross-entropy is added to the loss, with weights of their own."""
+    """Rows whose cross-entropy is added to the loss, with their own denominator."""
+
+    @property
+    def imitated(self) -> tuple[Sequence[Row], Stream, Tensor] | None:
+        """The demonstrations' rows, their stream, and what each of its tokens' loss counts; None without any."""
+        if self.demonstrations is None:
+            return None
+        rows, part = self.demonstrations
+        return rows, part.batch.stream, self.batch.recipe.imitation * part.weight
+
+
+class PolicyTrainer(Protocol):
+    """What a training run uses of a trainer: of one process (`Trainer`) or of several (`DistributedTrainer`)."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def steps(self) -> int:
+        """Updates applied."""
+        ...
+
+    def prepare(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        several: bool = False,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Prepared: ...
+
+    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None: ...
+
+    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats: ...
+
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Iterator[UpdateStats]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def take_updates(
+    trainer: PolicyTrainer,
+    rows: Sequence[Row],
+    episodes: Sequence[Episode],
+    epochs: int,
+    minibatches: int,
+    seed: int | None,
+    batches: Sequence[int],
+    demonstrations: Sequence[Row],
+) -> Iterator[UpdateStats]:
+    """The optimiser steps of `Trainer.updates`, one at a time."""
+    imitated = cut_rows(demonstrations, minibatches)
+    prepared = trainer.prepare(
+        rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=imitated[0]
+    )
+    beside = [prepared.demonstrations, *map(trainer.demonstrations_of, imitated[1:])]
+    for _ in range(epochs):
+        cuts = cut_episodes(len(episodes), minibatches, seed, trainer.steps)
+        for part, own in zip(cuts, beside, strict=True):
+            yield trainer.step(replace(prepared, demonstrations=own), episodes=part)
+
+
+def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
+    """(E,) bool masks of the mini-batches of one epoch; None for all episodes.
+
+    The order depends on `seed` and the number of updates so far, so each epoch has another order and a resumed run has
+    the order of a run that was never stopped.
+    """
+    if minibatches == 1:
+        return [None]
+    if minibatches > episodes:
+        raise BadBatch(f"{episodes} episodes can't be cut into {minibatches} mini-batches: take fewer mini-batches")
+    order = torch.arange(episodes)
+    if seed is not None:
+        order = torch.randperm(episodes, generator=torch.Generator().manual_seed(seed * 1_000_003 + steps))
+    cuts: list[Tensor | None] = []
+    for members in order.tensor_split(minibatches):
+        mask = torch.zeros(episodes, dtype=torch.bool)
+        mask[members] = True
+        cuts.append(mask)
+    return cuts
+
+
+def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
+    """The rows in `parts` parts, each tape whole; empty parts where there are no rows."""
+    tapes = list(dict.fromkeys(row.tape for row in rows))
+    if tapes and len(tapes) < parts:
+        raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give at least {parts}")
+    owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
+    return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]
 
 
 @dataclass(kw_only=True)
 class Accumulated:
-    """What the micro-batches of one update came to."""
+    """Loss and metrics of the micro-batches of one update so far."""
 
     loss: float = 0.0
     skipped: Skip | None = None
@@ -104,7 +220,11 @@ class Accumulated:
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums) -> None:
-    """Adds up how far the log-probs now (n,) are from those at sampling (n,): what ESS and KL follow from."""
+    """Adds up the differences between the log-probs now (n,) and at sampling (n,): ESS and KL are read from these sums.
+
+    In float64: the differences are near 0 on policy, and float32 sums over a batch would be mostly rounding. The ratio
+    is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
+    """
     delta = lp.cpu().double() - old.double()
     sums.add("mismatch", delta.abs(), extremes=True)
     sums.add("kl/old", -delta)

@@ -16,10 +16,10 @@ from tapereel.finetune.objective import Sums
 from tapereel.finetune.trainer.distributed import share
 from tapereel.finetune.trainer.logprobs import forward
 from tapereel.finetune.trainer.micro_batches import Micro
-from tapereel.finetune.trainer.ranks import Group, Ranks
+from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 
 from .build import episode, row, tiny_model
-from .two_ranks import CASES, CREWS, Case, CrewCase, led, trained
+from .two_ranks import CASES, SHARED, Case, SharedCase, led, trained
 
 KINDS = ("group", "sharded")
 GOOD = [case for case in CASES if case.poison is None]
@@ -95,11 +95,11 @@ def test_what_one_process_cannot_do_none_does(found, kind: str):
 
 @pytest.mark.ledger("P5", "F75", "F79", "F89", "T50", "F91")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CREWS, ids=lambda case: case.name)
-def test_a_crew_gives_the_account_that_one_process_gives(found, kind: str, case: CrewCase):
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_several_processes_give_the_account_that_one_process_gives(found, kind: str, case: SharedCase):
     """Whole batches go in at rank 0 and whole accounts come out, over epochs, mini-batches and a reloaded state."""
     alone = led(case, Ranks())
-    lead, follower = (found[f"{kind} crew"][rank][case.name] for rank in (0, 1))
+    lead, follower = (found[f"{kind} shared"][rank][case.name] for rank in (0, 1))
     for one in (lead, alone):  # a rank counts by the reason it knows
         one["state"]["skips"] = sum(one["state"]["skips"].values())
     same(lead, alone, case.name, atol=1e-11)  # over eight steps of Adam
@@ -136,5 +136,5 @@ def test_one_process_has_nothing_to_add_up():
     assert Ranks().gather(sums) is sums
     assert Ranks().any(True)
     with pytest.raises(RuntimeError, match="torchrun"):
-        Group()
+        DataParallelRanks()
     assert copy.copy(Ranks()).size == 1

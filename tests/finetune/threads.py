@@ -22,7 +22,7 @@ class Threads(Ranks):
         self.rank, self.size = rank, len(table)
         self._table, self._barrier = table, barrier
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         self._table[self.rank] = value
         self._barrier.wait()
         found = list(self._table)
@@ -30,10 +30,10 @@ class Threads(Ranks):
         return found
 
     def add_up(self, x: Tensor) -> Tensor:
-        return torch.stack(self.everyone(x)).sum(0)
+        return torch.stack(self.all_gather(x)).sum(0)
 
     def any(self, flag: bool) -> bool:
-        return any(self.everyone(flag))
+        return any(self.all_gather(flag))
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
@@ -41,7 +41,7 @@ class Threads(Ranks):
 
     def gather(self, sums: Sums) -> Sums:
         whole = Sums()
-        for part in self.everyone(sums):
+        for part in self.all_gather(sums):
             whole.merge(part)
         return whole
 

@@ -1,7 +1,7 @@
 """One of two processes that take optimiser steps together: `python -m tapereel.tests.finetune.two_ranks RANK FOLDER`.
 
 `group` is a copy of the model each, `sharded` a part of each weight. In the CASES each rank is given its part of the
-batch; in the CREWS rank 0 has the whole, and shares it out. What came of each step is written to FOLDER.
+batch; in the SHARED rank 0 has the whole, and shares it out. What came of each step is written to FOLDER.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.distributed import Crew
-from tapereel.finetune.trainer.ranks import Group, Ranks, Sharded
+from tapereel.finetune.trainer.distributed import Processes
+from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
 
 from .build import batch, tiny_model
@@ -110,7 +110,7 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-class CrewCase(NamedTuple):
+class SharedCase(NamedTuple):
     """A trainer whose batches are shared out."""
 
     name: str
@@ -124,24 +124,24 @@ class CrewCase(NamedTuple):
     poison: bool = False
 
 
-CREWS = (
-    CrewCase("epochs", "reinforce_pp_baseline", minibatches=2),
-    CrewCase("batches", "grpo", {"adjust": [{"kind": "whiten"}]}, batches=(3, 6)),
-    CrewCase("critic", "ppo", critic="own", minibatches=2),
-    CrewCase("head alone", "ppo", critic="policy"),
-    CrewCase(
+SHARED = (
+    SharedCase("epochs", "reinforce_pp_baseline", minibatches=2),
+    SharedCase("batches", "grpo", {"adjust": [{"kind": "whiten"}]}, batches=(3, 6)),
+    SharedCase("critic", "ppo", critic="own", minibatches=2),
+    SharedCase("head alone", "ppo", critic="policy"),
+    SharedCase(
         "imitates too",
         "grpo",
         {"regulariser": [{"kind": "nll", "coefficient": 0.3}]},
         demonstrations=True,
         minibatches=2,
     ),
-    CrewCase("one group for two", "grpo", groups=1),
-    CrewCase("poisoned", "grpo", poison=True),
+    SharedCase("one group for two", "grpo", groups=1),
+    SharedCase("poisoned", "grpo", poison=True),
 )
 
 
-def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
+def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
     """What came of two epochs, a checkpoint in between, on rank 0 (and alone); the weights, on every rank."""
     model = tiny_model()
     rows, episodes = three_groups(model)
@@ -166,16 +166,16 @@ def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
             micro_tokens=20 + 10 * ranks.rank,
         )
 
-    crew = Crew(ranks, model, build)
+    processes = Processes(ranks, model, build)
     if ranks.rank:
         with torch.no_grad():
             next(iter(model.parameters())).zero_()  # rank 0's weights are those that count
-        return {"steps": crew.follow(), "weights": dict(model.state_dict())}
+        return {"steps": processes.follow(), "weights": dict(model.state_dict())}
     steps: list[UpdateStats] = []
     state: Any = None
-    with crew.leading():
+    with processes.leading():
         for _ in range(2):
-            trainer = crew.lead("rl")
+            trainer = processes.trainer("rl")
             if state is not None:
                 trainer.load_state_dict(state)
             steps += trainer.updates(
@@ -188,7 +188,7 @@ def led(case: CrewCase, ranks: Ranks) -> dict[str, Any]:
                 demonstrations=shown,
             )
             state = trainer.state_dict()
-    crew.end(len(steps))
+    processes.finish(len(steps))
     return {
         "steps": [
             [
@@ -224,9 +224,9 @@ def main(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     found: dict[str, Any] = {}
-    for kind, make in (("group", Group), ("sharded", Sharded)):
+    for kind, make in (("group", DataParallelRanks), ("sharded", ShardedRanks)):
         found[kind] = {case.name: trained(case, make()) for case in CASES}
-        found[f"{kind} crew"] = {case.name: led(case, make()) for case in CREWS}
+        found[f"{kind} shared"] = {case.name: led(case, make()) for case in SHARED}
     torch.save(found, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
