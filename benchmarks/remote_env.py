@@ -69,8 +69,8 @@ def process(command: list[Any], cwd: Path = ROOT) -> Iterator[tuple[psutil.Proce
 
 @contextmanager
 def ours(*options: str) -> Iterator[tuple[psutil.Process, str]]:
-    """`tapereel serve-env`, and its address."""
-    with process([sys.executable, "-m", "tapereel.cli", "serve-env", NAME, "--json", *options]) as (
+    """`tapereel serve env`, and its address."""
+    with process([sys.executable, "-m", "tapereel.cli", "serve", "env", NAME, "--json", *options]) as (
         server,
         line,
     ):

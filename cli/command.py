@@ -1,7 +1,8 @@
-"""The `tapereel` command: finds a verb, gives it its arguments, and turns errors into sentences and exit codes.
+"""The `tapereel` command: finds a verb, passes it its arguments, and turns errors into sentences and exit codes.
 
-A verb's module is imported only when that verb runs, so that `tapereel show` never waits for torch. What verbs do is
-not known here; the contract they keep is in `cli/console.py`.
+A verb's module is imported only when that verb runs, so that `tapereel show` never imports torch. A verb is either a
+command itself, or a table of commands (`TARGETS`), as in `tapereel serve model`. `cli/console.py` says what each
+command must define.
 """
 
 from __future__ import annotations
@@ -13,94 +14,137 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, cast
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import NoReturn, cast
 
 from ..tapes.common.extras import extra_of
 from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, TapereelError, UsageError
 from .console import Exit, Verb, say
 
-if TYPE_CHECKING:
-    from ..tapes.store.store import Store
-    from ..tapes.view.run_view import Insight
-
 VERBS: dict[str, tuple[str, str]] = {
-    "demo": ("cli.training.demo", "make a model, record it, train it, and see it learn: minutes on a CPU"),
-    "run": ("cli.rollout.run", "roll an agent out over tasks, and keep every episode"),
-    "train": ("cli.training.train", "train a model on an agent's own rollouts, in the async loop"),
-    "gateway": ("cli.rollout.gateway", "serve any engine under OpenAI's protocol, with what it answers on tapes"),
-    "serve": ("cli.rollout.serve", "start a local vLLM server that rollouts and training can use"),
-    "serve-env": ("cli.rollout.serve_env", "serve an environment to agents and trainers in other processes"),
-    "show": ("cli.look.show", "read a tape, or list the tapes of a run"),
-    "view": ("cli.look.view", "look at a run in the browser, or write that view as files"),
-    "explain": ("cli.look.explain", "show what each token of a tape was to training, and why"),
-    "replay": ("cli.checks.replay", "run agents again on their tapes, and compare every request and step"),
-    "reexec": ("cli.checks.reexec_verb", "carry recorded actions out again in a fresh environment, and compare"),
-    "rescore": ("cli.checks.rescore_verb", "run reward code again over tapes, and compare or add what it gives"),
-    "requery": ("cli.checks.requery_verb", "check that recorded log-probs are those of the named weights"),
-    "branch": ("cli.rollout.branch", "take a recorded episode up at a turn and go on otherwise; or draw the forks"),
-    "diff": ("cli.look.diff", "show where two tapes part, or what two runs made of the same tasks"),
+    "run": ("cli.rollout.run", "roll an agent out over tasks and record every episode"),
+    "branch": ("cli.rollout.branch", "continue a recorded episode from a turn with something changed"),
+    "serve": ("cli.rollout.serve", "serve a model, an environment or a recording gateway"),
+    "demo": ("cli.training.demo", "create a tiny model, train it and show that it learns; minutes on a CPU"),
+    "train": ("cli.training.train", "train a model on an agent's own rollouts in the async loop"),
+    "eval": ("cli.training.eval", "report reward and pass@k of recorded episodes, or compare two runs"),
+    "replay": ("cli.checks.replay", "run the agent, environment, rewards or model again and compare with tapes"),
     "verify": ("cli.checks.verify", "check that a run's bytes are as they were written"),
-    "reproduce": ("cli.checks.reproduce", "derive a checkpoint again from base weights and tapes, and compare"),
-    "eval": ("cli.training.eval", "say how good recorded episodes are: pass@k with intervals, two runs compared"),
-    "lab": ("cli.look.lab_verb", "compute past updates again under other recipes, and compare"),
+    "reproduce": ("cli.checks.reproduce", "recompute a checkpoint from base weights and tapes, and compare"),
     "audit": ("cli.checks.audit", "account for every sampled token and every episode of a run"),
-    "check-tasks": ("cli.checks.check_tasks", "say what held-out tasks have in common with those to train on"),
-    "check-env": ("cli.checks.check_env_verb", "check that an environment keeps its promises"),
-    "export": ("cli.exchange.export", "write the rows of a run's tapes as a dataset, or its tapes in others' formats"),
-    "import": ("cli.exchange.import_", "read traces, rollouts and rows of others as tapes"),
+    "check": ("cli.checks.check", "check an environment, tasks or an engine before you use them"),
+    "show": ("cli.look.show", "print a tape, or list the tapes of a run"),
+    "view": ("cli.look.view", "show a run in the browser, or write that view as files"),
+    "explain": ("cli.look.explain", "show how training used each token of a tape, or how other recipes would"),
+    "diff": ("cli.look.diff", "show where two tapes differ, or how two runs solved the same tasks"),
+    "export": ("cli.exchange.export", "write tapes as a dataset or in another system's format"),
+    "import": ("cli.exchange.import_", "read another system's traces, rollouts or rows as tapes"),
 }
 """verb -> (module inside tapereel, what it does)."""
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "roll out": ("run", "branch", "serve"),
+    "train": ("demo", "train", "eval"),
+    "check": ("replay", "verify", "reproduce", "audit", "check"),
+    "look": ("show", "view", "explain", "diff"),
+    "exchange": ("export", "import"),
+}
+"""The verbs in the order of `tapereel --help`."""
+
+FORMER: dict[str, str] = {
+    "reexec": "replay RUN --env [NAME]",
+    "rescore": "replay RUN --rewards NAME",
+    "requery": "replay RUN --model [DIR]",
+    "check-env": "check env",
+    "check-tasks": "check tasks",
+    "serve-env": "serve env",
+    "gateway": "serve gateway",
+    "lab": "explain RUN --recipe NAME",
+}
+"""Former verb -> how it is spelled now."""
+
 _EPILOG = """\
-exit codes: 0 holds, 1 diverged or broken, 2 can't be verified, 64 usage
+exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage
 `tapereel VERB --help` shows a verb's arguments and an example"""
 
 
 class _Parser(argparse.ArgumentParser):
-    """As argparse, but a wrong command line is `Exit.USAGE` (argparse's own 2 means "can't be verified" here)."""
+    """Ends with `Exit.USAGE` where argparse would end with 2, which means "can't be verified" here."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
 
 
-def load(name: str) -> Verb:
+def load(name: str) -> ModuleType:
     """The module of a verb."""
-    return cast(Verb, importlib.import_module(f"tapereel.{VERBS[name][0]}"))
+    return _module(VERBS[name][0])
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Every command (a verb, or a verb with a target as in `serve model`) -> (module inside tapereel, what it does)."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, entry in VERBS.items():
+        targets: Mapping[str, tuple[str, str]] | None = getattr(load(name), "TARGETS", None)
+        found |= {name: entry} if targets is None else {f"{name} {target}": below for target, below in targets.items()}
+    return found
 
 
 def verb_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one verb, with the arguments that all verbs share."""
-    verb = load(name)
-    parser = _Parser(
-        prog=f"tapereel {name}",
-        description=VERBS[name][1].capitalize() + ".",
-        epilog="example:\n" + "\n".join(f"  {line}" for line in verb.EXAMPLE.strip().splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.configure(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    """The parser of one verb, with the arguments that all commands share."""
+    module, (_, purpose) = load(name), VERBS[name]
+    prog = f"tapereel {name}"
+    parser = _Parser(prog=prog, **_texts(module, purpose))
+    targets: Mapping[str, tuple[str, str]] | None = getattr(module, "TARGETS", None)
+    if targets is None:
+        _configure(parser, module)
+        return parser
+    below = parser.add_subparsers(dest="target", metavar="TARGET", required=True, title="targets")
+    for target, (path, what) in targets.items():
+        command = _module(path)
+        _configure(below.add_parser(target, prog=f"{prog} {target}", help=what, **_texts(command, what)), command)
     return parser
+
+
+def _configure(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    cast(Verb, command).configure(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.set_defaults(command=command, prog=parser.prog)
+
+
+def _texts(module: ModuleType, purpose: str) -> dict[str, object]:
+    lines = cast(Verb, module).EXAMPLE.strip().splitlines()
+    return {
+        "description": f"{purpose[0].upper()}{purpose[1:]}.",
+        "epilog": "example:\n" + "\n".join(f"  {line}" for line in lines),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+
+
+def _module(path: str) -> ModuleType:
+    return importlib.import_module(f"tapereel.{path}")
 
 
 def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    parts = []
+    for group, names in GROUPS.items():
+        parts += ["", f"{group}:", *(f"  {name:<{width}}  {VERBS[name][1]}" for name in names)]
     parser = _Parser(
         prog="tapereel",
-        description=f"Record agents on tapes; replay, audit and train on the same tapes.\n\nverbs:\n{verbs}",
+        description="Record agents on tapes; replay, audit and train on the same tapes.\n" + "\n".join(parts),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and end")
-    parser.add_argument("verb", nargs="?", choices=list(VERBS), metavar="VERB", help="one of the above")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("verb", nargs="?", choices=list(VERBS), metavar="VERB", help="one of the verbs above")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (`sys.argv` when None) and give its exit code."""
+    """Run one command line (`sys.argv` when None) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
@@ -108,11 +152,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.set_threshold(50_000, 20, 20)
     try:
         return _dispatch(words)
-    except SystemExit as stop:  # argparse has already said why
+    except SystemExit as stop:  # argparse has printed the reason
         return int(stop.code or 0)
 
 
 def _dispatch(words: list[str]) -> int:
+    refusal = _former(words)
+    if refusal is not None:
+        say(refusal)
+        return Exit.USAGE
     top = _top_parser()
     chosen = top.parse_args(words[:1])
     if chosen.version:
@@ -126,35 +174,50 @@ def _dispatch(words: list[str]) -> int:
     return _run(chosen.verb, words[1:])
 
 
+def _former(words: list[str]) -> str | None:
+    """A sentence with the new spelling, where the words are a former one; None otherwise."""
+    verb, after = (words[0], words[1:2]) if words else ("", [])
+    if verb in FORMER:
+        return f"tapereel {verb}: this is now `tapereel {FORMER[verb]}`"
+    targets = getattr(load(verb), "TARGETS", {}) if verb == "serve" else {}
+    if verb == "serve" and after not in ([target] for target in (*targets, "-h", "--help")):
+        return (
+            f"tapereel serve: name what to serve ({', '.join(targets)}); `tapereel serve DIR` is now "
+            "`tapereel serve model DIR`"
+        )
+    return None
+
+
 def _run(name: str, words: list[str]) -> int:
-    traceback = "--traceback" in words
+    traceback, prog = "--traceback" in words, f"tapereel {name}"
     try:
         args = verb_parser(name).parse_args(words)
+        prog = args.prog
         args.answer_to = sys.stdout
-        args.insight = _insight
         with contextlib.redirect_stdout(sys.stderr), _warnings_on_stderr():
-            return int(load(name).run(args))
+            return int(cast(Verb, args.command).run(args))
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
         if traceback or extra is None:
             raise
-        say(f"tapereel {name}: {MissingExtra(error.name or '', extra, f'`tapereel {name}`')}")
+        say(f"{prog}: {MissingExtra(error.name or '', extra, f'`{prog}`')}")
         return Exit.BROKEN
     except BrokenPipeError:
-        # The reader of our stdout has gone (`| head`); the interpreter's last flush must not fail over it.
+        # The reader of our stdout has gone (`| head`). Point stdout at the null device, or the interpreter's flush at
+        # exit fails on the closed pipe and prints a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Exit.BROKEN
     except KeyboardInterrupt:
-        say(f"tapereel {name}: interrupted")
+        say(f"{prog}: interrupted")
         return 130
     except (TapereelError, OSError) as error:
         if traceback:
             raise
-        say(f"tapereel {name}: {_sentence(error)}")
+        say(f"{prog}: {_sentence(error)}")
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
 
 
-class _Said(logging.Handler):
+class _ProgressHandler(logging.Handler):
     """Prints log records as the verbs print progress: control characters of a terminal are escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -163,20 +226,13 @@ class _Said(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Show the library's warnings for as long as a verb runs."""
-    logger, handler = logging.getLogger("tapereel"), _Said(logging.WARNING)
+    """Print the library's warnings to stderr while a verb runs."""
+    logger, handler = logging.getLogger("tapereel"), _ProgressHandler(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-def _insight(store: Store, weights: str | None = None, tokenizer: str | None = None) -> Insight:
-    """What training can tell the viewer, which stands below it. MissingExtra without the packages of training."""
-    from ..finetune.inspect.view_insight import TrainingInsight
-
-    return TrainingInsight(store, weights, tokenizer)
 
 
 def _sentence(error: Exception) -> str:

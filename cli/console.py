@@ -1,9 +1,7 @@
-"""What every verb of the command line keeps: one answer on stdout, progress on stderr, four exit codes.
+"""The contract of every command: one answer on stdout, progress on stderr, four exit codes.
 
-A verb is a module with `EXAMPLE: str`, `configure(parser)` and `run(args) -> int`; `cli.py` lists it by name. While
-`run` works, stdout is stderr, so that whatever a library prints is progress; only `answer` writes to the real stdout,
-once.
-This module knows no verb.
+A command is a module with `EXAMPLE: str`, `configure(parser)` and `run(args) -> int`. While `run` works, stdout is
+redirected to stderr, so that whatever a library prints is progress. Only `answer` writes to the real stdout, once.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -44,26 +42,27 @@ __all__ = [
 
 
 class Exit(IntEnum):
-    """How a command ended, for scripts."""
+    """Exit codes, for scripts."""
 
     HOLDS = 0
-    """It worked; what was asked is so."""
+    """The command worked, or what it checks holds."""
     BROKEN = 1
-    """It failed, or what was asked is not so: bytes differ, a replay diverged."""
+    """The command failed, or what it checks doesn't hold: bytes differ, a replay diverged."""
     UNVERIFIABLE = 2
-    """It can't be told from what is there; the answer says what is missing."""
+    """The check can't be made with the data at hand; the answer says what is missing."""
     USAGE = 64
-    """What was given makes no sense: a word of the command line, a setting, or a file, folder or code that it names."""
+    """Wrong usage: an argument, a setting, or a file, folder or code that it names is invalid."""
 
 
 def check_port(port: int) -> None:
-    """UsageError where `--port` is none."""
+    """UsageError where `--port` isn't a port number."""
     if not 0 <= port < 65536:
         raise UsageError(f"--port is {port}; a port is a number from 0 (any free one) to 65535")
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """UsageError where no file can be written at `path`, the value of `flag`; before the work, not after it."""
+    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
+    work don't end in an answer that can't be written."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if path is not None and Path(path).is_dir():
@@ -71,55 +70,56 @@ def check_target(flag: str, path: str | Path | None) -> None:
 
 
 class Verb(Protocol):
-    """The shape of a module that implements a verb."""
+    """The shape of a module that implements a command."""
 
     EXAMPLE: str
     """One or more command lines that work, for `--help`."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's own arguments."""
+        """Declare the command's own arguments."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; give an `Exit`. `args.json` says that a program is reading."""
+        """Run the command and return an `Exit`. `args.json` says that a program reads the answer."""
         ...
 
 
 def say(text: str) -> None:
-    """One line of progress, to stderr; what a tape put into it commands no terminal."""
+    """Print one line of progress to stderr. Control characters are escaped: text from a tape can't control the
+    terminal."""
     print(safe(text), file=sys.stderr, flush=True)
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown: RenderableType) -> None:
-    """The verb's answer: `data` as one JSON object under `--json`, else what is `shown`, for people."""
+    """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
-        out.write(_spelled(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False)) + "\n")
+        out.write(_escape_unprintable(json.dumps(_json_value(data), ensure_ascii=False, allow_nan=False)) + "\n")
     else:
         console = console_for(out)
         own = console.width
         for item in shown:
-            # Sentences go on one line, for grep; a table keeps to the width.
+            # A sentence stays on one line, for grep; a table keeps to the width.
             console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
 
-def console_for(out: Any) -> Console:
-    """A rich console on `out` that never takes text for markup: what a model wrote must not style the terminal."""
+def console_for(out: TextIO) -> Console:
+    """A rich console on `out` that reads no markup: text that a model wrote must not style the terminal."""
     from rich.console import Console
 
-    # Into a file or a pipe there is no width to fit; 140 keeps tables readable.
+    # A file or a pipe has no width to fit; 140 keeps tables readable.
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
 
 
 NARROWEST = 12
-"""Characters that a column which may break its lines has at least, if it has so many."""
+"""Least characters of a column whose lines may break, if a cell is that long."""
 WIDEST = 10_000
 
 
 def table(*headings: str, fold: Collection[str] = ()) -> Table:
-    """A table to fill. A heading that begins with `#` is that of numbers; the columns in `fold` break their lines."""
+    """An empty table. `#` marks the heading of a column of numbers; the columns in `fold` break their lines."""
     from rich import box
     from rich.table import Table
 
@@ -132,7 +132,7 @@ def table(*headings: str, fold: Collection[str] = ()) -> Table:
 
 
 def _least_width(item: RenderableType, console: Console) -> int:
-    """What a table needs at least: a terminal that is narrower breaks its lines, but no number is ever cut short."""
+    """The least width of a table. A narrower terminal breaks the table's lines, so that no number is cut short."""
     from rich.cells import cell_len
     from rich.table import Table
 
@@ -148,18 +148,18 @@ def _least_width(item: RenderableType, console: Console) -> int:
     return least
 
 
-def _spelled(text: str) -> str:
-    """JSON with every character that has no shape as an escape: such stand in strings only, and mean the same there."""
+def _escape_unprintable(text: str) -> str:
+    """JSON with every unprintable character escaped. Such characters stand only in strings, where the escape means the
+    same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def _plain(value: Any) -> Any:
-    value = to_jsonable_python(value, inf_nan_mode="constants")
-    return _finite(value)
+def _json_value(value: Any) -> Any:
+    return _finite(to_jsonable_python(value, inf_nan_mode="constants"))
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: unknown is null, infinities are words."""
+    """NaN as null and infinities as text, since JSON has neither."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

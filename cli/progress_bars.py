@@ -17,15 +17,15 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def live_progress() -> Iterator[Progress]:
-    """Shows a line per phase, live, on a terminal; elsewhere prints one now and then, and at each phase's end."""
+    """A progress callback: a bar per phase on a terminal, elsewhere a line every few seconds and at a phase's end."""
     if sys.stderr.isatty():
         with _bars() as report:
             yield report
     else:
-        yield _lines()
+        yield _line_reporter()
 
 
-def _lines() -> Progress:
+def _line_reporter() -> Progress:
     last = {"at": 0.0, "phase": ""}
 
     def report(phase: str, done: int, of: int, note: str) -> None:

@@ -1,5 +1,4 @@
-"""When a verb that serves is told to end: by Ctrl-C, SIGTERM, or its terminal that is closed. Knows nothing of what is
-served."""
+"""The stop signal of verbs that serve: Ctrl-C, SIGTERM, or a terminal that is closed."""
 
 from __future__ import annotations
 
@@ -8,12 +7,16 @@ import contextlib
 import signal
 
 
-def told_to_end() -> asyncio.Event:
-    """Set when this process is told to end. Where a system has no such signals, Ctrl-C still ends it."""
+def stop_event() -> asyncio.Event:
+    """An event that is set when this process receives SIGINT, SIGTERM or SIGHUP.
+
+    The verb then ends in order: it closes episodes and seals the store, where the default action would lose them. On a
+    system without such signals, Ctrl-C raises KeyboardInterrupt as usual.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     names = [signal.SIGINT, signal.SIGTERM]
-    # `nohup` has it ignored, and not every system has it.
+    # `nohup` ignores SIGHUP, which must stay ignored; Windows has no SIGHUP.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         names.append(signal.SIGHUP)
     for name in names:

@@ -53,12 +53,12 @@ def counting(request: Request) -> str:
 
 
 def blindly(seen: Digit, rng: random.Random) -> Said:
-    """A policy for `tapereel check-env`."""
+    """A policy for `tapereel check env`."""
     return Said(text=str(rng.randrange(10)))
 
 
 def close(tape: Tape) -> float:
-    """For `tapereel rescore`: 1 for the digit that was wanted, less the further off it is, 0 for no digit."""
+    """For `tapereel replay --rewards`: 1 for the digit that was wanted, less the further off it is, 0 for no digit."""
     said = tape.actions[-1]
     if not isinstance(said, Said) or not said.text.isdigit():
         return 0.0

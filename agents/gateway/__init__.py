@@ -1,6 +1,6 @@
 """The gateway: any program that speaks OpenAI's protocol becomes an agent whose tapes can be replayed and trained on.
 
-`Program` starts one per episode, inside a rollout or the loop; `tapereel gateway` serves those that somebody else
+`Program` starts one per episode, inside a rollout or the loop; `tapereel serve gateway` serves those that somebody else
 starts. Needs the extra `http`.
 """
 

@@ -335,7 +335,9 @@ class Control:
         if tape in self._open:
             return self._open[tape]
         if tape in self._done:
-            raise Refused(409, f"tape {tape} has ended; score it later with `tapereel rescore`", code="tape_ended")
+            raise Refused(
+                409, f"tape {tape} has ended; score it later with `tapereel replay --rewards`", code="tape_ended"
+            )
         raise Refused(404, f"there is no open tape {tape}", code="not_found")
 
     async def close(self) -> None:

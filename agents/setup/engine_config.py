@@ -128,7 +128,7 @@ class _Served(Config):
 
 
 class VLLMConfig(_Served):
-    """vLLM servers that serve one model. `tapereel serve` starts one with the flags that they need."""
+    """vLLM servers that serve one model. `tapereel serve model` starts one with the flags that they need."""
 
     kind: Literal["vllm"] = "vllm"
     urls: tuple[Address, ...] = Field(min_length=1)

@@ -1,1 +1,4 @@
-"""Verbs that check a run, a tape, an environment or tasks, and what they share in printing verdicts."""
+"""Verbs that check: run recorded work again, verify bytes, reproduce weights, and check what a run will use.
+
+Imports every folder below `cli`; `cli.command` loads its modules by name.
+"""

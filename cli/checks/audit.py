@@ -1,22 +1,19 @@
-"""`tapereel audit`: the books of a run, and what its tapes say of attrition, cost, rewards and anomalies.
+"""`tapereel audit`: account for every sampled token, and report attrition, cost, rewards and anomalies of a run.
 
-Only books that don't close make it fail; anomalies do so under `--strict`. The books are always of the whole run.
+The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies. The account is
+always of the whole run.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...tapes.audit.checking import check_split, torn_tails
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_target, say
 from ..progress_bars import live_progress
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLE = """
 tapereel audit runs/demo
@@ -28,32 +25,38 @@ STDOUT = "-"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the books are of all")
+    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the token account is of all")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the newest N tapes that fit, and the others of their groups"
+        "--limit", type=int, metavar="N", help="only the newest N matching tapes, and the others of their groups"
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="tell of actions done N times in a row (default 3)"
+        "--repeats", type=int, default=3, metavar="N", help="report actions repeated N times in a row (default 3)"
     )
-    parser.add_argument("--strict", action="store_true", help="fail on anomalies too")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on anomalies too")
     parser.add_argument(
-        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="write it as Markdown, to stdout without FILE"
+        "--markdown",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write the audit as Markdown to FILE, or to stdout without FILE",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Audit, and print or write the result."""
     from ...tapes.audit.auditor import audit_run
     from ...tapes.store.store import Store
     from .audit_sections import markdown, sections, terminal
 
-    _check(args)
+    _check_arguments(args)
     with Store.open(args.run) as store, live_progress() as progress:
         torn = torn_tails(store)
         check_split(store, args.split)
         books, audit = audit_run(store, split=args.split, limit=args.limit, repeats=args.repeats, progress=progress)
     found = sections(books, audit)
-    verdict = "the books close" if books.closes else "the books do NOT close"
+    verdict = "every token is accounted for" if books.closes else "some tokens are NOT accounted for"
     broken = [f"broken: {safe(text)}" for text in books.findings]
     data = {
         "run": str(args.run),
@@ -77,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS if books.closes and not (args.strict and audit.anomalies) else Exit.BROKEN
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     if args.markdown == STDOUT and args.json:
-        raise UsageError("--json and --markdown both write to stdout; name a file: --markdown FILE")
+        raise UsageError("--json and --markdown both write to stdout; name a file, as in --markdown FILE")
     if args.markdown != STDOUT:
         check_target("--markdown", args.markdown)
     for name, least in (("limit", 1), ("repeats", 2)):
         value = getattr(args, name)
         if value is not None and value < least:
-            raise UsageError(f"--{name} {value}: must be at least {least}")
+            raise UsageError(f"--{name} is {value}; it must be {least} or more")

@@ -1,7 +1,7 @@
-"""An audit to read: the same sections as terminal tables and as Markdown.
+"""The sections of an audit, as terminal tables and as Markdown.
 
-A section with nothing in it is one line that says so. What a tape put into a cell is neither obeyed by a terminal nor
-taken for Markdown. This module knows nothing of files or records.
+An empty section is one line that says so. Text from a tape is escaped, so that it neither controls a terminal nor is
+read as Markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MOST = 20
-"""Rows of a table; all are in the JSON."""
+"""Rows of a table; `--json` has all."""
 UNKNOWN = "?"
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 
@@ -31,17 +31,17 @@ class Section:
 
     title: str
     headings: tuple[str, ...]
-    """As of `console.table`: `#` begins those of numbers."""
+    """As in `console.table`: `#` marks a column of numbers."""
     rows: Sequence[tuple[str, ...]]
     empty: str = "none"
-    """What is said in place of a table without rows."""
+    """Printed in place of a table without rows."""
     notes: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     """Headings of columns whose lines may break."""
 
 
 def terminal(sections: Iterable[Section]) -> list[RenderableType]:
-    """For `console.answer`."""
+    """The sections for `console.answer`."""
     shown: list[RenderableType] = []
     for section in sections:
         if section.rows:
@@ -57,14 +57,18 @@ def terminal(sections: Iterable[Section]) -> list[RenderableType]:
 
 
 def markdown(title: str, sections: Iterable[Section], verdict: str) -> str:
-    """One document."""
+    """The sections as one Markdown document."""
     lines = [f"# {_cell(title)}", "", _cell(verdict)]
     for section in sections:
         lines += ["", f"## {_cell(section.title)}", ""]
         if section.rows:
             names = [heading.removeprefix("#") for heading in section.headings]
             rules = ["---:" if heading.startswith("#") else "---" for heading in section.headings]
-            lines += [_line(map(_cell, names)), _line(rules), *(_line(map(_cell, row)) for row in section.rows)]
+            lines += [
+                _row_line(map(_cell, names)),
+                _row_line(rules),
+                *(_row_line(map(_cell, row)) for row in section.rows),
+            ]
         else:
             lines.append(_cell(section.empty))
         for note in section.notes:
@@ -72,7 +76,7 @@ def markdown(title: str, sections: Iterable[Section], verdict: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Iterable[str]) -> str:
+def _row_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -81,13 +85,13 @@ def _cell(text: str) -> str:
 
 
 def sections(books: Books, audit: Audit) -> list[Section]:
-    """Everything, in the order in which it is read."""
+    """All sections, in reading order."""
     return [
         _tokens(books),
         _ends(books, audit),
         _lengths(audit, "turns"),
         _lengths(audit, "tokens"),
-        *_costs(audit),
+        *_cost_sections(audit),
         _components(audit),
         _earned(audit),
         _anomalies(audit),
@@ -101,11 +105,11 @@ def _tokens(books: Books) -> Section:
     ]
     rows += [("together", f"{sum(books.tokens.values()):,}", ""), ("sampled", f"{books.sampled:,}", "")]
     notes = [
-        f"beside these: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
+        f"in addition: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
         f"{books.applied:,} token-updates applied"
     ]
     if books.textual:
-        notes.append(f"{books.textual:,} calls of engines that give text only: their tokens can't be counted")
+        notes.append(f"{books.textual:,} calls of engines that return only text: their tokens can't be counted")
     return Section("sampled tokens", ("tokens", "#number", "#share"), rows, notes=tuple(notes))
 
 
@@ -118,16 +122,16 @@ def _ends(books: Books, audit: Audit) -> Section:
             "if scored" if end.trainable else "never",
             f"{end.sampled:,}",
             f"{end.seconds:,.1f}",
-            _some(end.tapes),
+            _first_tapes(end.tapes),
         )
         for end in audit.ends
     ]
-    told = (
+    ended = (
         f"{audit.tapes:,} episodes began, {audit.tapes - audit.open:,} ended and {audit.open:,} are open; "
-        f"{audit.unscored:,} of those that ended are unscored, which is not 0"
+        f"{audit.unscored:,} of the ended ones are unscored, which doesn't count as reward 0"
     )
     whole = f"the whole run: {books.begun:,} began, {books.ended:,} ended, {books.open:,} are open"
-    notes = (told,) if audit.tapes == books.begun else (told, whole)
+    notes = (ended,) if audit.tapes == books.begun else (ended, whole)
     return Section(
         "how episodes ended",
         ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
@@ -147,7 +151,7 @@ def _lengths(audit: Audit, length: str) -> Section:
     )
 
 
-def _costs(audit: Audit) -> list[Section]:
+def _cost_sections(audit: Audit) -> list[Section]:
     by_path: dict[tuple[str, str], list[Spent]] = {}
     by_version: dict[str, list[Spent]] = {}
     for one in audit.spent:
@@ -155,12 +159,12 @@ def _costs(audit: Audit) -> list[Section]:
         if one.version is not None:
             by_version.setdefault(one.version, []).append(one)
     headings = ("#calls", "#prompt", "#completion", "#seconds", "#USD")
-    paths = [(by, engine or UNKNOWN, *_spent(parts)) for (by, engine), parts in by_path.items()]
-    versions = [(version, *_spent(parts)) for version, parts in by_version.items()]
+    paths = [(by, engine or UNKNOWN, *_spent_cells(parts)) for (by, engine), parts in by_path.items()]
+    versions = [(version, *_spent_cells(parts)) for version, parts in by_version.items()]
     notes = tuple(
         f"{n:,} of {sum(one.calls for one in audit.spent):,} calls {why}"
         for n, why in (
-            (sum(one.uncounted for one in audit.spent), "don't say how many tokens they took"),
+            (sum(one.uncounted for one in audit.spent), "have no token counts"),
             (sum(one.untimed for one in audit.spent), "have no time"),
             (sum(one.unpriced for one in audit.spent), "have no price"),
         )
@@ -184,7 +188,7 @@ def _costs(audit: Audit) -> list[Section]:
     ]
 
 
-def _spent(parts: Sequence[Spent]) -> tuple[str, ...]:
+def _spent_cells(parts: Sequence[Spent]) -> tuple[str, ...]:
     prompt, completion = _sum(one.prompt for one in parts), _sum(one.completion for one in parts)
     seconds, cost = _sum(one.seconds for one in parts), _sum(one.cost for one in parts)
     return (
@@ -211,7 +215,7 @@ def _components(audit: Audit) -> Section:
         for one in audit.components
     ]
     unknown = sum(one.unknown for one in audit.components)
-    notes = (f"{unknown:,} values are no number and in none of the sums",) if unknown else ()
+    notes = (f"{unknown:,} values are not numbers, and in none of the sums",) if unknown else ()
     return Section(
         "reward by component",
         ("component", "#scores", "#low", "#mean", "#high", "#total", "#share", "#with evidence"),
@@ -230,12 +234,12 @@ def _earned(audit: Audit) -> Section:
             f"{one.mean:.4g}",
             f"{one.total:,.2f}",
             _share(one.share),
-            _some(one.tapes),
+            _first_tapes(one.tapes),
         )
         for one in audit.earned
     ]
     return Section(
-        "what earned it",
+        "reward by action",
         ("component", "action", "#scores", "#mean", "#total", "#share", "most on tapes"),
         rows[:MOST],
         "nothing was scored",
@@ -251,7 +255,7 @@ def _anomalies(audit: Audit) -> Section:
             f"{one.count:,}",
             "" if one.of is None else f"{one.of:,}",
             one.detail,
-            _some(one.tapes),
+            _first_tapes(one.tapes),
         )
         for one in audit.anomalies
     ]
@@ -259,7 +263,7 @@ def _anomalies(audit: Audit) -> Section:
         "anomalies",
         ("anomaly", "#number", "#of", "what it is", "tapes"),
         rows[:MOST],
-        "nothing odd was found",
+        "no anomaly was found",
         _more(len(rows), "anomalies"),
         wide=("anomaly", "what it is", "tapes"),
     )
@@ -282,5 +286,5 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _some(tapes: Sequence[str]) -> str:
+def _first_tapes(tapes: Sequence[str]) -> str:
     return " ".join(tapes[:3])

@@ -1,83 +1,196 @@
-"""`tapereel replay`: does the agent's code still do, word for word, what the tapes say it did?"""
+"""`tapereel replay`: run a part of recorded episodes again, and compare with the tapes.
+
+Without an option it is the agent's code. `--env` executes the recorded actions again, `--rewards` runs reward code
+again, and `--model` compares recorded log-probs with model weights.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ...tapes.audit.verdict import Verdict
+from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from .verdict_output import add_tape_arguments, check_named, tell
-
-if TYPE_CHECKING:
-    from ...tapes.audit.verdict import Verdict
-    from ...tapes.store.store import Store
-    from ...tapes.tape import Tape
+from ..progress_bars import live_progress
+from .reward_output import run_rewards
+from .verdict_output import add_keep_argument, add_tape_arguments, print_verdicts, tape_arguments
 
 EXAMPLE = """
-tapereel replay runs/demo
-tapereel replay runs/demo 019a3c --turn 2
 tapereel replay runs/digits --agent examples/digits.py:player --jobs 4 --json
+tapereel replay runs/demo 019a3c --turn 2
+tapereel replay runs/digits --env --times 3 --mask 'digit.text=[0-9]+' --mask reward.seconds
+tapereel replay runs/digits --rewards rewards.py:exact --against rewards.py:lenient
+tapereel replay runs/digits --model runs/digits/checkpoints/update-000080
 """
+
+OPTIONS = {
+    "agent": ("agent", "imports", "tokenizer", "turn", "seconds", "jobs"),
+    "env": ("times", "masks", "seconds", "jobs"),
+    "rewards": ("against", "layer", "tolerance", "jobs"),
+    "model": ("tolerance", "threads"),
+}
+"""What runs again -> the options that it takes. Each option's default is None, [] or False, so that a set one shows."""
+
+FLAGS = {"imports": "--import", "masks": "--mask"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    add_tape_arguments(parser, turn=True)
-    parser.add_argument(
-        "--agent", metavar="NAME", help="module:name or file.py:name (default: as the run's configuration says)"
+    """Declare the verb's arguments."""
+    add_tape_arguments(parser)
+    add_keep_argument(parser)
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: by the number of tapes)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="longest replay of one tape (default 60)")
+    what = parser.add_argument_group("what runs again (default: the agent's code)").add_mutually_exclusive_group()
+    what.add_argument(
+        "--env",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="the recorded actions, in a fresh environment: module:name (default: that of the run's configuration)",
     )
-    parser.add_argument(
+    what.add_argument(
+        "--rewards",
+        metavar="NAME",
+        help="reward code: module:name of a Rewards, a RewardSource, or a function from a tape to its score",
+    )
+    what.add_argument(
+        "--model",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="the model, on every sampled token: a checkpoint or model folder (default: each token's own version)",
+    )
+    of_agent = parser.add_argument_group("options of the agent's code")
+    of_agent.add_argument(
+        "--agent", metavar="NAME", help="module:name or file.py:name (default: that of the run's configuration)"
+    )
+    of_agent.add_argument(
         "--import",
-        dest="names",
+        dest="imports",
         action="append",
         default=[],
         metavar="NAME",
-        help="module:name of an environment, or of anything else that defines steps",
+        help="module:name of an environment, or of anything else that defines steps; repeatable",
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for one tape (default 60)")
+    of_agent.add_argument("--turn", type=int, metavar="K", help="check this turn alone, counted from 0")
+    of_agent.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
+    of_env = parser.add_argument_group("options of --env")
+    of_env.add_argument(
+        "--times", type=int, metavar="N", help="execute N times and print which fields vary (default 1)"
+    )
+    of_env.add_argument(
+        "--mask",
+        action="append",
+        default=[],
+        dest="masks",
+        metavar="FIELD[=REGEX]",
+        help="a field that may differ (`kind.field`, `reward.name`), or the part of it that may; repeatable",
+    )
+    of_rewards = parser.add_argument_group("options of --rewards")
+    of_rewards.add_argument("--against", metavar="NAME", help="another reward: show where the two disagree")
+    of_rewards.add_argument(
+        "--layer", metavar="LAYER", help="compare with this later scoring; add it to tapes that lack it"
+    )
+    of_more = parser.add_argument_group("options of --rewards and --model")
+    of_more.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference that counts as equal (default: 0 of a reward, 1e-4 nats of a log-prob)",
+    )
+    of_more.add_argument("--threads", type=int, metavar="N", help="torch threads, with --model (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, and print the verdicts."""
-    if args.seconds <= 0:
+    """Run again, and print the verdicts."""
+    part = next((name for name in ("env", "rewards", "model") if getattr(args, name) is not None), "agent")
+    _check_options(args, part)
+    return {"agent": _run_agent, "env": _run_env, "rewards": run_rewards, "model": _run_model}[part](args)
+
+
+def _check_options(args: argparse.Namespace, part: str) -> None:
+    """UsageError for an option of another part, which would be ignored."""
+    for name in dict.fromkeys(option for options in OPTIONS.values() for option in options):
+        value = getattr(args, name)
+        # By identity: `--turn 0` is an option that was given, and 0 == False.
+        if value is not None and value is not False and value != [] and name not in OPTIONS[part]:
+            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+            parts = [f"--{other}" for other, options in OPTIONS.items() if name in options and other != "agent"]
+            what = f"needs {' or '.join(parts)}" if part == "agent" else f"doesn't go with --{part}"
+            raise UsageError(f"{flag} {what}")
+    if args.seconds is not None and args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds}; it must be above 0")
-    plan = ReplayPlan(str(args.run), args.agent, tuple(args.names), args.tokenizer, args.turn, args.seconds)
-    return tell(args, check_named(args, "replay", plan))
 
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """What a process needs to know to replay tapes."""
+def _set(**options: Any) -> dict[str, Any]:
+    """The options that were given; the library has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
-    run: str
-    agent: str | None
-    names: tuple[str, ...]
-    tokenizer: str | None
-    turn: int | None
-    seconds: float
 
-    def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
-        from ...agents.replay.replayer import replay
-        from ...agents.setup.recorded_setup import import_steps, recorded_agent, recorded_renderer
-        from ...tapes.audit.verdict import unverifiable
+def _run_agent(args: argparse.Namespace) -> int:
+    from ...agents.replay.replay_run import replay_run
 
-        first = next(iter(store.summaries()), None)
-        import_steps(self.run, self.names)
-        begin = store.tape(first.id).begin if first is not None else None
-        agent = recorded_agent(self.run, self.agent, begin.agent if begin is not None else None)
-        renderer = recorded_renderer(self.run, self.tokenizer)
+    with live_progress() as progress:
+        verdicts = replay_run(
+            args.run,
+            args.agent,
+            imports=args.imports,
+            tokenizer=args.tokenizer,
+            turn=args.turn,
+            jobs=args.jobs,
+            progress=progress,
+            **_set(seconds=args.seconds),
+            **tape_arguments(args),
+        )
+    return print_verdicts(args, verdicts)
 
-        def check(tape: Tape) -> Verdict:
-            if tape.begin.agent.name != agent.path:
-                return unverifiable(
-                    "replay",
-                    tape.id,
-                    f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
-                )
-            return asyncio.run(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
 
-        return check
+def _run_env(args: argparse.Namespace) -> int:
+    from ...envs.checks.reexec_run import proposed_masks, reexec_run
+
+    times = 1 if args.times is None else args.times
+    if times < 1:
+        raise UsageError(f"--times is {times}; it must be 1 or more")
+    with live_progress() as progress:
+        verdicts = reexec_run(
+            args.run,
+            args.env or None,
+            masks={field: rule or None for field, _, rule in (text.partition("=") for text in args.masks)},
+            times=times,
+            jobs=args.jobs,
+            progress=progress,
+            **_set(seconds=args.seconds),
+            **tape_arguments(args),
+        )
+    proposed = proposed_masks(verdicts.verdicts)
+    lines = [safe(f"varies = {proposed!r}   # on the environment, if these fields may vary")] if proposed else []
+    if times > 1 and not proposed:
+        lines = [f"nothing varies in {times} executions"]
+    return print_verdicts(args, verdicts, *lines, data={"proposed": proposed})
+
+
+def _run_model(args: argparse.Namespace) -> int:
+    from ...finetune.inspect.requery import TOLERANCE
+    from ...finetune.inspect.requery_run import requery_run
+
+    options = _set(tolerance=args.tolerance, threads=args.threads)
+    with live_progress() as progress:
+        verdicts, reason = requery_run(
+            args.run, args.model or None, progress=progress, **options, **tape_arguments(args)
+        )
+    lines = [reason] if reason else _difference_lines(verdicts.verdicts, options.get("tolerance", TOLERANCE))
+    return print_verdicts(args, verdicts, *lines, data={"reason": reason})
+
+
+def _difference_lines(found: tuple[Verdict, ...], tolerance: float) -> list[str]:
+    compared = [v for v in found if v.measured]
+    n = sum(v.checked["tokens"] for v in compared)
+    if not n:
+        return []
+    mean = sum(v.measured["mean"] * v.checked["tokens"] for v in compared) / n
+    largest = max(v.measured["largest"] for v in compared)
+    return [
+        f"log-probs of {n:,} tokens differ by {mean:.2g} nats in the mean and {largest:.2g} at most "
+        f"(tolerance {tolerance:g})"
+    ]

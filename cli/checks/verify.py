@@ -1,4 +1,4 @@
-"""`tapereel verify`: are the bytes of a run as they were written, and do its books close? It changes nothing."""
+"""`tapereel verify`: check that a run's bytes are as written and every token is accounted for. It only reads."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ tapereel verify runs/demo --pin elsewhere/pins.json --json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory")
     parser.add_argument(
         "--pin",
         action="append",
         default=[],
         metavar="PIN",
-        help="a head kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
+        help="a head of the hash chain, kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Verify, and print the report."""
     try:
         report = verify(args.run, pins=args.pin)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    answer(args, {"verdict": report.verdict, **report.model_dump()}, *map(safe, _lines(report)))
+    answer(args, {"verdict": report.verdict, **report.model_dump()}, *map(safe, _report_lines(report)))
     return report.exit_code
 
 
-def _lines(report: Report) -> list[str]:
+def _report_lines(report: Report) -> list[str]:
     lines = [
         f"{report.run}: {report.verdict}",
         f"{counted(len(report.segments), 'segment')}, {counted(report.records, 'record')}, "
@@ -45,9 +47,9 @@ def _lines(report: Report) -> list[str]:
         f"{counted(report.pins, 'pin')} compared",
     ]
     if report.head is not None and report.exit_code == Exit.HOLDS:
-        lines.append(f"head {report.head}   (keep it elsewhere; give it back as --pin)")
+        lines.append(f"head {report.head}   (keep a copy elsewhere, and check it with --pin)")
     lines += [f"broken: {text}" for text in report.broken]
     lines += [f"torn: {text}" for text in report.torn]
-    lines += [f"missing: segment {name}, which nothing pins" for name in report.holes]
+    lines += [f"missing: segment {name}, which no pin covers" for name in report.holes]
     lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
     return [*lines, *(f"not checked: {text}" for text in report.not_checked)]

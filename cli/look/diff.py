@@ -1,4 +1,4 @@
-"""`tapereel diff`: where two tapes part, or what two runs made of the same tasks. It reads tapes and runs nothing."""
+"""`tapereel diff`: where two tapes differ first, or how two runs solved the same tasks. It only reads."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 """
 
 SHOWN = 20
-"""Steps, or tasks of each kind of change, that are shown to people; `--json` has them all."""
+"""Steps, or tasks of each kind of change, that are printed for people; `--json` has all."""
 CLIP = 300
-"""Characters of one text that are shown to people."""
+"""Characters of one text that are printed for people."""
 
 Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Headings and rows of one table."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
+    """Declare the verb's arguments."""
     parser.add_argument(
         "what",
         nargs="+",
         metavar="RUN|RUN:TAPE|TAPE",
         help="two runs; two tapes as RUN:TAPE, or as files of one tape each; or a run and two tapes "
-        "of it (the first characters of an id will do)",
+        "of it (the first characters of an id are enough)",
     )
-    parser.add_argument("--split", help="of two runs, only the tapes of this split")
-    parser.add_argument("--against-split", metavar="SPLIT", help="only the second run's of this one (that of --split)")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument("--split", help="of two runs: only tapes of this split")
+    parser.add_argument(
+        "--against-split", metavar="SPLIT", help="only the second run's tapes of this split (default: that of --split)"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the result as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
+    """The difference of the two runs or tapes. `stack` closes the stores, since tapes read from them while printed."""
     from ...tapes.audit.compare import diff_runs, diff_tapes
 
     words: list[str] = args.what
@@ -75,7 +78,7 @@ def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
     if len(words) == 3:
         words = [f"{words[0]}:{name}" for name in words[1:]]
     if len(words) != 2:
-        raise UsageError(f"diff takes two runs, two tapes, or a run and two of its tapes, not {len(words)} words")
+        raise UsageError(f"diff takes two runs, two tapes, or a run and two of its tapes, not {len(words)} arguments")
     runs = [Path(word).is_dir() for word in words]
     if len(args.what) == 2 and all(runs):
         first, second = (_store(word, stores, stack) for word in words)
@@ -84,7 +87,7 @@ def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
     if len(args.what) == 2 and any(runs):
         raise UsageError(f"{words[0]} and {words[1]} are a run and a tape: name two runs, or two tapes as RUN:TAPE")
     if args.split is not None or args.against_split is not None:
-        raise UsageError("--split and --against-split choose tapes of two runs; two tapes were named")
+        raise UsageError("--split and --against-split choose tapes of two runs, and two tapes are named: remove them")
     return diff_tapes(*(_tape(word, stores, stack) for word in words))
 
 
@@ -107,13 +110,10 @@ def _tape(word: str, stores: dict[str, Store], stack: ExitStack) -> Tape:
     return _store(path, stores, stack).tape(name)
 
 
-# What people see
-
-
 def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
     a, b = found.first, found.second
     if not found.same_task:
-        yield "The tapes are of two tasks."
+        yield "The tapes have different tasks."
     yield (
         ("", a.id, b.id),
         [
@@ -125,13 +125,13 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
         ],
     )
     if found.parting is None:
-        yield f"Nothing that happened differs: {found.shared} steps, {found.shared_turns} turns."
+        yield f"No step differs: {found.shared} steps, {found.shared_turns} turns."
         return
     p = found.parting
     where = "in how they end" if p.step is None else f"at step {p.step}, turn {p.turn}, by {p.by}"
     yield (
-        f"{found.shared} steps are alike ({found.shared_turns} whole turns); the tapes part {where}: {p.field} is "
-        f"{_value(p.first)} and {_value(p.second)}"
+        f"{found.shared} steps are equal ({found.shared_turns} whole turns); the tapes differ first {where}: "
+        f"{p.field} is {_value(p.first)} and {_value(p.second)}"
     )
     if found.steps:
         yield (
@@ -139,7 +139,7 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
             [(str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps[:SHOWN])],
         )
     if len(found.steps) > SHOWN:
-        yield f"and {len(found.steps) - SHOWN:,} more steps: --json has them all"
+        yield f"and {len(found.steps) - SHOWN:,} more steps: --json has all"
 
 
 def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
@@ -151,7 +151,7 @@ def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
         tasks = [task for task in found.tasks if task.change == change]
         if tasks:
             yield (
-                ("task", "change", "first", "second", "tapes", "part at"),
+                ("task", "change", "first", "second", "tapes", "differ at"),
                 [
                     (
                         task.name or task.task[:12],
@@ -165,14 +165,14 @@ def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
                 ],
             )
         if len(tasks) > SHOWN:
-            yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has them all"
-    told = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
-    yield f"{sum(found.counts.values()):,} tasks, as the second run has them: {told}"
+            yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has all"
+    counts = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
+    yield f"{sum(found.counts.values()):,} tasks, from the first run to the second: {counts}"
     if found.mean_first is not None and found.mean_second is not None:
         yield (
             f"mean reward on the {found.scored:,} tasks that both scored: {found.mean_first:.3f} and "
             f"{found.mean_second:.3f} ({found.mean_second - found.mean_first:+.3f}); tapereel eval "
-            "--against has intervals"
+            "--against adds intervals"
         )
 
 
@@ -208,7 +208,7 @@ def _shown(part: str | Rows) -> RenderableType:
 
 
 def _markdown(part: str | Rows) -> str:
-    """Text of tapes stays text: neither markup nor HTML, and one cell is one line."""
+    """One part as Markdown. Text from tapes is escaped, so that it is neither markup nor HTML, and fills one line."""
     if isinstance(part, str):
         return _escaped(part)
     headings, rows = part

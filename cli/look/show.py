@@ -1,4 +1,4 @@
-"""`tapereel show`: the tapes of a run as a list, or one tape to read. Nothing is written and nothing is run."""
+"""`tapereel show`: print a tape, or list the tapes of a run. It only reads."""
 
 from __future__ import annotations
 
@@ -43,50 +43,54 @@ tapereel show tape.json --json
 """
 
 LONGEST = 4000
-"""Characters of a step that are shown where nobody asks for all."""
+"""Characters of a step that are printed without `--full`."""
 TASK = 16
-"""Characters of a task's name in a list."""
+"""Characters of a task's name in the list."""
 RUNNING = "running"
-"""In place of a status, for a tape without an end."""
+"""Shown as the status of a tape without an end."""
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory, or a tape written as one JSON document")
-    parser.add_argument("tape", nargs="?", help="id of a tape, or the start of one; without it, the tapes are listed")
+    parser.add_argument("tape", nargs="?", help="id of a tape, or its first characters (default: list the tapes)")
     parser.add_argument(
         "--status",
         choices=[*(status.value for status in Status), RUNNING],
         metavar="STATUS",
-        help="list only tapes that ended so (`finished`, `error`, ...) or are `running`",
+        help="list only tapes of this status (`finished`, `error`, ..., `running`)",
     )
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
-    parser.add_argument("--last", type=int, default=20, metavar="N", help="list the newest N that fit (default 20)")
     parser.add_argument(
-        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (its directory) was trained on"
+        "--last", type=int, default=20, metavar="N", help="list the newest N matching tapes (default 20)"
     )
-    parser.add_argument("--calls", action="store_true", help="show the model calls of a tape too")
+    parser.add_argument(
+        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (a directory) was trained on"
+    )
+    parser.add_argument("--calls", action="store_true", help="print the model calls of a tape too")
     parser.add_argument(
         "--full",
         action="store_true",
-        help=f"show every step of a tape whole, not only its first {LONGEST:,} characters",
+        help=f"print every step of a tape whole, not only its first {LONGEST:,} characters",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the tape or the list."""
     if args.last < 0:
         raise UsageError(f"--last is {args.last}; it must be 0 or more")
     path = Path(args.run)
     if path.is_file():
         if args.tape is not None:
-            raise UsageError(f"{path} is one tape; name no other beside it")
+            raise UsageError(f"{path} is a file with one tape: remove the tape id {args.tape!r}")
         try:
             document = from_json(path.read_bytes())
         except (ValueError, OSError) as error:
-            raise UsageError(f"{path} is no tape that was written as JSON: {error}") from error
+            raise UsageError(f"{path} is not a tape in JSON: {error}") from error
         if not isinstance(document, dict) or "records" not in document:
-            raise UsageError(f"{path} is no tape that was written as JSON: it has no `records`")
+            raise UsageError(f"{path} is not a tape in JSON: it has no `records`")
         _show_tape(args, Tape.model_validate(document))
         return Exit.HOLDS
     from ...tapes.store.store import Store
@@ -100,19 +104,19 @@ def run(args: argparse.Namespace) -> int:
                 status=None if running else args.status, split=args.split, closed=False if running else None
             )
             if args.taught is not None:
-                teachers = _teachers(store, Path(args.taught))
-                found = [summary for summary in found if summary.id in teachers]
+                trained_on = _trained_on(store, Path(args.taught))
+                found = [summary for summary in found if summary.id in trained_on]
             _show_list(args, found)
     return Exit.HOLDS
 
 
-def _teachers(store: Store, checkpoint: Path) -> Collection[str]:
-    """Tapes with a token that an update of the checkpoint trained on."""
+def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
+    """Ids of tapes with a token that an update before the checkpoint trained on."""
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{checkpoint} is no checkpoint, its state.json can't be read: {error}") from error
+        raise UsageError(f"{checkpoint} is not a checkpoint: its state.json can't be read: {error}") from error
 
 
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
@@ -132,8 +136,8 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
     counts = dict(Counter(summary.status or RUNNING for summary in every).most_common())
     scored = [summary.reward for summary in every if summary.reward is not None]
     mean = sum(scored) / len(scored) if scored else None
-    told = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none fits"
-    line = f"{counted(len(every), 'tape')} ({told})"
+    statuses = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none matches"
+    line = f"{counted(len(every), 'tape')} ({statuses})"
     if mean is not None:
         line += f"; mean reward {mean:.3f} over {len(scored)} scored"
     data = {
@@ -171,7 +175,7 @@ def _list_table(summaries: list[Summary]) -> Table:
         made.add_row(
             _text(s.id),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
-            _text(_task(s)),
+            _text(_task_name(s)),
             _text(s.split),
             _status(s.status, s.cause),
             number(s.reward),
@@ -183,8 +187,8 @@ def _list_table(summaries: list[Summary]) -> Table:
     return made
 
 
-def _task(s: Summary) -> str:
-    """A task's name, as far as there is room; the start of its hash where it has none."""
+def _task_name(s: Summary) -> str:
+    """A task's name, cut to the column's width; the start of its hash where it has no name."""
     if not s.task:
         return s.task_hash[:8]
     return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
@@ -221,15 +225,15 @@ def _step_table(steps: list[StepLine], longest: int | None) -> Table:
             str(step.turn),
             _text(step.by),
             _text(step.kind),
-            _text(_begin(step.text, longest), style),
+            _text(_shortened(step.text, longest), style),
             str(step.tokens or ""),
             _text(earned),
         )
     return made
 
 
-def _begin(text: str, longest: int | None) -> str:
-    """As much of it as is shown, and how to see the rest."""
+def _shortened(text: str, longest: int | None) -> str:
+    """The first `longest` characters, and how to see the rest."""
     left = 0 if longest is None else len(text) - longest
     return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 

@@ -1,20 +1,24 @@
-"""`tapereel view`: look at a run in the browser, from a server on this machine or from files that need none."""
+"""`tapereel view`: show a run in the browser, from a server on this machine or from files that need no server."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import functools
 import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...tapes.errors import UsageError
 from ...tapes.view import RunView
-from ..console import Exit, answer, say
+from ..console import Exit, answer, check_port, say
 from ..progress_bars import live_progress
-from ..signals import told_to_end
+from ..signals import stop_event
+
+if TYPE_CHECKING:
+    from ...tapes.store.store import Store
+    from ...tapes.view.run_view import Insight
+    from ...tapes.view.view_server import Server
 
 EXAMPLE = """
 tapereel view runs/demo
@@ -24,34 +28,43 @@ tapereel view runs/demo --out runs/demo-view --last 500
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run directory; a run at work is shown as it grows")
-    parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
+    """Declare the verb's arguments."""
+    parser.add_argument("run", help="a run directory; a growing run is shown live")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="where to listen (default: this machine only; anything else asks for a token)",
+        help="address to listen on (default: this machine only; any other asks for a token)",
     )
-    parser.add_argument("--token", help="the token to ask for, at least 16 letters and digits (default: a new one)")
-    parser.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
+    parser.add_argument("--token", help="token to ask for, at least 16 letters and digits (default: a new one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     parser.add_argument(
         "--weights",
         metavar="DIR",
-        help="a checkpoint or model folder: its probability of each token over that at sampling",
+        help="a checkpoint or model folder: show each token's probability by it over that at sampling",
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
-    parser.add_argument("--out", metavar="DIR", help="write the view as files to DIR instead, to open or to host")
+    parser.add_argument(
+        "--out", metavar="DIR", help="write the view as files to DIR, to open or to host, and start no server"
+    )
     parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
     parser.add_argument("--last", type=int, metavar="N", help="with --out: only the newest N tapes")
 
 
 def run(args: argparse.Namespace) -> int:
-    insight = functools.partial(args.insight, weights=args.weights, tokenizer=args.tokenizer)
-    if not 0 <= args.port < 65536:
-        raise UsageError(f"--port is {args.port}; a port is a number from 0 (any free one) to 65535")
+    """Serve until a stop signal, or write the files."""
+    check_port(args.port)
     for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder}: there is no such folder")
+
+    def insight(store: Store) -> Insight:
+        # Imported here: the viewer works without the packages of training, and then shows less.
+        from ...finetune.inspect.view_insight import TrainingInsight
+
+        return TrainingInsight(store, args.weights, args.tokenizer)
+
     with RunView(args.run, insight=insight) as view:
         if args.out is not None:
             from ...tapes.view.bundle import write_bundle
@@ -66,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             )
             return Exit.HOLDS
         if args.tape or args.last is not None:
-            raise UsageError("--tape and --last say what --out writes; give --out DIR, or filter in the browser")
+            raise UsageError("--tape and --last choose what --out writes: add --out DIR, or filter in the browser")
         from ...tapes.view.view_server import Server
 
         with contextlib.suppress(KeyboardInterrupt):
@@ -74,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS
 
 
-async def _serve(args: argparse.Namespace, server: Any) -> None:
-    stop = told_to_end()
+async def _serve(args: argparse.Namespace, server: Server) -> None:
+    stop = stop_event()
     async with contextlib.AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(server.serving(args.port))
         except OSError as error:
             raise UsageError(
                 f"can't listen on {args.host}, port {args.port or 'any'} ({error.strerror or error}): "
-                "give an address of this machine and a free port by --host and --port"
+                "give an address of this machine with --host and a free port with --port"
             ) from error
         answer(args, {"url": server.url, "run": str(args.run)}, server.url)
         say("press Ctrl-C to stop")

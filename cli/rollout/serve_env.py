@@ -1,4 +1,4 @@
-"""`tapereel serve-env`: an environment on a port, for agents and trainers in other processes."""
+"""`tapereel serve env`: an environment on a port, for agents and trainers in other processes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...envs.load_named import listed_tasks, load_named
+from ...envs.load_named import listed_tasks
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
-from ..signals import told_to_end
+from ..signals import stop_event
 
 if TYPE_CHECKING:
     from ...envs.remote import Service
 
 EXAMPLE = """
-tapereel serve-env my_env.py:GuessNumber --port 8100
-tapereel serve-env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 20
-tapereel serve-env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
+tapereel serve env my_env.py:GuessNumber --port 8100
+tapereel serve env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 20
+tapereel serve env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
 """
 
 LEAST = {
@@ -31,30 +31,32 @@ LEAST = {
     "window_seconds": 0,
     "idle_seconds": 0,
 }
-"""Of each option; 0: more than nothing."""
+"""The least value of each option; 0 means above 0."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
+    """Declare the command's arguments."""
     parser.add_argument(
         "env", help="an Environment class, or a function with a return type that makes one: module:name, file.py:name"
     )
-    parser.add_argument("--port", type=int, default=0, help="where to listen (default: a free port)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="where to listen (default: this machine only; anything else needs --key)",
+        help="address to listen on (default: this machine only; any other needs --key)",
     )
-    parser.add_argument("--key", metavar="VARIABLE", help="the environment variable with the token to ask for")
-    parser.add_argument("--sessions", type=int, default=1000, metavar="N", help="episodes at once (default 1000)")
+    parser.add_argument("--key", metavar="VARIABLE", help="environment variable with the token that clients must send")
+    parser.add_argument("--sessions", type=int, default=1000, metavar="N", help="concurrent episodes (default 1000)")
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
         help="run each episode in one of N processes, which are killed and replaced when they hang",
     )
-    parser.add_argument("--call-seconds", type=float, default=60.0, metavar="S", help="for any call (default 60)")
+    parser.add_argument(
+        "--call-seconds", type=float, default=60.0, metavar="S", help="longest call of the environment (default 60)"
+    )
     parser.add_argument(
         "--window-seconds",
         type=float,
@@ -67,53 +69,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=900.0,
         metavar="S",
-        help="the most between two calls of an episode (default 900)",
+        help="longest time between two calls of an episode (default 900)",
     )
     parser.add_argument(
-        "--message-bytes", type=int, default=1 << 20, metavar="N", help="the longest message to take (default 1 MiB)"
+        "--message-bytes", type=int, default=1 << 20, metavar="N", help="longest message to accept (default 1 MiB)"
     )
-    parser.add_argument("--openenv", action="store_true", help="take OpenEnv's clients too, at /ws")
-    parser.add_argument("--tasks", help="with --openenv, whose clients may have none: a JSON list, or the name of one")
+    parser.add_argument("--openenv", action="store_true", help="accept OpenEnv's clients too, at /ws")
+    parser.add_argument("--tasks", help="tasks for OpenEnv's clients that bring none: a JSON list, or module:name")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted or told to end."""
+    """Serve until a stop signal."""
+    from ...envs.remote import ServiceLimits
+    from ...envs.remote.named_service import named_service
+
     if args.tasks is not None and not args.openenv:
-        raise UsageError("--tasks are for OpenEnv's clients; ours bring their own: add --openenv, or leave it out")
+        raise UsageError("--tasks is only for OpenEnv's clients: add --openenv, or remove --tasks")
     check_port(args.port)
     for name, least in LEAST.items():
-        given = getattr(args, name)
-        if given is not None and not (given >= least if least else given > 0):
+        value = getattr(args, name)
+        if value is not None and not (value >= least if least else value > 0):
             wanted = f"{least:,} or more" if least else "more than 0"
-            raise UsageError(f"--{name.replace('_', '-')} is {given}; it must be {wanted}")
-    make = load_named(args.env)
-    with contextlib.ExitStack() as stack:
-        try:
-            service = _service(args, make, stack)
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(args, service))
-    return Exit.HOLDS
-
-
-def _service(args: argparse.Namespace, make: Any, stack: contextlib.ExitStack) -> Service:
-    from ...envs.remote import Pool, Service, ServiceLimits, add_openenv
-
-    limits = ServiceLimits(
-        sessions=args.sessions,
-        message_bytes=args.message_bytes,
-        call_seconds=args.call_seconds,
-        window_seconds=args.window_seconds,
-        idle_seconds=args.idle_seconds,
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
+    service = named_service(
+        args.env,
+        host=args.host,
+        token=_token(args.key),
+        limits=ServiceLimits(
+            sessions=args.sessions,
+            message_bytes=args.message_bytes,
+            call_seconds=args.call_seconds,
+            window_seconds=args.window_seconds,
+            idle_seconds=args.idle_seconds,
+        ),
+        processes=args.processes,
+        openenv=args.openenv,
+        tasks=_tasks(args.tasks),
     )
-    if args.processes is not None:
-        # A process has no longer than a call may take, and is killed before the call is given up.
-        make = stack.enter_context(
-            Pool(args.env, processes=args.processes, seconds=0.9 * args.call_seconds, largest=args.message_bytes)
-        )
-    service = Service(make, host=args.host, token=_token(args.key), limits=limits)
-    return add_openenv(service, _tasks(args.tasks)) if args.openenv else service
+    with service as made, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(args, made))
+    return Exit.HOLDS
 
 
 def _token(variable: str | None) -> str | None:
@@ -135,12 +130,12 @@ def _tasks(text: str | None) -> Sequence[Any] | None:
 
 
 async def _serve(args: argparse.Namespace, service: Service) -> None:
-    stop = told_to_end()
+    stop = stop_event()
     async with service.serving(args.port):
         answer(
             args,
             {"url": service.url, "environment": service.declared.name, "places": service.limits.sessions},
-            f"{service.declared.name} at {service.url}, {service.limits.sessions} episodes at once",
+            f"{service.declared.name} at {service.url}, {service.limits.sessions} concurrent episodes",
         )
         say("press Ctrl-C to stop")
         await stop.wait()

@@ -1,4 +1,4 @@
-"""`tapereel demo`: the whole of it on one tiny task, in minutes on a CPU."""
+"""`tapereel demo`: create a tiny model, record it, train it and measure it, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/demo-ALGO-SEED)")
-    parser.add_argument("--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (0)")
+    """Declare the verb's arguments."""
+    parser.add_argument("--out", metavar="DIR", help="run directory (default runs/demo-ALGO-SEED)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (default 0)"
+    )
     parser.add_argument(
         "--algo",
         choices=["grpo", "reinforce", "rloo", "ppo", "dapo"],
         default=None,
-        help="recipe of the improvement (grpo)",
+        help="recipe of the reinforcement learning phase (default grpo)",
     )
     parser.add_argument(
         "--model-size",
         choices=["micro", "tiny", "small", "base"],
         default=None,
-        help="25 thousand to 770 thousand parameters (small: 340 thousand)",
+        help="25 thousand to 770 thousand parameters (default small: 340 thousand)",
     )
     parser.add_argument(
         "--controls",
         action="store_true",
-        help="two more runs of as many trained tokens: imitation only; rewards shuffled",
+        help="two more runs with as many trained tokens: imitation only, and shuffled rewards",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, wherever it stopped")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out where it stopped")
     add_config_arguments(parser)
 
 
@@ -44,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
     from ...finetune.run.demonstrations import Demo, DemoConfig, next_commands, scores
 
-    given = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
-    config = load_config(DemoConfig(**given), args.config, args.sets)
+    options = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
+    config = load_config(DemoConfig(**options), args.config, args.sets)
     out = Path(args.out or f"runs/demo-{config.algo}-{config.seed}")
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
     if args.resume and not (out / CONFIG).exists():
         raise UsageError(
-            f"--resume: there is no run in {out} to go on with; give its --out, or begin one without --resume"
+            f"--resume: there is no run in {out}; name its folder with --out, or start a run without --resume"
         )
     with live_progress() as progress:
         demo = Demo(config, out, controls=args.controls, progress=progress)
@@ -76,14 +78,14 @@ def _table(demo: Any, rows: Any) -> Any:
 def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> str:
     seconds, tokens = summary["seconds"], summary["tokens"]
     lines = [
-        f"{seconds['total']:.0f} s in all: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
+        f"{seconds['total']:.0f} s: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
         f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, side by side).",
         f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
         pin_line(demo.out),
         "",
-        "Next, on this very run:",
+        "Next, with this run:",
         *(f"  {command}" for command in commands),
     ]
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""`tapereel train`: the async loop on your agent, environment, tasks and model."""
+"""`tapereel train`: train a model on rollouts of your agent in your environment, in the async loop."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
 from ...tapes.common.text import counted, safe
@@ -12,9 +12,11 @@ from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, answer, table
 from ..progress_bars import live_progress
-from ..rollout.run import add_scene_arguments, run_directory, scene_settings
+from ..scene_arguments import add_scene_arguments, run_directory, scene_settings
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ...finetune.run.train_run import TrainSummary
 
 EXAMPLE = """
@@ -25,13 +27,13 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
+    """Declare the verb's arguments."""
     add_scene_arguments(parser)
     add_config_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print what it came to."""
+    """Train, and print the summary."""
     from ...finetune.run.train_run import TrainConfig, train
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
@@ -39,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
     out = run_directory(args)
-    if int(os.environ.get("RANK", "0")):  # one of several processes, of which the first speaks
+    if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes; only the first prints
         return _exit_code(train(config, out, resume=args.resume))
     with live_progress() as progress:
         summary = train(config, out, resume=args.resume, progress=progress)
-    answer(args, summary, _table(summary), *_lines(summary))
+    answer(args, summary, _table(summary), *_summary_lines(summary))
     return _exit_code(summary)
 
 
@@ -55,12 +57,10 @@ def _untaught(summary: TrainSummary) -> bool:
     return bool(summary.updates) and not summary.tokens["trained"] and not summary.tokens["authored_trained"]
 
 
-def _table(summary: TrainSummary) -> Any:
+def _table(summary: TrainSummary) -> Table:
     made = table("mean reward", "#before", "#after")
     held_out = summary.held_out
-    made.add_row(
-        "the loop's first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"])
-    )
+    made.add_row("first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"]))
     for path, ends in summary.agents.items():
         made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]))
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
@@ -71,13 +71,18 @@ def _table(summary: TrainSummary) -> Any:
     return made
 
 
-def _lines(summary: TrainSummary) -> list[str]:
+def _summary_lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
-        "trained on; the books " + ("close." if summary.books_close else "do NOT close: tapereel audit says where."),
+        "trained on; "
+        + (
+            "every token is accounted for."
+            if summary.books_close
+            else "some are NOT accounted for: see tapereel audit."
+        ),
         *([UNTAUGHT] if _untaught(summary) else []),
         safe(f"The model: {summary.model}"),
         *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),

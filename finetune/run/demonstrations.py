@@ -463,7 +463,7 @@ def next_commands(demo: Demo) -> tuple[str, ...]:
 
 
 def _lab(demo: Demo) -> str:
-    return command("lab", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
+    return command("explain", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
 
 
 def pages(demo: Demo) -> tuple[TapeToRead, ...]:

@@ -299,7 +299,7 @@ def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
     }
     if trained:
         found[command("reproduce", run)] = "the updates, computed again from the tapes, give the same weights"
-        found[command("requery", run)] = "the recorded probabilities are those of the weights that sampled"
+        found[command("replay", run, "--model")] = "the recorded probabilities are those of the weights that sampled"
     return found
 
 

@@ -268,8 +268,8 @@ def test_the_token_opens_every_route_and_nothing_else_does(monkeypatch: pytest.M
 
 @contextmanager
 def serving(*words: str, **environment: str) -> Iterator[Any]:
-    """`tapereel serve` in a process of its own, and what it printed."""
-    command = [sys.executable, "-m", "tapereel.cli", "serve", *words, "--json"]
+    """`tapereel serve model` in a process of its own, and what it printed."""
+    command = [sys.executable, "-m", "tapereel.cli", "serve", "model", *words, "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         assert process.stdout is not None

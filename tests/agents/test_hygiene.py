@@ -58,9 +58,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 VERBS: dict[str, tuple[str, ...]] = {
     "view": ("view", "{run}", "--no-browser"),
-    "serve --engine embedded": ("serve", "{model}", "--engine", "embedded", "--port", "0"),
-    "gateway": ("gateway", "--set", 'engine.answers=["7"]', "--out", "{new}"),
-    "serve-env": ("serve-env", f"{EXAMPLE}:Digits", "--port", "0"),
+    "serve model --engine embedded": ("serve", "model", "{model}", "--engine", "embedded", "--port", "0"),
+    "serve gateway": ("serve", "gateway", "--set", 'engine.answers=["7"]', "--out", "{new}"),
+    "serve env": ("serve", "env", f"{EXAMPLE}:Digits", "--port", "0"),
 }
 """Every verb that serves; `serve` with vLLM is tested against a real one."""
 
@@ -91,14 +91,14 @@ def started(
 
 def test_every_verb_that_serves_is_tested_here() -> None:
     """A verb with `--host` listens somewhere."""
-    from tapereel.cli import VERBS as ALL
+    from tapereel.cli.command import commands
 
     found = set()
-    for verb, (module, _) in ALL.items():
+    for name, (module, _) in commands().items():
         source = Path(__file__).parents[2] / (module.replace(".", "/") + ".py")
         if '"--host"' in source.read_text("utf-8"):
-            found.add(verb)
-    assert found == {name.split()[0] for name in VERBS}
+            found.add(name)
+    assert found == {name.removesuffix(" --engine embedded") for name in VERBS}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -113,7 +113,7 @@ def test_by_default_nobody_else_can_connect(verb: str, scene: dict[str, str]) ->
         ]
         assert listening
         assert all(ip_address(at.laddr.ip).is_loopback for at in listening), listening
-        if verb == "gateway":  # which asks for its token there, too
+        if verb == "serve gateway":  # which asks for its token there, too
             assert len(told["token"]) >= 16
             for url, data in ((f"{told['base_url']}/models", None), (told["control"], b"{}")):
                 with pytest.raises(urllib.error.HTTPError, match=r"40[13]") as caught:
@@ -139,7 +139,7 @@ def test_a_request_that_cannot_be_read_leaves_no_key_in_the_log(
     assert [one for one in (KEY, TOKEN, "Traceback") if one in said] == []
 
 
-@pytest.mark.parametrize("verb", ["serve --engine embedded", "serve-env"])
+@pytest.mark.parametrize("verb", ["serve model --engine embedded", "serve env"])
 def test_beyond_loopback_a_token_is_needed(
     verb: str, scene: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +344,7 @@ def test_an_address_with_a_secret_is_refused_in_every_group_of_settings() -> Non
 def test_a_reward_models_address_with_a_secret_is_refused_on_the_command_line_too(
     capsys: pytest.CaptureFixture[str], scene: dict[str, str]
 ) -> None:
-    assert main(["rescore", scene["run"], "--reward", ADDRESS, "--layer", "again"]) == 64
+    assert main(["replay", scene["run"], "--rewards", ADDRESS, "--layer", "again"]) == 64
     out, err = capsys.readouterr()
     assert "http_reward(url, key_variable=...)" in err
     assert PASSWORD not in out + err

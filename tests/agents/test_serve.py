@@ -1,4 +1,4 @@
-"""`tapereel serve` and `LocalServer`: the flags, who is refused, and that what was started is ended."""
+"""`tapereel serve model` and `LocalServer`: the flags, who is refused, and that what was started is ended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_flags_that_make_answers_training_data() -> None:
 def test_options_decide_nothing_about_who_reaches_it(
     options: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["serve", str(tmp_path), f"--options={options}"]) == 64
+    assert main(["serve", "model", str(tmp_path), f"--options={options}"]) == 64
     said = capsys.readouterr().err
     assert options.replace("=", " ").split()[0] in said
     assert "sesame" not in said
@@ -85,7 +85,7 @@ def test_options_decide_nothing_about_who_reaches_it(
 def test_what_cannot_be_served_is_refused_in_the_words_of_the_command(
     more: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["serve", str(tmp_path), *more]) == 64
+    assert main(["serve", "model", str(tmp_path), *more]) == 64
     assert said in capsys.readouterr().err
 
 
@@ -117,6 +117,7 @@ def test_what_was_started_is_ended_with_it(told: signal.Signals, tmp_path: Path)
         "-c",
         HEARING,
         "serve",
+        "model",
         str(tmp_path),
         "--port",
         "0",

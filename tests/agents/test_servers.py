@@ -131,7 +131,7 @@ def test_nccl_is_a_setting_of_vllm_servers(tmp_path: Path, capsys: pytest.Captur
         VLLMConfig.model_validate({**given, "publish": "nccl", "nccl": {"port": 65535}})
     with pytest.raises(ValueError, match="NCCL refuses two ranks on one"):
         VLLMInProcessConfig.model_validate({"model": "m", "publish": "nccl"})
-    assert main(["serve", str(tmp_path), "--nccl", "--transfer"]) == 64
+    assert main(["serve", "model", str(tmp_path), "--nccl", "--transfer"]) == 64
     assert "--nccl alone, or --transfer alone" in capsys.readouterr().err
     with pytest.raises(ValueError, match="SGLang servers reload a folder"):
         SGLangConfig.model_validate({**given, "publish": "nccl"})
@@ -485,5 +485,5 @@ def test_health_is_asked_and_new_conversations_avoid_a_server_that_was_lost() ->
 def test_what_the_embedded_engine_would_ignore_is_refused(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", str(tmp_path), "--engine", "embedded", *more]) == 64
+    assert main(["serve", "model", str(tmp_path), "--engine", "embedded", *more]) == 64
     assert f"{more[0].partition('=')[0]} is for vLLM" in capsys.readouterr().err

@@ -360,6 +360,7 @@ def test_the_serve_verb_starts_a_server_and_takes_it_down(folder: Path, tmp_path
         "-m",
         "tapereel.cli",
         "serve",
+        "model",
         str(folder),
         "--port",
         "0",

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.cli.rollout.serve import NCCL
+from tapereel.cli.rollout.serve_model import NCCL
 from tapereel.tapes.store.verifier import verify
 
 from ..agents.served import CLOSE

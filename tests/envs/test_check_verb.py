@@ -1,4 +1,4 @@
-"""`tapereel check-env` and the loading of things by name."""
+"""`tapereel check env` and the loading of things by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.cli.checks import check_env_verb as check_verb
+from tapereel.cli.checks import check_env_command as check_verb
 from tapereel.cli.console import Exit
 from tapereel.envs import Environment
 from tapereel.envs.load_named import load_named

@@ -44,7 +44,7 @@ def _raise(error: BaseException):
 def test_every_verb_has_help_with_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main([name, "--help"]) == Exit.HOLDS
     shown = capsys.readouterr().out
-    assert "--json" in shown
+    assert "--json" in shown or "targets:" in shown
     assert f"example:\n  tapereel {name}" in shown
     for line in cli.load(name).EXAMPLE.strip().splitlines():
         program, verb, *rest = shlex.split(line)
@@ -52,7 +52,46 @@ def test_every_verb_has_help_with_an_example_that_parses(name: str, capsys: pyte
         cli.verb_parser(name).parse_args(rest)
 
 
-@pytest.mark.parametrize("name", ["explain", "replay", "reexec", "rescore", "requery"])
+@pytest.mark.parametrize("name", [name for name in cli.commands() if " " in name])
+def test_every_target_has_help_with_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]):
+    verb, target = name.split()
+    assert cli.main([verb, "--help"]) == Exit.HOLDS
+    assert cli.commands()[name][1] in " ".join(capsys.readouterr().out.split())
+    assert cli.main([verb, target, "--help"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    example = shown.split("example:\n")[1].strip().splitlines()
+    for line in example:
+        assert line.strip().startswith(f"tapereel {name} ")
+        cli.verb_parser(verb).parse_args(shlex.split(line)[2:])
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("reexec runs/x --times 2", "replay RUN --env [NAME]"),
+        ("rescore runs/x --reward a:b", "replay RUN --rewards NAME"),
+        ("requery runs/x", "replay RUN --model [DIR]"),
+        ("check-env a:b", "check env"),
+        ("check-tasks a b", "check tasks"),
+        ("serve-env a:b", "serve env"),
+        ("gateway --out runs/x", "serve gateway"),
+        ("lab runs/x --recipe own", "explain RUN --recipe NAME"),
+        ("serve models/x --port 8000", "serve model DIR"),
+        ("serve --port 8000 models/x", "serve model DIR"),
+        ("serve", "serve model DIR"),
+    ],
+)
+def test_a_former_spelling_is_refused_with_the_new_one(words: str, now: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(words.split()) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"`tapereel {now}`" in err
+    assert now.split()[0] in cli.VERBS
+    assert cli.FORMER.keys().isdisjoint(cli.VERBS)
+
+
+@pytest.mark.parametrize("name", ["explain", "replay"])
 def test_what_may_be_left_out_is_not_called_required(name: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main([name]) == Exit.USAGE
     assert capsys.readouterr().err.endswith("the following arguments are required: run\n")
@@ -70,6 +109,8 @@ def test_the_top_lists_the_verbs_and_refuses_others(capsys: pytest.CaptureFixtur
     assert cli.main(["--help"]) == Exit.HOLDS
     shown = capsys.readouterr().out
     assert all(f"  {name}" in shown and text in shown for name, (_, text) in cli.VERBS.items())
+    assert [name for names in cli.GROUPS.values() for name in names] == list(cli.VERBS)
+    assert all(f"\n{group}:\n" in shown for group in cli.GROUPS)
     assert cli.main(["shwo"]) == Exit.USAGE
     assert "'shwo'" in capsys.readouterr().err
     assert cli.main([]) == Exit.USAGE
@@ -179,12 +220,12 @@ def test_the_command_is_installed_and_light(tmp_path: Path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["serve", ".", "--engine", "embedded"],
-        ["serve", "."],
-        ["gateway", "--set", 'engine.answers=["x"]'],
-        ["serve-env", "examples/digits.py:Digits"],
+        ["serve", "model", ".", "--engine", "embedded"],
+        ["serve", "model", "."],
+        ["serve", "gateway", "--set", 'engine.answers=["x"]'],
+        ["serve", "env", "examples/digits.py:Digits"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: words[1],
 )
 def test_a_port_that_is_none_is_a_mistake_of_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert cli.main([*words, "--port", "99999"]) == Exit.USAGE

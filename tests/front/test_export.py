@@ -13,8 +13,8 @@ from datasets import Dataset
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.cli.exchange.export import export
 from tapereel.finetune.interchange import NothingToExport
+from tapereel.finetune.interchange.row_files import export
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 

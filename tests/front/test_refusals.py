@@ -29,16 +29,25 @@ def one_sentence(text: str) -> bool:
     return "Error: [Errno" not in text and "Traceback" not in text and text.strip().count("\n") == 0
 
 
-@pytest.mark.parametrize("verb", ["replay", "requery", "reexec", "audit", "rescore"])
-def test_a_split_that_no_tape_is_of(verb: str, run: str, capsys: pytest.CaptureFixture[str]):
-    more = ("--reward", f"{EXAMPLE}:close", "--layer", "x") if verb == "rescore" else ()
-    told = refusal_of(capsys, verb, run, "--split", "nope", *more)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay",),
+        ("replay", "--model"),
+        ("replay", "--env"),
+        ("audit",),
+        ("replay", "--rewards", f"{EXAMPLE}:close", "--layer", "x"),
+    ],
+    ids=" ".join,
+)
+def test_a_split_that_no_tape_is_of(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]):
+    told = refusal_of(capsys, words[0], run, "--split", "nope", *words[1:])
     assert "no tape of the split 'nope'; its splits are eval" in told
 
 
 def test_requery_says_why_there_is_nothing_to_ask(run: str, capsys: pytest.CaptureFixture[str]):
-    assert "none of the 2 tapes" in answer_of(capsys, "requery", run, code=2)["reason"]
-    assert main(["requery", run]) == 2
+    assert "none of the 2 closed tapes" in answer_of(capsys, "replay", run, "--model", code=2)["reason"]
+    assert main(["replay", run, "--model"]) == 2
     assert "holds a token that a model sampled" in capsys.readouterr().out
 
 
@@ -48,9 +57,9 @@ def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys
     path = tmp_path / "run" / "tapes" / f"{segment}.jsonl"
     *lines, seal = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + seal[:15])
-    for verb in ("replay", "audit", "requery", "reexec"):
-        main([verb, run])
-        assert capsys.readouterr().out.startswith("15 bytes at the tail of segment "), verb
+    for verb, *more in (("replay",), ("audit",), ("replay", "--model"), ("replay", "--env")):
+        main([verb, run, *more])
+        assert capsys.readouterr().out.startswith("15 bytes at the tail of segment "), (verb, more)
     (told,) = answer_of(capsys, "audit", run)["torn"]
     assert told.endswith(f"see tapereel verify {run}")
     assert answer_of(capsys, "replay", run)["torn"] == [told]
@@ -80,7 +89,7 @@ def test_a_demo_that_isnt_there_is_not_resumed(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_recipe_that_there_is_not(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "there is no recipe 'nope': take one of" in refusal_of(capsys, "lab", run, "--recipe", "nope")
+    assert "there is no recipe 'nope': take one of" in refusal_of(capsys, "explain", run, "--recipe", "nope")
     words = ("train", *SCENE, "--model", str(tmp_path), "--out", str(tmp_path / "new"))
     assert "there is no recipe 'nope'" in refusal_of(capsys, *words, "--set", "loop.recipe=nope")
 

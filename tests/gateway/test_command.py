@@ -1,4 +1,4 @@
-"""`tapereel gateway` as a process: it serves, it ends in order, and killed it leaves an ordinary crash."""
+"""`tapereel serve gateway` as a process: it serves, it ends in order, and killed it leaves an ordinary crash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, run: Path, *more: str) -> None:
         self.run = run
-        words = ["gateway", "--set", 'engine.answers=["one","two"]', "--out", str(run), "--json", *more]
+        words = ["serve", "gateway", "--set", 'engine.answers=["one","two"]', "--out", str(run), "--json", *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "sk-of-the-user-0123456789"}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-m", "tapereel.cli", *words],
@@ -119,7 +119,7 @@ def test_killed_it_leaves_an_ordinary_crash(tmp_path: Path):
 def test_what_makes_no_sense_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    words = ["gateway", "--set", 'engine.answers=["x"]', "--out", str(tmp_path / "run")]
+    words = ["serve", "gateway", "--set", 'engine.answers=["x"]', "--out", str(tmp_path / "run")]
     assert main([*words, "--port", "99999"]) == 64
     monkeypatch.setenv("TAPEREEL_GATEWAY_TOKEN", "guess-me")
     assert main(words) == 64

@@ -71,7 +71,7 @@ def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_the_embedded_engines_is_not_taken_for_vllm(
     folder: Path, words: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", str(folder), *words]) == 64
+    assert main(["serve", "model", str(folder), *words]) == 64
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
 
 

@@ -49,7 +49,7 @@ class Scene:
                 path / f"server-{k}.log",
                 "--engine",
                 "embedded",
-                verb="serve",
+                verb="serve model",
                 environment={"OMP_NUM_THREADS": "1"},
             )
             for k in range(2)

@@ -1,4 +1,4 @@
-"""A verb that serves (`tapereel serve-env`, `tapereel serve`) as a process of its own, which can be killed and started
+"""`tapereel serve env` or `tapereel serve model` as a process of its own, which can be killed and started
 again at the same address."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Served:
     """`with Served("file.py:Env") as server:`, as a user would start it."""
 
     def __init__(
-        self, name: str, log: Path, *options: str, verb: str = "serve-env", environment: dict[str, str] | None = None
+        self, name: str, log: Path, *options: str, verb: str = "serve env", environment: dict[str, str] | None = None
     ) -> None:
         self.url = ""
         self._verb, self._name, self._log, self._options = verb, name, log, options
@@ -27,7 +27,7 @@ class Served:
     def start(self) -> None:
         """Come up, at the same port as before if there was one."""
         port = self.url.rpartition(":")[2] or "0"
-        command = [sys.executable, "-m", "tapereel.cli", self._verb, self._name, "--json", "--port", port]
+        command = [sys.executable, "-m", "tapereel.cli", *self._verb.split(), self._name, "--json", "--port", port]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment

@@ -1,4 +1,4 @@
-"""`tapereel serve-env` as users run it."""
+"""`tapereel serve env` as users run it."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
     ],
 )
 def test_what_can_not_be_meant_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["serve-env", SIMULATOR, *words]) == Exit.USAGE
+    assert cli.main(["serve", "env", SIMULATOR, *words]) == Exit.USAGE
     assert told in capsys.readouterr().err
 
 
 def test_what_declares_nothing_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["serve-env", f"{SIMULATOR.rpartition(':')[0]}:hang"]) == Exit.USAGE
+    assert cli.main(["serve", "env", f"{SIMULATOR.rpartition(':')[0]}:hang"]) == Exit.USAGE
     assert "doesn't say which environment it makes" in capsys.readouterr().err

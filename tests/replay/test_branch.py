@@ -338,7 +338,7 @@ def test_the_verb_refuses_before_anything_is_written(
     capsys.readouterr()
     told = refusal_of(capsys, "branch", run, first, "--at", "1", "--env", f"{name}.py:Other", code=1)
     assert "another world" in told
-    assert "--unverified goes on all the same" in told
+    assert "--unverified continues nevertheless" in told
     told = refusal_of(capsys, "branch", run, first, "--at", "1", "--env", f"{name}.py:Grave", code=2)
     assert "irreversible" in told
     for words in (["--at", "3"], ["--at", "9"], ["--at", "-1"], [], ["--at", "1", "--set", "engine.no=1"]):
@@ -411,7 +411,7 @@ def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there
     assert below["recorded_reward"] == child.reward, "all of a fork's own turns"
     assert main(["branch", run, first, "--at", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"from that turn on they earn {number(child.reward)} in the mean over 1 scored" in out
+    assert f"mean reward from that turn on {number(child.reward)} over 1 scored" in out
     assert f"and the recorded one {number(child.reward)}" in out
     assert main(["branch", run, "--tree"]) == 0
     assert f"{child.turns - 1} own turns" in capsys.readouterr().out

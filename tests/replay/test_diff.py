@@ -140,7 +140,7 @@ def test_two_runs_are_compared_by_task(runs: tuple[Path, Path], capsys: pytest.C
     part = answer_of(capsys, "diff", *named, code=1)["parting"]
     assert part == first["parting"]
     assert main(["diff", *named]) == 1
-    assert "the tapes part at step 1, turn 0, by player: said.text is" in capsys.readouterr().out
+    assert "the tapes differ first at step 1, turn 0, by player: said.text is" in capsys.readouterr().out
 
 
 def test_the_same_reward_by_other_words_is_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

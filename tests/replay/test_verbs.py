@@ -1,4 +1,4 @@
-"""`replay`, `reexec`, `rescore` and `requery` on whole runs: verdicts, exit codes, and one JSON object."""
+"""`replay` with and without `--env`, `--rewards` and `--model` on whole runs: verdicts, exit codes, one JSON object."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_a_training_run_replays_and_is_executed_again_by_its_own_configuration(
     found = answer_of(capsys, "replay", str(trained))
     assert found["counts"]["verified"] == closed > 30
     assert all(v["checked"]["prompts"] for v in found["verdicts"])
-    found = answer_of(capsys, "reexec", str(trained), "--times", "2")
+    found = answer_of(capsys, "replay", str(trained), "--env", "--times", "2")
     assert found["counts"]["verified"] == closed
     assert found["proposed"] == {}
 
 
 def test_the_demos_environment_is_found_and_executed_again(thousand: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "reexec", str(thousand), *ids(thousand)[:50])
+    found = answer_of(capsys, "replay", str(thousand), *ids(thousand)[:50], "--env")
     assert found["counts"]["verified"] == 50
     assert all(v["checked"]["rewards"] == 2 for v in found["verdicts"])
 
@@ -154,9 +154,9 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
     thousand: Path, rewards: str, capsys: pytest.CaptureFixture[str]
 ):
-    found = answer_of(capsys, "rescore", str(thousand), "--reward", f"{rewards}:exact")
+    found = answer_of(capsys, "replay", str(thousand), "--rewards", f"{rewards}:exact")
     assert found["counts"] == {"verified": THOUSAND, "diverged": 0, "unverifiable": 0}
-    found = answer_of(capsys, "rescore", str(thousand), "--reward", f"{rewards}:off", code=1)
+    found = answer_of(capsys, "replay", str(thousand), "--rewards", f"{rewards}:off", code=1)
     wrong = [v for v in found["verdicts"] if v["outcome"] == "diverged"]
     assert 0 < len(wrong) < THOUSAND
     assert {
@@ -164,12 +164,12 @@ def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
         for v in wrong
     } == {("reward", "reward.exact", 0.0, 0.5)}
     some = ids(thousand)[:5]
-    found = answer_of(capsys, "rescore", str(thousand), *some, "--reward", f"{rewards}:broken", code=1)
+    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:broken", code=1)
     assert "no such file" in found["verdicts"][0]["divergence"]["sentence"]
     assert rewards in found["verdicts"][0]["divergence"]["where"]
-    found = answer_of(capsys, "rescore", str(thousand), *some, "--reward", f"{rewards}:impure", code=2)
+    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:impure", code=2)
     assert "pure=False" in found["verdicts"][0]["reason"]
-    found = answer_of(capsys, "rescore", str(thousand), *some, "--reward", f"{rewards}:brief", code=2)
+    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:brief", code=2)
     assert "the tape has exact, reasoning_gym" in found["verdicts"][0]["reason"]
 
 
@@ -179,7 +179,7 @@ def test_a_new_reward_is_a_layer_that_verifies_afterwards(
     run = tmp_path / "copy"
     shutil.copytree(thousand, run)
     some = ids(run)[:20]
-    words = ("rescore", str(run), *some, "--reward", f"{rewards}:several", "--layer", "v2")
+    words = ("replay", str(run), *some, "--rewards", f"{rewards}:several", "--layer", "v2")
     assert answer_of(capsys, *words)["added"] == 60
     assert answer_of(capsys, *words)["added"] == 0
     with Store.open(run) as store:
@@ -195,7 +195,7 @@ def test_a_new_reward_is_a_layer_that_verifies_afterwards(
 
 
 def test_two_rewards_are_set_against_each_other(thousand: Path, rewards: str, capsys: pytest.CaptureFixture[str]):
-    words = ("rescore", str(thousand), "--reward", f"{rewards}:exact", "--against", f"{rewards}:lenient")
+    words = ("replay", str(thousand), "--rewards", f"{rewards}:exact", "--against", f"{rewards}:lenient")
     found = answer_of(capsys, *words)
     assert found["tapes"] == THOUSAND == found["equal"] + found["lower"]
     assert found["higher"] == found["unscored"] == found["turned"] == 0
@@ -203,15 +203,15 @@ def test_two_rewards_are_set_against_each_other(thousand: Path, rewards: str, ca
     assert all(o["theirs"] - o["ours"] == 0.5 for o in found["furthest"])
     assert main([*words]) == 0
     assert "pairs of attempts" in capsys.readouterr().out
-    assert "which reward?" in refusal_of(capsys, "rescore", str(thousand))
-    assert "is a dict" in refusal_of(capsys, "rescore", str(thousand), "--reward", "tapereel.cli:VERBS")
+    assert "--against needs --rewards" in refusal_of(capsys, "replay", str(thousand), "--against", "x:y")
+    assert "is a dict" in refusal_of(capsys, "replay", str(thousand), "--rewards", "tapereel.cli:VERBS")
 
 
 # requery
 
 
 def test_tokens_come_from_the_weights_of_their_version(trained: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "requery", str(trained))
+    found = answer_of(capsys, "replay", str(trained), "--model")
     assert found["counts"]["diverged"] == 0
     assert found["counts"]["unverifiable"] == 0, found["verdicts"][-1]
     assert found["counts"]["verified"] > 30
@@ -224,8 +224,8 @@ def test_a_swapped_checkpoint_is_flagged(trained: Path, capsys: pytest.CaptureFi
     after = ("--split", "eval-after-sampled")
     splits = {split for split in ("eval-after-sampled", "eval-after") if ids(trained, split=split)}
     after = ("--split", splits.pop())
-    assert answer_of(capsys, "requery", str(trained), *after, "--model", str(last))["exit_code"] == 0
-    found = answer_of(capsys, "requery", str(trained), *after, "--model", str(first), code=1)
+    assert answer_of(capsys, "replay", str(trained), *after, "--model", str(last))["exit_code"] == 0
+    found = answer_of(capsys, "replay", str(trained), *after, "--model", str(first), code=1)
     assert found["counts"]["verified"] == 0, "every tape of the last policy is told from the first one's"
     divergence = found["verdicts"][0]["divergence"]
     assert (divergence["cause"], divergence["field"]) == ("weights", "logprobs[0]")
@@ -238,11 +238,11 @@ def test_weights_that_are_gone_make_a_tape_unverifiable(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shutil.rmtree(run / "checkpoints")
-    found = answer_of(capsys, "requery", str(run), code=2)
+    found = answer_of(capsys, "replay", str(run), "--model", code=2)
     assert found["counts"]["unverifiable"] > 0
     assert any("no checkpoint holds the weights of version" in v["reason"] for v in found["verdicts"] if v["reason"])
 
 
 def test_a_tape_that_nobody_sampled_has_nothing_to_put_to_a_model(thousand: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "requery", str(thousand), ids(thousand)[0], code=2)
+    found = answer_of(capsys, "replay", str(thousand), ids(thousand)[0], "--model", code=2)
     assert "holds no log-prob" in found["verdicts"][0]["reason"]

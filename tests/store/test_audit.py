@@ -532,7 +532,7 @@ def test_anomalies_fail_it_only_when_asked(run: Path, capsys: pytest.CaptureFixt
     assert "flat groups" in shown
     assert "constant reward: reward" in shown
     assert "cost by policy version: no call names a version" in shown
-    assert "the books close" in shown
+    assert "every token is accounted for" in shown
     assert main(["audit", str(run), "--strict"]) == Exit.BROKEN
     assert main(["audit", str(run), "--json"]) == Exit.HOLDS
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -73,9 +73,9 @@ def test_the_command_line(tmp_path: Path, capsys: Any) -> None:
 
     train, dirty, clean = save("t.jsonl", [(LONG, 1)]), save("d.jsonl", [(LONG, 2)]), save("c.jsonl", [("What?", 1)])
     words = ["--public", "q", "--private", "a", "--json"]
-    assert main(["check-tasks", train, clean, *words]) == Exit.HOLDS
+    assert main(["check", "tasks", train, clean, *words]) == Exit.HOLDS
     assert json.loads(capsys.readouterr().out)["question"]["tasks"] == 0
-    assert main(["check-tasks", train, dirty, *words]) == Exit.BROKEN
+    assert main(["check", "tasks", train, dirty, *words]) == Exit.BROKEN
     assert json.loads(capsys.readouterr().out)["question"]["tasks"] == 1
 
 
@@ -93,5 +93,5 @@ def test_what_the_verb_cannot_read_is_a_mistake_of_the_command_line(
 ):
     (tmp_path / "t.jsonl").write_text('{"q": 1}\n')
     (tmp_path / "bad.jsonl").write_text('{"q": 1}\n{bad\n')
-    assert main(["check-tasks", str(tmp_path / "t.jsonl"), str(tmp_path / held_out), *words]) == Exit.USAGE
+    assert main(["check", "tasks", str(tmp_path / "t.jsonl"), str(tmp_path / held_out), *words]) == Exit.USAGE
     assert sentence in capsys.readouterr().err

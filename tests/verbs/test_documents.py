@@ -24,7 +24,7 @@ SMALL = [
 ]
 """Few attempts may all earn the same, and an entropy is trained on even so."""
 
-SERVES = ("view", "serve-env")
+SERVES = ("view", "serve")
 """Until they are ended, which tests of their own do."""
 
 

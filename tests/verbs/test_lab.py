@@ -146,7 +146,7 @@ def test_the_verb_prints_a_table_or_json(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("recipe: grpo\nchanges:\n  weigh:\n    kind: episode\n")
     words = [
-        "lab",
+        "explain",
         str(trained),
         "--recipe",
         str(recipe),

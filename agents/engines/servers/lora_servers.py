@@ -4,8 +4,8 @@ Contract. A completion is sampled by the adapter that was current when it was se
 so nothing is paused, no cache goes stale, and its one span names that version. Old adapters are unloaded when no
 request uses them. A publish that fails leaves the current version as it was, and is raised.
 
-The servers run with `--enable-lora` (`tapereel serve --lora RANK`). Nothing here imports peft: an adapter is a folder
-in its format.
+The servers run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft: an adapter
+is a folder in its format.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class AdapterEngine(RemoteEngine):
         raise PublishFailed(
             f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
             "on. The servers need `--enable-lora` with a max_lora_rank of at least "
-            f"{self._adapters.rank}: tapereel serve --lora {self._adapters.rank}"
+            f"{self._adapters.rank}: tapereel serve model --lora {self._adapters.rank}"
         ) from failed
 
     async def _end_older(self) -> None:

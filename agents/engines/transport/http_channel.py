@@ -202,7 +202,7 @@ class Server:
             ) from error
         except aiohttp.ClientConnectorError as error:
             raise ServerFailed(
-                f"{where}: nobody answers ({error}); is the server up, at that address? `tapereel serve` starts one",
+                f"{where}: no server answers ({error}); start one at that address (`tapereel serve model`)",
                 retry=True,
             ) from error
         except aiohttp.ClientError as error:

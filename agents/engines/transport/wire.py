@@ -114,7 +114,7 @@ def sampled(
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
-            "return what was asked for, and text alone is no RL data; `tapereel serve` starts vLLM with "
+            "return what was asked for, and text alone is no RL data; `tapereel serve model` starts vLLM with "
             "the flags that it needs"
         )
     if len(ids) != len(logprobs):

@@ -2,7 +2,7 @@
 
 `--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
 --weight-transfer-config '{"backend": "tapereel"}'`, which
-`LocalServer(transfer=True)` and `tapereel serve --transfer` add. Files in /dev/shm are shared memory: the trainer
+`LocalServer(transfer=True)` and `tapereel serve model --transfer` add. Files in /dev/shm are shared memory: the trainer
 writes them once and every worker of that machine maps them. The environment of the server needs this package, none of
 its extras. Knows nothing of engines and requests; nothing here is imported by the rest of the package.
 """

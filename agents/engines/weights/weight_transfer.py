@@ -1,6 +1,6 @@
 """New weights for vLLM by its weight-transfer routes: start, update and finish, with the version set by the last.
 
-`VLLMTransfer` has the workers read files, by the backend of `vllm_worker`, which every server of `tapereel serve
+`VLLMTransfer` has the workers read files, by the backend of `vllm_worker`, which every server of `tapereel serve model
 --transfer` has; in /dev/shm those files are shared memory. `NCCLTransfer` makes vLLM's own trainer broadcast them over
 NCCL; it was run with vLLM's own workers and gloo in the place of NCCL's library, which needs GPUs. Pausing, resuming
 and caches are as in `VLLMReload`.

@@ -1,14 +1,14 @@
-"""`tapereel check-env`: does an environment keep its promises? Exit code 0 when it does, 1 when a check failed."""
+"""`tapereel check env`: check that an environment keeps its contract. Exit code 1 where a check failed."""
 
 from __future__ import annotations
 
 import argparse
-import traceback
-from typing import Any, cast
+from typing import cast
 
 from ...envs.checks.check_env import check_env
 from ...envs.checks.env_probe import Policy
-from ...envs.environment import Environment, NotAnEnvironment
+from ...envs.checks.named_env import named_factory
+from ...envs.environment import NotAnEnvironment
 from ...envs.load_named import listed_tasks, load_named
 from ...envs.taskset import BadTasks
 from ...tapes.common.text import safe
@@ -16,36 +16,38 @@ from ...tapes.errors import UsageError
 from ..console import Exit, answer
 
 EXAMPLE = """
-tapereel check-env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
-tapereel check-env my_package.envs:make --tasks my_package.tasks:held_out --actions my_package.envs:act --json
+tapereel check env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
+tapereel check env my_package.envs:make --tasks my_package.tasks:held_out --actions my_package.envs:act --json
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("factory", help="an Environment class or a function that makes one: module:name, file.py:name")
-    parser.add_argument("--tasks", required=True, help="a JSON list of tasks, or the name of an iterable of them")
-    parser.add_argument("--actions", required=True, help="the name of a function (observation, rng) -> action")
+    parser.add_argument("--tasks", required=True, help="a JSON list of tasks, or an iterable of tasks as module:name")
+    parser.add_argument("--actions", required=True, help="a function (observation, rng) -> action, as module:name")
     parser.add_argument("--episodes", type=int, default=3, metavar="N", help="play the first N tasks (default 3)")
     parser.add_argument("--max-turns", type=int, default=20, metavar="N", help="actions per episode (default 20)")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for any call (default 10)")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="longest call in seconds (default 10)")
     parser.add_argument(
         "--stall",
         type=float,
         default=0.25,
         metavar="S",
-        help="seconds that a call may hold the event loop (default 0.25)",
+        help="longest time in seconds that a call may block the event loop (default 0.25)",
     )
     parser.add_argument(
         "--reward-range",
         type=float,
         nargs=2,
         metavar=("LOW", "HIGH"),
-        help="smallest and largest reward that the environment promises",
+        help="smallest and largest reward that the environment may give",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the environment and the actions (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Play the environment and print a line for each broken rule."""
     for name in ("episodes", "max_turns", "timeout", "stall"):
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     act = cast(Policy, named)
     try:
         report = check_env(
-            _Factory(args.factory),
+            named_factory(args.factory),
             tasks,
             act,
             episodes=args.episodes,
@@ -72,24 +74,3 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tasks {args.tasks!r:.60}: {error}") from error
     answer(args, report, safe(str(report)))
     return Exit.HOLDS if report.ok else Exit.BROKEN
-
-
-class _Factory:
-    """What the command line names. Its faults are told by its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.made = name, load_named(name)
-
-    def __call__(self) -> Any:
-        if not callable(self.made) or isinstance(self.made, Environment):
-            raise NotAnEnvironment(
-                f"it is {self.made!r:.80}, and no Environment class, nor a function that makes an instance"
-            )
-        try:
-            return self.made()
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise NotAnEnvironment(
-                f"calling it without arguments makes no environment: {type(error).__name__}: "
-                f"{error} ({at.filename}:{at.lineno})"
-            ) from error

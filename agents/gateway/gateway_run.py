@@ -1,0 +1,88 @@
+"""A gateway that records into a run directory: an OpenAI-compatible server in front of any engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from ...tapes.common.config import Config
+from ...tapes.errors import UsageError
+from ...tapes.records import Sampling
+from ...tapes.store.run_directory import open_run
+from ..episode.limits import Limits
+from ..setup.engine_config import EngineConfig, make_engine
+
+if TYPE_CHECKING:
+    from .gateway_server import Gateway
+
+SHORTEST_TOKEN = 16
+"""Characters of an admin token; a shorter one can be guessed."""
+
+
+class GatewayConfig(Config):
+    """The engine that is served, and the limits of each tape."""
+
+    engine: EngineConfig
+    split: str = "train"
+    """Split of a tape whose program names none."""
+    sampling: Sampling = Sampling()
+    """Sampling of a request that names none; its `max_tokens` is the most that a request may ask for."""
+    limits: Limits = Limits(seconds=3600.0)
+    """Limits of a tape whose program names none."""
+    idle_seconds: float = Field(default=300.0, gt=0)
+    """A tape without a request for this long is ended."""
+    hold_seconds: float = Field(default=60.0, ge=0)
+    """How long a request waits for a weight sync before it is refused with 429."""
+    max_body: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Bytes of one request."""
+
+
+@asynccontextmanager
+async def serve_gateway(
+    config: GatewayConfig,
+    out: str | Path,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    resume: bool = False,
+) -> AsyncIterator[Gateway]:
+    """Serves inside the block, and records into the run directory `out`. token: what the control routes ask for.
+
+    port: 0 takes a free one. Leaving the block ends open tapes as cancelled, then seals the store and closes the
+    engine. RunExists where `out` holds a run and `resume` is false.
+    """
+    from .gateway_control import Control
+    from .gateway_server import Bounds, Gateway
+
+    if len(token) < SHORTEST_TOKEN:
+        raise UsageError(f"the admin token has fewer than {SHORTEST_TOKEN} characters, so it can be guessed")
+    made = await make_engine(config.engine)
+    try:
+        with open_run(Path(out), config, resume=resume) as directory:
+            store = directory.store
+            published = {stored.record.version for stored in store.run_records("publish")}
+            if made.publish is not None and made.publish.version not in published:
+                store.append_layer(made.publish)
+            control = Control(
+                token,
+                made.engine,
+                journal=store.writer,
+                limits=config.limits,
+                sampling=config.sampling,
+                idle=config.idle_seconds,
+                split=config.split,
+            )
+            bounds = Bounds(body=config.max_body, hold_seconds=config.hold_seconds)
+            async with Gateway(host, bounds=bounds, control=control).serving(port) as gateway:
+                try:
+                    yield gateway
+                finally:
+                    # Before the server stops and the store is sealed: tapes that are open get their end.
+                    await control.close()
+    finally:
+        await made.engine.close()

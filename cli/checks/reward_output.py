@@ -1,0 +1,103 @@
+"""`tapereel replay --rewards`: reward code runs again over tapes; its verdicts, its layer or its table is printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ...envs.checks.rescore_run import FailureKind, add_reward_layer, compare_rewards, failure_kinds, rescore_run
+from ...tapes.common.text import safe
+from ...tapes.errors import UsageError
+from ..console import Exit, answer, table
+from ..progress_bars import live_progress
+from .verdict_output import print_verdicts, tape_arguments
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...envs.checks.rescore import Disagreement
+    from ...tapes.audit.verdict import Verdicts
+
+SHOWN = 5
+"""Kinds of failure that are printed for people; `--json` has all."""
+
+
+def run_rewards(args: argparse.Namespace) -> int:
+    """Score again, and print the verdicts, what was added, or the table of two rewards."""
+    if args.against is not None and args.layer is not None:
+        raise UsageError("--against compares two rewards and --layer records one: give only one of the two")
+    tolerance = args.tolerance or 0.0
+    if args.against is not None:
+        return _compare(args)
+    with live_progress() as progress:
+        if args.layer is None:
+            verdicts = rescore_run(
+                args.run, args.rewards, tolerance=tolerance, jobs=args.jobs, progress=progress, **tape_arguments(args)
+            )
+            return _print(args, verdicts, len(verdicts.verdicts))
+        added = add_reward_layer(
+            args.run, args.rewards, args.layer, tolerance=tolerance, progress=progress, **tape_arguments(args)
+        )
+    line = f"layer {args.layer!r}: {added.records:,} records added to {added.tapes:,} tapes"
+    return _print(args, added.verdicts, added.scored, line, added=added.records)
+
+
+def _print(args: argparse.Namespace, verdicts: Verdicts, scored: int, *more: str, added: int | None = None) -> int:
+    """Print the verdicts and the failures. A layer that was added and had nothing to compare with is a success."""
+    kinds = failure_kinds((v.tape, v.failures) for v in verdicts.verdicts)
+    failed = sum(bool(v.failures) for v in verdicts.verdicts)
+    lines = _failure_lines(kinds, failed, scored)
+    code = print_verdicts(args, verdicts, *lines, *more, data={"added": added, "failures": kinds})
+    return Exit.HOLDS if added and not verdicts.verdicts else code
+
+
+def _failure_lines(kinds: Sequence[FailureKind], failed: int, scored: int) -> Iterator[str]:
+    if failed:
+        yield f"the reward failed on {failed:,} of {scored:,} tapes, so these have no score by it"
+    for kind in kinds[:SHOWN]:
+        at = "" if kind.where is None else f", at {kind.where}"
+        yield safe(f"{kind.tapes:,} times, first on {kind.tape}: {kind.first}{at}")
+    if len(kinds) > SHOWN:
+        yield f"and {len(kinds) - SHOWN:,} more kinds of failure: --json has all"
+
+
+def _compare(args: argparse.Namespace) -> int:
+    found, kinds = compare_rewards(args.run, args.rewards, args.against, **tape_arguments(args))
+    answer(
+        args,
+        {
+            "run": str(args.run),
+            "reward": args.rewards,
+            "against": args.against,
+            **found.model_dump(),
+            "failures": kinds,
+        },
+        *((_furthest(found),) if found.furthest else ()),
+        *_failure_lines(kinds, found.failed, found.tapes),
+        *_disagreement_lines(found),
+    )
+    return Exit.UNVERIFIABLE if found.failed or found.unscored == found.tapes else Exit.HOLDS
+
+
+def _furthest(found: Disagreement) -> Table:
+    made = table("tape", "group", "#reward", "#against", "#difference", fold=("group",))
+    for o in found.furthest:
+        if o.ours is not None and o.theirs is not None:
+            made.add_row(o.tape, o.group or "", f"{o.ours:g}", f"{o.theirs:g}", f"{o.ours - o.theirs:+g}")
+    return made
+
+
+def _disagreement_lines(found: Disagreement) -> list[str]:
+    lines = [
+        f"{found.tapes:,} tapes: {found.equal:,} equal, {found.higher:,} get more than by the other reward, "
+        f"{found.lower:,} less, {found.unscored:,} unscored by one of the two"
+    ]
+    if found.mean_ours is not None and found.mean_theirs is not None:
+        lines.append(f"mean {found.mean_ours:.4g} against {found.mean_theirs:.4g}")
+    if found.pairs:
+        lines.append(
+            f"of {found.pairs:,} pairs of attempts that one of the two tells apart, {found.turned:,} "
+            "are preferred the other way round"
+        )
+    return lines

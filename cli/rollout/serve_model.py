@@ -1,0 +1,197 @@
+"""`tapereel serve model`: a local vLLM server, or the embedded engine over the same protocol.
+
+vLLM is started with the flags that make its answers usable as training data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...tapes.errors import UsageError
+from ..console import Exit, answer, check_port, say
+from ..signals import stop_event
+
+if TYPE_CHECKING:
+    from ...agents.engines.servers.launch import LocalServer
+
+NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
+"""vLLM flags that let the server join a trainer's NCCL group."""
+
+EXAMPLE = """
+tapereel serve model models/qwen --port 8000
+tapereel serve model models/tiny --engine embedded
+tapereel serve model models/qwen --port 8000 --options '--max-model-len 8192 --gpu-memory-utilization 0.6'
+"""
+
+
+_VLLM_ONLY: dict[str, object] = {
+    "no_weights": False,
+    "transfer": False,
+    "nccl": False,
+    "lora": None,
+    "options": "",
+    "log": Path("vllm.log"),
+    "patience": 600.0,
+    "python": sys.executable,
+}
+"""Default of each argument that only vLLM has. The embedded engine refuses any other value."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("model", metavar="DIR", help="folder of a model and tokenizer in Hugging Face format")
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "embedded"),
+        default="vllm",
+        help="vLLM, or the embedded engine in this process (default vllm)",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --key")
+    parser.add_argument("--key", metavar="VARIABLE", help="environment variable with the API key")
+    parser.add_argument(
+        "--no-weights", action="store_true", help="leave out the routes that receive weights, which ask for no API key"
+    )
+    parser.add_argument(
+        "--transfer",
+        action="store_true",
+        help="also receive weights by vLLM's weight-transfer routes (engine.publish=transfer)",
+    )
+    parser.add_argument(
+        "--nccl", action="store_true", help="also receive weights by NCCL from the trainer's GPU (engine.publish=nccl)"
+    )
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="receive LoRA adapters of this rank (engine.publish=lora)"
+    )
+    parser.add_argument("--python", default=sys.executable, help="Python interpreter that has vLLM (default: this one)")
+    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="file for vLLM's output (default vllm.log)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest start of the server in seconds (default 600)",
+    )
+    parser.add_argument(
+        "--slots", type=int, default=64, help="concurrent completions of the embedded engine (default 64)"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="device of the embedded engine: cpu, cuda, cuda:1 ... (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--options", default="", metavar="FLAGS", help="further flags of vLLM's server, in one quoted text"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a stop signal."""
+    from ...agents.engines.servers.launch import LocalServer
+
+    if not Path(args.model).is_dir():
+        raise UsageError(f"there is no model folder {args.model!r}")
+    check_port(args.port)
+    if args.engine == "embedded":
+        return _embedded(args)
+    if args.device != "auto" or args.slots != 64:
+        raise UsageError(
+            "--device and --slots are for --engine embedded; remove them. For vLLM set CUDA_VISIBLE_DEVICES in the "
+            "environment, and --options '--max-num-seqs 64'"
+        )
+    if args.patience <= 0 or (args.lora is not None and args.lora < 1):
+        raise UsageError("--patience (seconds) and --lora (a rank) are numbers above 0")
+    if shutil.which(args.python) is None:
+        raise UsageError(
+            f"--python is {args.python!r}, and there is no such program; name an interpreter that has vLLM"
+        )
+    if not args.log.absolute().parent.is_dir():
+        raise UsageError(f"--log is {str(args.log)!r}, and its folder doesn't exist; create it, or name another file")
+    if args.nccl and (args.transfer or args.no_weights):
+        raise UsageError(
+            "--nccl can't be combined with --transfer or --no-weights: a vLLM server has one weight-transfer "
+            "backend. Give --nccl alone, or --transfer alone"
+        )
+    try:
+        options = [*(NCCL if args.nccl else ()), *shlex.split(args.options)]
+        server = LocalServer(
+            args.model,
+            port=args.port,
+            host=args.host,
+            key_variable=args.key,
+            python=args.python,
+            control=not args.no_weights,
+            transfer=args.transfer,
+            lora_rank=args.lora,
+            options=options,
+            log=args.log,
+            patience=args.patience,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    say(f"starting: {' '.join(server.command)}")
+    return asyncio.run(_vllm(args, server))
+
+
+async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
+    """Serve vLLM until a stop signal, which may come while the server still starts."""
+    stopped = asyncio.ensure_future(stop_event().wait())
+    starting = asyncio.ensure_future(server.start())
+    await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        # Cancelling `start` kills the half-started server; without the wait its processes outlive this one.
+        starting.cancel()
+        await asyncio.wait([starting])
+        raise KeyboardInterrupt
+    starting.result()
+    answer(
+        args,
+        {"url": server.url, "model": str(server.model), "command": server.command},
+        f"listening at {server.url}; output goes to {args.log}; Ctrl-C ends it",
+    )
+    ended = asyncio.ensure_future(asyncio.to_thread(server.wait))
+    await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+    code = Exit.HOLDS
+    if ended.done():
+        code = Exit.BROKEN
+        say(f"the server ended by itself with exit code {ended.result()}:\n{server.printed()}")
+    await asyncio.to_thread(server.stop)
+    return code
+
+
+def _embedded(args: argparse.Namespace) -> int:
+    """Serve the embedded engine until a stop signal."""
+    from ...agents.engines.embedded.embedded_server import EngineServer
+    from ...agents.engines.embedded.pretrained import load_pretrained
+
+    for name, default in _VLLM_ONLY.items():
+        if getattr(args, name) != default:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is only for vLLM: remove it. The embedded engine receives weights by "
+                "its own routes"
+            )
+    token = os.environ.get(args.key) if args.key is not None else None
+    if args.key is not None and not token:
+        raise UsageError(f"the environment variable {args.key} with the API key is not set")
+    try:
+        model = load_pretrained(args.model, device=args.device).model
+        server = EngineServer(model, str(args.model), host=args.host, token=token, slots=args.slots)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+    async def serve() -> None:
+        stop = stop_event()
+        async with server.serving(args.port):
+            answer(args, {"url": server.url, "model": args.model}, f"listening at {server.url}; Ctrl-C ends it")
+            await stop.wait()
+
+    asyncio.run(serve())
+    return Exit.HOLDS

@@ -1,0 +1,33 @@
+"""Scores as lines of text, for the verbs `run` and `eval`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..tapes.common.text import safe
+from ..tapes.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..agents.runs.pass_at_k import Scores
+
+
+def read_k(text: str) -> tuple[int, ...]:
+    """The numbers of `1,4,16`. UsageError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--k {text!r} is not a list of numbers above 0; write it as in --k 1,4,16")
+    return tuple(map(int, parts))
+
+
+def score_lines(scores: Scores, indent: str = "") -> list[str]:
+    """Mean reward, pass@k and labels with their intervals, one line each."""
+    lines = [f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks"] if scores.reward is not None else []
+    for k, found in scores.pass_at.items():
+        short = f"; {scores.short[k]:,} with fewer than {k} scored attempts left out" if scores.short[k] else ""
+        text = "no task has so many scored attempts" if found is None else f"{found} over {found.tasks:,} tasks{short}"
+        lines.append(f"{indent}pass@{k} {text}")
+    if scores.unscored:
+        lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts unscored: neither success nor 0")
+    for label, part in scores.by_label.items():
+        lines += [safe(f"{indent}{label}:"), *score_lines(part, indent + "  ")]
+    return lines

@@ -1,0 +1,145 @@
+"""The rows of tapes as a Hugging Face dataset: a JSONL file, a Parquet file or a dataset folder.
+
+One row per token sequence, with the columns of `classic.to_dataset` and, of its tape, `reward`, `status`, `split` and
+`task_hash`. An unknown number is null, never 0. A tape without token ids is left out and counted, unless a renderer of
+the model that will be trained tokenizes its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...tapes import Tape
+from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.value import Value
+from .trace_files import nothing
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ...agents.rendering.renderer import Renderer
+    from ..data.rows import Row
+
+
+class Exported(Value):
+    """What was written."""
+
+    path: str
+    tapes: int
+    """Tapes with at least one row."""
+    rows: int
+    tokens: int
+    """Tokens of all rows."""
+    own_tokens: int
+    """Targets: tokens of the agent."""
+    without_own: int
+    """Tapes with no token of the agent's own."""
+    without_tokens: int
+    """Tapes that recorded text and no token ids, left out for want of a tokenizer."""
+
+
+def export(
+    tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | None = None, renderer: Renderer | None = None
+) -> Exported:
+    """Write the rows of closed `tapes` to `path`.
+
+    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that recorded text only.
+    UsageError where `path` exists, or ends in anything but .jsonl, .parquet or nothing (a dataset folder).
+    NothingToExport, and nothing is written, where no tape has a row.
+    """
+    path = Path(path)
+    if path.exists():
+        raise UsageError(f"{path} exists already; name another file, or remove it first")
+    if path.suffix not in (".jsonl", ".parquet", ""):
+        raise UsageError(f"{path}: rows go to a .jsonl or .parquet file, or to a folder without an ending")
+    try:
+        from ..data.provenance import episode_of
+        from ..data.rows import rows
+        from .classic import to_dataset
+    except ImportError as error:
+        raise MissingExtra(error.name or "torch", "train", "exporting rows") from error
+    kept: list[tuple[Tape, list[Row]]] = []
+    empty = untokenized = 0
+    for tape in tapes:
+        if renderer is None and _has_text_only(tape):
+            untokenized += 1
+        elif found := rows(tape, agents=agents, renderer=renderer):
+            kept.append((tape, found))
+        else:
+            empty += 1
+    if not kept:
+        why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
+        raise nothing(path, untokenized + empty, {reason: n for reason, n in why.items() if n})
+    every = [row for _, found in kept for row in found]
+    dataset = to_dataset(every, [episode_of(tape) for tape, _ in kept])
+    _write(_with_tape_columns(dataset, kept), path)
+    return Exported(
+        path=str(path),
+        tapes=len(kept),
+        rows=len(every),
+        tokens=sum(len(row) for row in every),
+        own_tokens=sum(len(row.own) for row in every),
+        without_own=empty,
+        without_tokens=untokenized,
+    )
+
+
+def renderer_from(folder: str | Path) -> Renderer:
+    """A renderer for the tokenizer that is saved in `folder`. UsageError where there is none."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtra("transformers", "train", "tokenizing text") from error
+    from ...agents.rendering.renderer import Renderer
+
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"there is no tokenizer folder {str(folder)!r}; save one with tokenizer.save_pretrained(folder)"
+        )
+    try:
+        return Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the tokenizer in {folder} can't be used: {error}") from error
+
+
+def _has_text_only(tape: Tape) -> bool:
+    tokenized = {layer.call for layer in tape.layers if layer.t == "tokens"}  # type: ignore[attr-defined]
+    return any(
+        (call.completion is None or call.prompt is None) and call.call not in tokenized
+        for call in tape.calls
+        if call.finish != "error"
+    )
+
+
+def _with_tape_columns(dataset: Dataset, kept: list[tuple[Tape, list[Row]]]) -> Dataset:
+    def column(value: Callable[[Tape], Any]) -> list[Any]:
+        return [value(tape) for tape, found in kept for _ in found]
+
+    columns = {
+        "reward": column(lambda tape: tape.reward),
+        "status": column(lambda tape: tape.status.value),
+        "split": column(lambda tape: tape.begin.split),
+        "task_hash": column(lambda tape: tape.begin.task_hash),
+    }
+    for name, values in columns.items():
+        dataset = dataset.add_column(name, values)
+    return dataset
+
+
+def _write(dataset: Dataset, path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.suffix:
+        dataset.save_to_disk(str(path))
+        return
+    # Written under another name and renamed when complete, so that no reader sees half a file after a crash.
+    partial = path.with_name(path.name + ".partial")
+    if path.suffix == ".parquet":
+        dataset.to_parquet(str(partial))
+    else:
+        dataset.to_json(str(partial), lines=True, orient="records")
+    partial.rename(path)
