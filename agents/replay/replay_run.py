@@ -37,7 +37,8 @@ def replay_run(
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
     agent: `module:name`; None: the agent of the run's configuration. imports: `module:name` of anything else that
-    defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as many as pay for their start.
+    defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as
+    many as pay for their start.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")

@@ -106,7 +106,7 @@ def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("math:pi", "math:pi: it is 3.14.*, and no Environment class"),
+        ("math:pi", "math:pi: it is 3.14.*, which is neither an Environment class"),
         ("{}:words", "the factory returned .'a', 'b'., which is not an Environment"),
         ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
         ("builtins:dict", "the factory returned {{}}, which is not an Environment: pass an Environment class"),

@@ -96,8 +96,8 @@ def test_an_old_run_verifies_shows_replays_and_executes_again(
         tape = next(iter(store.summaries())).id
     assert main(["show", run, tape]) == 0
     assert "calculator_problem" in capsys.readouterr().out
-    for verb in ("replay", "reexec"):
-        assert_verified(answer_of(capsys, verb, run))
+    for more in ((), ("--env",)):
+        assert_verified(answer_of(capsys, "replay", run, *more))
 
 
 def test_an_old_training_run_reproduces(recorded: Path, capsys: pytest.CaptureFixture[str]):
@@ -114,8 +114,8 @@ def test_a_tape_without_a_configuration_names_its_own_agent_and_environment(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ):
     (recorded / "scripted/config.yaml").unlink()
-    for verb in ("replay", "reexec"):
-        assert_verified(answer_of(capsys, verb, "scripted"))
+    for more in ((), ("--env",)):
+        assert_verified(answer_of(capsys, "replay", "scripted", *more))
 
 
 def test_recorded_settings_have_the_present_names(recorded: Path):
