@@ -1,7 +1,7 @@
-"""Environments, tasks and rewards: what an agent acts in, and what its acts are worth.
+"""Environments, tasks and rewards: where an agent acts, and how its episodes are scored.
 
-Knows nothing of models, prompts or training. Importing it loads no optional package: those are imported by what needs
-them.
+Imports `tapes` only; `agents` and `finetune` import it. Importing it loads no optional package: a module imports its
+optional package when it is used.
 """
 
 if __name__ == "envs":

@@ -1,4 +1,4 @@
-"""One thread for an environment that blocks: its coroutines run there, one at a time, while the event loop goes on."""
+"""A thread for a blocking environment: its coroutines run there, one at a time, and the event loop stays free."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 
 class EnvironmentThread:
-    """A daemon thread with an event loop of its own, for the whole of one episode.
+    """A daemon thread with its own event loop, for one whole episode.
 
-    A call that outlasts its caller leaves the thread behind, since Python can't stop it.
+    All calls of an episode run in the same thread: C libraries and GPU contexts are often bound to one. A call that
+    outlasts its caller leaves the thread behind, since Python can't stop a thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,14 +23,14 @@ class EnvironmentThread:
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The coroutine's result; what it raises is raised here."""
+        """Run the coroutine in the thread; return its result or raise its exception here."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         self._work.put((coroutine, loop, done))
         return await done
 
     def stop(self) -> None:
-        """The thread ends when what was asked of it is done."""
+        """End the thread after the calls that are queued."""
         self._work.put(None)
 
     def _serve(self) -> None:
@@ -38,14 +39,16 @@ class EnvironmentThread:
                 coroutine, loop, done = item
                 try:
                     result, error = runner.run(coroutine), None
-                except BaseException as raised:  # handed to the waiting episode, which types it
+                except BaseException as raised:  # the waiting episode receives it and records its cause
                     result, error = None, raised
-                if not loop.is_closed():  # else nobody waits any more; what is left to do, `close` above all, is done
+                # A closed loop has no waiting caller; the thread still runs the queued calls, `close` among them.
+                if not loop.is_closed():
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(_settle, done, result, error)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Set the future in its own loop. Exceptions that a future refuses, or that would end the process, are wrapped."""
     if done.cancelled():
         return
     if error is None:

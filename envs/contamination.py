@@ -1,8 +1,8 @@
-"""Contamination: what held-out tasks have in common with those that are trained on.
+"""Contamination: the overlap of held-out tasks with training tasks.
 
-Four questions, from the narrowest: is it the same task (hash), the same question (public part) with another answer, the
-same text but for case, space and punctuation, or a text that shares most of its runs of n words? The last finds
-paraphrases of the copy-and-edit kind, and by design also templates; the threshold decides. Nothing is sent anywhere.
+Four kinds, from the narrowest: the same task (hash); the same question (public part) with another answer; the same text
+apart from case, space and punctuation; a text that shares most of its word n-grams. The last kind finds texts that were
+copied and edited, and by design also templates; the threshold decides. All comparisons run locally.
 """
 
 from __future__ import annotations
@@ -18,56 +18,57 @@ from ..tapes.records import Task
 from ..tapes.value import Value
 
 N = 8
-"""Words of a run."""
+"""Words of an n-gram."""
 SHARE = 0.5
-"""Of a held-out text's runs that must be in training for it to count."""
+"""Share of a held-out text's n-grams that must occur in training to count as overlap."""
 SHOWN = 5
+"""Examples per kind in the report."""
 _WORD = re.compile(r"\w+")
 
 
 class Overlap(Value):
-    """One held-out task that training may know."""
+    """One held-out task that occurs in training."""
 
     held_out: str
     """Hash of the task."""
     train: str | None
-    """Hash of the first task in training that it was found in; None where its runs come from several."""
+    """Hash of the first training task that it was found in; None for shared n-grams, which may come from several."""
     share: float
-    """Of its runs of words that are in training; 1 for the other kinds."""
+    """Share of its word n-grams that are in training; 1 for the other kinds."""
     text: str
-    """How it begins."""
+    """The first 80 characters."""
 
 
 class Kind(Value):
     """One kind of overlap."""
 
     tasks: int
-    """Held-out tasks of this kind and of no narrower one."""
+    """Held-out tasks of this kind that belong to no narrower kind."""
     shown: tuple[Overlap, ...]
-    """The first of them."""
+    """The first `SHOWN` of them."""
 
 
 class Contamination(Value):
-    """The report. `clean` is what to assert."""
+    """The report. Assert `clean`."""
 
     train: int
     held_out: int
     exact: Kind
     """The same task."""
     question: Kind
-    """The same public part with another private one."""
+    """The same public part with another private part."""
     normalised: Kind
     """The same words."""
     runs: Kind
-    """At least `share` of its runs of `n` words."""
+    """At least `share` of its n-grams of `n` words."""
     n: int
     share: float
     too_short: int
-    """Held-out tasks with fewer than `n` words, which are compared as a whole only."""
+    """Held-out tasks with fewer than `n` words; they have no n-gram and are compared as a whole only."""
 
     @property
     def clean(self) -> bool:
-        """No held-out task is known to training in any of these ways."""
+        """True if no held-out task overlaps with training in any of these ways."""
         return not any(kind.tasks for kind in (self.exact, self.question, self.normalised, self.runs))
 
     def __str__(self) -> str:
@@ -94,10 +95,13 @@ def contamination(
     share: float = SHARE,
     text: Callable[[Task], str] | None = None,
 ) -> Contamination:
-    """Compare. text: what of a task is compared as text; all texts of its public part (of the private one where that is
-    empty) when None. Training is read once; 8 bytes are kept for each of its runs."""
+    """Compare held-out tasks with training tasks.
+
+    text: gives the text of a task to compare; None takes all texts of its public part, or of the private part if there
+    is no public one. Training is read once; memory is 8 bytes for each n-gram, plus the overhead of a set.
+    """
     if n < 1 or not 0 < share <= 1:
-        raise ValueError(f"n is at least 1 and share in (0, 1], not {n} and {share:g}")
+        raise ValueError(f"n must be at least 1 and share in (0, 1], not {n} and {share:g}")
     read = text or texts
     known = _Known(n)
     for task in train:
@@ -116,7 +120,7 @@ def contamination(
 
 
 class _Known:
-    """What training has."""
+    """Hashes of the training tasks, their questions, texts and n-grams."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -137,7 +141,7 @@ class _Known:
         self.runs.update(_runs(words, self.n))
 
     def find(self, task: Task, words: list[str], share: float) -> tuple[str | None, str | None, float]:
-        """(kind, hash of the task in training, share of runs)."""
+        """(kind or None, hash of the training task, share of n-grams)."""
         if task.hash in self.hashes:
             return "exact", task.hash, 1.0
         asked = None if task.public is None else _key(json.dumps(task.public, sort_keys=True))
@@ -152,7 +156,7 @@ class _Known:
 
 
 def texts(task: Task) -> str:
-    """All texts in the public part of a task, or in the private one of a task that has no public part."""
+    """All texts in the public part of a task, or in the private part if there is no public one."""
     return " ".join(_texts(task.public if task.public is not None else task.private))
 
 
@@ -179,5 +183,6 @@ def _runs(words: list[str], n: int) -> Iterator[int]:
 
 
 def _key(text: str) -> int:
-    """64 bits: a thousand million runs meet another by chance with a probability of 3 in a hundred."""
+    """A 64-bit hash: among 10^9 n-grams, any two collide with a probability of about 0.03. A collision can only report
+    an overlap that isn't there."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,8 +1,8 @@
-"""Curriculum: which task comes next, by how hard it was found to be.
+"""Curriculum: chooses the next task by its measured difficulty.
 
-Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; those that nobody tried
-are a pool of their own, `new`. Task k follows from the tasks, the rates, the weights, the seed and k alone, so a run
-that died goes on with the tasks that it would have had. Knows nothing of loops: a loop asks for task k.
+Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; untried tasks form the
+pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws the same
+tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .taskset import BadTasks, Cursor, Taskset
 
 POOLS = ("easy", "normal", "hard", "new")
 EASY, HARD = 0.75, 0.25
-"""Pass rates: easy is above the one, hard below the other."""
+"""Pass rates: a task is easy above the first and hard below the second."""
 
 Weights = Mapping[str, float]
 Stages = Sequence[tuple[int, Weights]]
@@ -37,8 +37,8 @@ class Rate:
     def __post_init__(self) -> None:
         if not 0 <= self.passed <= self.tried or self.tried < 1:
             raise BadTasks(
-                f"{self.passed} of {self.tried} attempts passed: a rate is of at least one scored attempt, "
-                "of which none to all passed"
+                f"invalid pass rate: {self.passed} of {self.tried} attempts passed; it needs at least one scored "
+                "attempt, and `passed` must be from 0 to `tried`"
             )
 
     @property
@@ -47,8 +47,8 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Task hash -> how often it was solved: a reward of at least `success`. Unscored attempts don't count, and neither
-    do those that may not be trained on."""
+    """Task hash -> how often it was solved (a reward of at least `success`). Only scored attempts that training may use
+    count."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -62,7 +62,7 @@ def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard
     """The tasks of each pool, in the order of the set; pools may be empty. A rate of exactly `easy` or `hard` is
     normal."""
     if not 0 <= hard <= easy <= 1:
-        raise BadTasks(f"hard is below {hard:g} and easy above {easy:g}: give 0 <= hard <= easy <= 1")
+        raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}
     for task in tasks:
         rate = rates.get(task.hash)
@@ -76,8 +76,8 @@ def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard
 class Curriculum:
     """`Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`, with parts of `pools`.
 
-    Each draw takes a pool by its weight, then the next task of that pool in shuffled epochs. A pool that is empty gives
-    its share to the others. weights: those of all draws, or stages of them.
+    Each draw takes a pool by its weight, then the next task of that pool in shuffled epochs. The share of an empty pool
+    goes to the others. weights: one mapping for all draws, or stages of (first k, weights).
     """
 
     def __init__(self, parts: Mapping[str, Taskset], weights: Weights | Stages, *, seed: int = 0) -> None:
@@ -86,28 +86,32 @@ class Curriculum:
         stages = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
         starts = [start for start, _ in stages]
         if not stages or starts[0] != 0 or starts != sorted(set(starts)):
-            raise BadTasks(f"the stages of a curriculum begin at 0 and come in order, not at {starts}")
+            raise BadTasks(f"the stages of a curriculum must begin at 0 and increase; they begin at {starts}")
         self._starts = starts
-        self._weights = [self._checked(given, parts) for _, given in stages]
+        self._weights = [self._checked(stage, parts) for _, stage in stages]
         self._cursors: dict[str, Cursor] = {}
         self._drawn: list[Task] = []
 
     def __call__(self, k: int) -> Task:
         """Task k, counted from 0; the same at every call."""
         if k < 0:
-            raise BadTasks(f"tasks are counted from 0, not {k}")
+            raise BadTasks(f"task {k}: tasks are counted from 0")
         while len(self._drawn) <= k:
             self._drawn.append(self._draw(len(self._drawn)))
         return self._drawn[k]
 
     def pool(self, k: int) -> str:
-        """The pool that task k comes from."""
+        """The pool that task k comes from.
+
+        A generator of its own for each k makes the choice independent of earlier draws: a resumed run needs no state.
+        """
         weights = self._weights[bisect_right(self._starts, k) - 1]
         point = random.Random(f"{self.seed}/pool/{k}").random() * sum(weights.values())
         for name, weight in weights.items():
             point -= weight
             if point < 0:
                 return name
+        # Rounding can leave `point` at 0 or above after the last subtraction: take the last pool with a weight.
         return next(name for name in reversed(weights) if weights[name])
 
     def _draw(self, k: int) -> Task:
@@ -119,11 +123,14 @@ class Curriculum:
     def _checked(self, weights: Weights, parts: Mapping[str, Any]) -> dict[str, float]:
         unknown = sorted(set(weights) - set(parts))
         if unknown:
-            raise BadTasks(f"a weight is for {unknown[0]!r}; the pools are {', '.join(map(repr, parts))}")
+            raise BadTasks(f"there is no pool {unknown[0]!r} to weight; the pools are {', '.join(map(repr, parts))}")
         if any(not 0 <= weight < float("inf") for weight in weights.values()):
-            raise BadTasks(f"weights are numbers from 0 on, not {dict(weights)}")
+            raise BadTasks(f"weights must be finite numbers of 0 or more, not {dict(weights)}")
         known = {name: float(weight) for name, weight in weights.items() if name in self.parts}
         if not sum(known.values()):
             sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items())
-            raise BadTasks(f"the weights {dict(weights)} leave nothing to draw from; the pools have: {sizes}")
+            raise BadTasks(
+                f"the weights {dict(weights)} leave no task to draw; the pools hold: {sizes}. Give a pool that holds "
+                "tasks a weight above 0"
+            )
         return known

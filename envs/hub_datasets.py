@@ -1,7 +1,6 @@
-"""Tasks from the columns of data: what of a row the agent sees, and what it doesn't; and data sets of the Hugging Face
-hub by name.
+"""Tasks from the columns of a table (public and private columns), and data sets of the Hugging Face hub by name.
 
-Files are `Taskset.load`'s matter. `datasets` is imported when something is read. Knows nothing of environments.
+`Taskset.load` reads files. `datasets` is imported when a data set is read.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ def columns(
 ) -> Row:
     """A `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
-    One name: that column is the part. Several, or a mapping of new name -> column: the part is an object of them. seed:
-    a column that goes into the private part as `seed`. A row without one of the columns is a BadTasks error.
+    public, private: one name takes the value of that column; several names, or a mapping of new name -> column, make an
+    object. seed: a column that goes into the private part as `seed`. A row that lacks a column is a BadTasks error.
     """
 
-    def row(given: Any) -> Task:
-        if not isinstance(given, Mapping):
-            raise BadTasks(f"{given!r:.80} is no row with columns; it is a {type(given).__name__}")
-        hidden = _part(given, private)
+    def row(record: Any) -> Task:
+        if not isinstance(record, Mapping):
+            raise BadTasks(f"{record!r:.80} is a {type(record).__name__}, not a row with columns: give a mapping")
+        hidden = _part(record, private)
         if seed is not None:
             hidden = {
                 **(hidden if isinstance(hidden, dict) else {"answer": hidden} if hidden is not None else {}),
-                "seed": _column(given, seed),
+                "seed": _column(record, seed),
             }
-        name = "" if id is None else str(_column(given, id))
-        return Task.model_validate({"id": name, "public": _part(given, public), "private": hidden})
+        name = "" if id is None else str(_column(record, id))
+        return Task.model_validate({"id": name, "public": _part(record, public), "private": hidden})
 
     return row
 
@@ -52,10 +51,10 @@ def hub_tasks(
     revision: str | None = None,
     size: int | None = None,
 ) -> Taskset:
-    """The tasks in a data set of the hub, or of its copy in the local cache. Give a `revision` (a commit) to have the
-    same tasks tomorrow. BadTasks says what to do where it can't be reached.
+    """The tasks in a data set of the hub, or of its copy in the local cache.
 
-    Data sets that come with code of their own are not run: `datasets` refuses them.
+    Give a `revision` (a commit) to pin the tasks. BadTasks says what to do if the data set can't be reached. Loading
+    scripts of data sets never run: `datasets` refuses them.
     """
     try:
         from datasets import load_dataset
@@ -67,8 +66,8 @@ def hub_tasks(
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0] if str(error) else "no reason given"
         raise BadTasks(
-            f"the data set {name!r} (split {split!r}) can't be had from the hub: {type(error).__name__}: "
-            f"{why}. Offline, save it once where there is a network (load_dataset({name!r}, "
+            f"the data set {name!r} (split {split!r}) can't be loaded from the hub: {type(error).__name__}: "
+            f"{why}. Without a network, save it first on a machine that has one (load_dataset({name!r}, "
             f"split={split!r}).to_parquet('tasks.parquet')) and use "
             "Taskset.load('tasks.parquet')"
         ) from error

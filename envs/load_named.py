@@ -1,6 +1,6 @@
-"""Things by name, as a command line gives them: `package.module:name` or `path/to/file.py:name`.
+"""Loads Python objects by name, as in a command line: `package.module:name` or `path/to/file.py:name`.
 
-Loading runs the caller's own code, as importing it would. This module knows nothing of what the things are.
+Loading imports the module and so runs its code.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from ..tapes.errors import TapereelError, UsageError
 
 
 def load_named(name: str) -> Any:
-    """The thing called `name`. Modules are looked for in the working directory too. UsageError where there is none."""
+    """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist."""
     home, _, path = name.rpartition(":")
     if not home or not path:
-        raise UsageError(f"{name!r} names nothing; write package.module:name or file.py:name")
+        raise UsageError(f"{name!r} is not the name of an object; write package.module:name or file.py:name")
     module = _from_file(Path(home)) if home.endswith(".py") else _from_package(home)
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError as error:
         public = [key for key in vars(module) if not key.startswith("_")]
         near = get_close_matches(path, public)
-        # What the file defines comes before what it imports.
+        # Names that the file defines come before names that it imports.
         own = sorted(public, key=lambda key: getattr(vars(module)[key], "__module__", None) != module.__name__)
-        told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:20]) or 'nothing'}"
-        raise UsageError(f"{home} has no {path!r}; {told}") from error
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:20]) or 'no public names'}"
+        raise UsageError(f"{home} has no {path!r}; {hint}") from error
 
 
 def listed_tasks(text: str) -> Iterable[Any]:
-    """What `--tasks` gives: a JSON list, or the name of an iterable or of a function that gives one. UsageError where
+    """The value of `--tasks`: a JSON list, or the name of an iterable or of a function that returns one. UsageError if
     it is neither."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
         try:
             tasks = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"--tasks is {text!r:.60}, which is no JSON: {error}") from error
+            raise UsageError(f"--tasks is {text!r:.60}, which is not JSON: {error}") from error
         if not isinstance(tasks, list):
             raise UsageError(f"--tasks is {text!r:.60}; give a JSON list, as [1, 2]")
         return tasks
     found = load_named(text)
-    given = found() if callable(found) and not isinstance(found, Iterable) else found
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise UsageError(f"--tasks {text} is {given!r:.60}; name a list of tasks, or a function that gives one")
-    return given
+    tasks = found() if callable(found) and not isinstance(found, Iterable) else found
+    if isinstance(tasks, str | bytes) or not isinstance(tasks, Iterable):
+        raise UsageError(f"--tasks {text} is {tasks!r:.60}; name a list of tasks, or a function that returns one")
+    return tasks
 
 
 def _from_package(name: str) -> ModuleType:
@@ -66,7 +66,7 @@ def _from_package(name: str) -> ModuleType:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and (name == absent or name.startswith(f"{absent}.")):
             now = current_path(name)
-            moved = f"; its present name is {now}" if now != name else f" (looked in {here} too)"
+            moved = f"; its present name is {now}" if now != name else f" (also searched in {here})"
             raise UsageError(f"there is no module {name!r}{moved}") from error
         raise _not_loaded(name, error) from error
 
@@ -75,9 +75,11 @@ def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
-        return known  # its step classes exist once
+        return known  # a second import would register its step kinds twice
     if known is not None:
-        raise UsageError(f"{path} would be the module {path.stem!r}, which is another one already; rename the file")
+        raise UsageError(
+            f"{path} would be imported as the module {path.stem!r}, but another module has that name; rename the file"
+        )
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -97,7 +99,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: Path) -> str:
-    """Have modules looked for there; the folder."""
+    """Put `folder` first on the module search path; return it as text."""
     here = str(folder)
     if here not in sys.path and not ("" in sys.path and folder == Path.cwd()):
         sys.path.insert(0, here)
@@ -105,7 +107,7 @@ def _look_in(folder: Path) -> str:
 
 
 def _not_loaded(name: str, error: Exception) -> UsageError:
-    """Says what the caller's own code raised, and where: the line that can be mended."""
+    """An error that names the exception in the user's code and its line."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,7 @@
-"""LoopWatch: notices an event loop that stands still, and names the line that holds it.
+"""LoopWatch: detects a blocked event loop and names the line that blocks it.
 
-A blocking call inside an `async` method stops every episode of the process, and nothing inside the loop can say so. A
-daemon thread asks the loop for a sign of life; where none comes in time it reads the stack of the loop's thread. This
-module knows nothing of environments or rollouts.
+A blocking call inside an `async` method stops every episode of the process, and no code in the loop can report it. A
+daemon thread posts a heartbeat to the loop. If the heartbeat is late, it reads the stack of the loop's thread.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from types import TracebackType
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One time that the loop stood still."""
+    """One time that the loop was blocked."""
 
     seconds: float
-    """How long it had been silent when it was looked at; it may have lasted longer."""
+    """Time without a heartbeat when the stack was read; the stall may have lasted longer."""
     stack: tuple[traceback.FrameSummary, ...]
     """The loop's thread at that moment, outermost frame first."""
 
     def where(self, filename: str | None = None) -> str:
-        """`file:line in function` of the innermost frame, or of the innermost one in `filename` where there is one."""
+        """`file:line in function` of the innermost frame in `filename`, if any, else of the innermost frame."""
         own = [frame for frame in self.stack if frame.filename == filename]
         frame = (own or self.stack)[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -43,7 +42,7 @@ class LoopWatch:
         self, on_stall: Callable[[Stall], None], *, seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if seconds <= 0:
-            raise ValueError(f"seconds is {seconds}; a stall lasts some time")
+            raise ValueError(f"seconds is {seconds}; it must be more than 0")
         self._on_stall = on_stall
         self._seconds = seconds
         self._clock = clock
@@ -53,7 +52,7 @@ class LoopWatch:
         self._watched = 0
         self._alive = True
         self._asked = 0.0
-        self._told = False
+        self._reported = False
 
     def attach(self) -> None:
         """Watch the running loop, with `sample` called by the caller instead of by a thread."""
@@ -73,7 +72,7 @@ class LoopWatch:
         self.stop()
 
     def stop(self) -> None:
-        """Look no more, whether or not the block has ended."""
+        """Stop watching, also before the block has ended."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -82,20 +81,24 @@ class LoopWatch:
                 return
 
     def sample(self) -> bool:
-        """Look once. False when the loop has closed and there is nothing left to watch."""
+        """Check the heartbeat once. False when the loop has closed.
+
+        Each stall is reported once: `_reported` is cleared only after the loop has answered a heartbeat.
+        """
         assert self._loop is not None
         if self._alive:
-            self._alive, self._told, self._asked = False, False, self._clock()
+            self._alive, self._reported, self._asked = False, False, self._clock()
             try:
                 self._loop.call_soon_threadsafe(self._beat)
             except RuntimeError:
                 return False
             return True
         silent = self._clock() - self._asked
-        if silent >= self._seconds and not self._told:
-            self._told = True
+        if silent >= self._seconds and not self._reported:
+            self._reported = True
             frame = sys._current_frames().get(self._watched)
-            # Between reading the sign of life and reading the stack the loop may have gone on.
+            # The loop may continue between the heartbeat check and the stack read: without the second check, a healthy
+            # loop's idle stack would be reported as a stall.
             if frame is not None and not self._alive:
                 self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
         return True

@@ -1,7 +1,6 @@
-"""Files of tasks, as `datasets` reads them: quietly, and with a reason that names the place where it can't.
+"""Helpers to read task files with `datasets`: no progress bars, and errors that name the line.
 
-Its own errors name neither file nor line, so a file that it refuses is looked through again here. Knows nothing of
-tasks.
+The errors of `datasets` name neither file nor line, so `unreadable` parses a refused file again to find the fault.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NO_ROWS = "it has no rows; a file of tasks has at least one"
+_NO_ROWS = "it has no rows; a task file needs at least one"
 
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Without the progress bar that `datasets` shows for every file, and without what it logs of one that it raises an
-    error for."""
+    """Hide the progress bars of `datasets`, and its log of errors that it raises as well."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
@@ -33,7 +31,7 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a file of tasks, where it is, and what would mend it."""
+    """What is wrong with a task file, on which line, and how to repair it."""
     if path.suffix != ".parquet":
         text = path.read_bytes()
         rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -43,9 +41,9 @@ def unreadable(path: Path, error: Exception) -> str:
         by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
         fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
         if fault is not None:
-            return f"{fault}; every line is one row, a JSON object: mend it, or take the line out"
+            return f"{fault}; every line must be one row, a JSON object: correct or remove the line"
         if path.suffix == ".json" and not by_line:
-            return f"{_fault(text, 0, list) or error}; it is a JSON list of rows, or one row on each line"
+            return f"{_fault(text, 0, list) or error}; the file must be a JSON list of rows, or one row on each line"
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     why = next(iter(str(error).splitlines()), "") or "no reason given"
@@ -53,11 +51,13 @@ def unreadable(path: Path, error: Exception) -> str:
 
 
 def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """What keeps the text from being JSON. line: its number in the file; 0: it is the whole file."""
+    """Why the text is not JSON of the wanted type; None if it is. line: its number in the file; 0 for the whole
+    file."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        return f"line {line or error.lineno} is no JSON (column {error.colno}: {error.msg})"
+        return f"line {line or error.lineno} is not JSON (column {error.colno}: {error.msg})"
     except (ValueError, RecursionError) as error:
-        return f"line {line or 1} is no JSON ({type(error).__name__}: {error})"
-    return None if isinstance(found, wanted) else f"line {line or 1} is no {'object' if wanted is dict else 'list'}"
+        return f"line {line or 1} is not JSON ({type(error).__name__}: {error})"
+    name = "an object" if wanted is dict else "a list"
+    return None if isinstance(found, wanted) else f"line {line or 1} is not {name}"

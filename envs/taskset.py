@@ -1,9 +1,8 @@
-"""Tasksets: problem instances from any source, each once, in an order that a seed decides and a cursor remembers.
+"""Tasksets: distinct tasks from any source, shuffled by a seed, with cursors that can be resumed.
 
-A `Taskset` is finite and read whole when it is made; a `TaskStream` never ends and is drawn as it goes. Duplicates (by
-`Task.hash`) are dropped and counted. Which side of a split a task falls on depends on its hash and the fractions
-alone, so it stays there when the set grows, is reordered or is generated from another seed. This module knows nothing
-of environments; of what a task means it knows the hash.
+A `Taskset` is finite and read whole when it is made. A `TaskStream` has no end and is read on demand. Duplicates (by
+`Task.hash`) are dropped and counted. The side of a split on which a task falls depends on its hash and the fractions
+only, so it stays the same when the set grows, is reordered or is generated from another seed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ..tapes.records import Task
 from .task_files import quiet_datasets, unreadable
 
 Row = Callable[[Any], Any]
-"""What one item of a source becomes: a `Task`, or a bare value, which is the private part of one."""
+"""Converts one item of a source to a `Task`, or to a bare value, which becomes the private part of a task."""
 
 
 class BadTasks(UsageError):
-    """A source that gives no tasks, or a cursor of other tasks; says which item and why."""
+    """A source doesn't yield tasks, or a cursor belongs to other tasks; the message names the item and the reason."""
 
 
 class Taskset(Sequence[Task]):
@@ -48,22 +47,21 @@ class Taskset(Sequence[Task]):
     ) -> None:
         """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
 
-        source: any iterable; a function without parameters that gives one; or a function of the index, which needs
-        `size` and is called for 0 to size - 1.
+        source: an iterable, a function without parameters that returns an iterable, or a function of the index, which
+        needs `size` and is called for 0 to size - 1.
         """
         self.name = name
-        """For people; empty when nobody gave one."""
+        """A label for messages; may be empty."""
         self.dropped = 0
-        """Duplicates that the source gave and this set left out."""
+        """Number of duplicates that were left out."""
         self._hashes: dict[str, int] = {}
         self._tasks: list[Task] = []
         if size is not None and size < 1:
-            raise BadTasks(f"size is {size}; a taskset has at least one task, or None for all of its source")
+            raise BadTasks(f"size is {size}; it must be at least 1, or None to read the whole source")
         by_index = callable(source) and _takes_index(source)
         if by_index and size is None:
             raise BadTasks(
-                f"{_named(source)} is a function of the index, which has no end; give `size`, or make a "
-                "TaskStream of it"
+                f"{_label(source)} is a function of the index and has no end: pass `size`, or use a TaskStream"
             )
         for k, item in enumerate(islice(_items(source), size if by_index else None)):
             self._add(_task(item, k, row))
@@ -71,21 +69,21 @@ class Taskset(Sequence[Task]):
                 break
         if size is not None and not by_index and len(self._tasks) < size:
             raise BadTasks(
-                f"{size} tasks were asked for and the source has {len(self._tasks)} distinct ones "
-                f"({self.dropped} duplicates); ask for fewer, or give it more"
+                f"size is {size}, but the source has {len(self._tasks)} distinct tasks "
+                f"({self.dropped} duplicates): reduce `size`, or add tasks to the source"
             )
 
     @classmethod
     def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
-        """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` makes a task of each row (a dict).
+        """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` converts each row (a dict).
 
-        Without `row`, the whole row is the private part of its task. A `Dataset` object needs no loading: it is an
-        iterable of rows. BadTasks names the file, the row or line, and what is wrong with it.
+        Without `row`, the whole row is the private part of its task. Pass a `Dataset` object to `Taskset` directly: it
+        is an iterable of rows. BadTasks names the file, the row or line, and the fault.
         """
         path = Path(path)
         kinds = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
         if path.suffix not in kinds:
-            raise BadTasks(f"{path} ends in {path.suffix!r}; tasks are read from {', '.join(kinds)}")
+            raise BadTasks(f"{path} has the suffix {path.suffix!r}; tasks are read from {', '.join(kinds)} files")
         if not path.is_file():
             raise BadTasks(f"there is no file {path}")
         try:
@@ -93,12 +91,12 @@ class Taskset(Sequence[Task]):
         except ImportError as error:
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
         if not path.stat().st_size:
-            raise BadTasks(f"{path} is empty: a file of tasks has at least one row")
+            raise BadTasks(f"{path} is empty: a task file needs at least one row")
         with TemporaryDirectory() as scratch, quiet_datasets():
-            # The rows are read once and kept here: a copy in the user's cache would only lie about.
+            # The rows are read once and kept in memory; a copy in the user's cache would never be used again.
             try:
                 rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
-            except Exception as error:  # `datasets` has many, and none that names the line
+            except Exception as error:  # `datasets` raises many types, and none names the line
                 raise BadTasks(f"{path} can't be read: {unreadable(path, error)}") from error
             try:
                 return cls(rows, row=row, size=size, name=name or path.stem)
@@ -130,7 +128,7 @@ class Taskset(Sequence[Task]):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the hashes in order (hex): two tasksets with one digest give the same cursors."""
+        """SHA-256 over the hashes in order (hex): two tasksets with the same digest have the same cursors."""
         return hashlib.sha256("".join(self._hashes).encode()).hexdigest()
 
     def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
@@ -145,18 +143,19 @@ class Taskset(Sequence[Task]):
         return tuple(self._picked(part) for part in parts)
 
     def cursor(self, seed: int = 0, *, shuffle: bool = True) -> Cursor:
-        """Tasks without end: every task once per epoch, each epoch in an order of its own."""
+        """An endless iterator: every task once per epoch, each epoch in a new order."""
         return Cursor(self, seed, shuffle=shuffle)
 
     def resume(self, state: Mapping[str, Any]) -> Cursor:
-        """The cursor that gave `state`. BadTasks when these are other tasks than it went over."""
+        """The cursor whose `state()` this is. BadTasks if the taskset is not the one that the cursor read: the same
+        position would then name other tasks."""
         wrong = set(state) ^ {"seed", "shuffle", "epoch", "position", "digest"}
         if wrong:
             raise BadTasks(f"not the state of a cursor over a taskset: {sorted(wrong)} is missing or unknown")
         if state["digest"] != self.digest:
             raise BadTasks(
-                f"the cursor went over a taskset with digest {state['digest'][:12]}, this one has "
-                f"{self.digest[:12]} ({len(self)} tasks): resume with the tasks it was made with"
+                f"the cursor belongs to a taskset with digest {state['digest'][:12]}, but this one has "
+                f"{self.digest[:12]} ({len(self)} tasks): resume with the original tasks"
             )
         cursor = Cursor(self, int(state["seed"]), shuffle=bool(state["shuffle"]))
         cursor._seek(int(state["epoch"]), int(state["position"]))
@@ -183,15 +182,16 @@ class Taskset(Sequence[Task]):
 
 
 class TaskStream(Iterable[Task]):
-    """Tasks without end and without a length: a recipe that is called anew for each pass, so it must be deterministic.
+    """Tasks without an end or a length. Each pass calls the source function again, so it must be deterministic.
 
-    `TaskStream(make_task)` for a function of the index, `TaskStream(generator_function)`. `take(n)` gives a `Taskset`.
+    `TaskStream(make_task)` for a function of the index, or `TaskStream(generator_function)`. `take(n)` returns a
+    `Taskset`.
     """
 
     def __init__(self, source: Callable[..., Any], *, row: Row | None = None, name: str = "") -> None:
         if not callable(source):
             raise BadTasks(
-                f"a TaskStream needs a function to call anew for each pass, not {_named(source)}; make a Taskset of it"
+                f"a TaskStream needs a function that it can call for each pass, not {_label(source)}: use a Taskset"
             )
         self.name = name
         self._source = source
@@ -212,7 +212,7 @@ class TaskStream(Iterable[Task]):
         return Taskset(self, size=size, name=self.name)
 
     def split(self, *fractions: float, salt: str = "") -> tuple[TaskStream, ...]:
-        """As `Taskset.split`: a task falls on the same side here and there."""
+        """As `Taskset.split`: a task falls on the same side in both classes."""
         sides = Sides(fractions, salt)
         return tuple(self._where(sides, k) for k in range(len(fractions)))
 
@@ -222,29 +222,29 @@ class TaskStream(Iterable[Task]):
         return stream
 
     def cursor(self, position: int = 0) -> StreamCursor:
-        """The tasks from `position` on (those before it are drawn again and passed over)."""
+        """The tasks from `position` on (earlier tasks are generated again and skipped)."""
         return StreamCursor(self, position)
 
     def resume(self, state: Mapping[str, Any]) -> StreamCursor:
-        """The cursor that gave `state`."""
+        """The cursor whose `state()` this is."""
         if set(state) != {"position"}:
             raise BadTasks(f"not the state of a cursor over a stream of tasks: {sorted(state)}")
         return self.cursor(int(state["position"]))
 
 
 class Cursor(Iterator[Task]):
-    """A place in the endless shuffled epochs of a taskset. Made by `Taskset.cursor`; single use, one reader."""
+    """A position in the endless shuffled epochs of a taskset. Made by `Taskset.cursor`; for one reader."""
 
     def __init__(self, tasks: Taskset, seed: int, *, shuffle: bool) -> None:
         if not len(tasks):
-            raise BadTasks(f"{tasks!r} has nothing to draw from")
+            raise BadTasks(f"{tasks!r} has no tasks to draw")
         self.tasks = tasks
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
-        """Whole passes before this one."""
+        """Completed passes."""
         self.position = 0
-        """Tasks already given in this epoch."""
+        """Tasks already drawn in this epoch."""
         self._digest = tasks.digest
         self._order = self._permuted()
 
@@ -252,14 +252,15 @@ class Cursor(Iterator[Task]):
         n = len(self.tasks)
         if not self.shuffle:
             return range(n)
-        # `random()` of a seeded generator is promised to be the same in every Python; `shuffle()` is not.
+        # Python promises that `random()` of a seeded generator is the same in every version; `shuffle()` isn't covered.
+        # With `shuffle()`, a run resumed under another Python would draw other tasks.
         rng = random.Random(f"{self.seed}/{self.epoch}")
         keys = [rng.random() for _ in range(n)]
         return sorted(range(n), key=keys.__getitem__)
 
     def _seek(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position <= len(self.tasks):
-            raise BadTasks(f"epoch {epoch}, position {position} is no place in {self.tasks!r}")
+            raise BadTasks(f"epoch {epoch}, position {position} is outside {self.tasks!r}")
         self.epoch, self.position = epoch, position
         self._order = self._permuted()
 
@@ -270,7 +271,7 @@ class Cursor(Iterator[Task]):
         return self.tasks[self._order[self.position - 1]]
 
     def state(self) -> dict[str, Any]:
-        """What `Taskset.resume` needs to go on with the next task, as JSON."""
+        """The JSON that `Taskset.resume` needs to continue with the next task."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -281,11 +282,11 @@ class Cursor(Iterator[Task]):
 
 
 class StreamCursor(Iterator[Task]):
-    """A place in a stream of tasks. Made by `TaskStream.cursor`."""
+    """A position in a stream of tasks. Made by `TaskStream.cursor`."""
 
     def __init__(self, stream: TaskStream, position: int) -> None:
         self.position = position
-        """Tasks already given."""
+        """Tasks already drawn."""
         self._rest = islice(iter(stream), position, None)
 
     def __next__(self) -> Task:
@@ -294,30 +295,33 @@ class StreamCursor(Iterator[Task]):
         return task
 
     def state(self) -> dict[str, Any]:
-        """What `TaskStream.resume` needs to go on with the next task, as JSON."""
+        """The JSON that `TaskStream.resume` needs to continue with the next task."""
         return {"position": self.position}
 
 
 class Sides:
-    """Which part of a split a task hash belongs to."""
+    """Assigns each task hash to a part of a split."""
 
     def __init__(self, fractions: Sequence[float], salt: str = "") -> None:
         if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
             raise BadTasks(
-                f"the fractions of a split are positive and add up to 1, not {list(fractions)}: split(0.9, 0.1)"
+                f"the fractions of a split must be 0 or more and add up to 1, not {list(fractions)}; for example "
+                "split(0.9, 0.1)"
             )
         self._bounds = [sum(fractions[: k + 1]) for k in range(len(fractions))]
         self._salt = salt.encode()
 
     def of(self, task_hash: str) -> int:
         """Index of the part."""
-        # Hashed again, so that a split depends on all of the task's hash and on the salt.
+        # Hashed again with the salt: another salt gives an independent split. The first 8 bytes are a uniform point in
+        # [0, 1), so the part doesn't depend on the other tasks.
         point = int.from_bytes(hashlib.sha256(self._salt + task_hash.encode()).digest()[:8], "big") / 2**64
+        # The bounds may add up to slightly less than 1 by rounding; such a point belongs to the last part.
         return next((k for k, bound in enumerate(self._bounds) if point < bound), len(self._bounds) - 1)
 
 
 def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
-    """How many tasks the two have in common, by hash. Assert that it is 0 for training and held-out tasks."""
+    """The number of tasks that occur in both, by hash. Assert that it is 0 for training and held-out tasks."""
     first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
     return len(first & second)
 
@@ -326,7 +330,7 @@ def _every(task_hash: str) -> bool:
     return True
 
 
-def _named(source: Any) -> str:
+def _label(source: Any) -> str:
     return getattr(source, "__qualname__", None) or repr(source)
 
 
@@ -336,19 +340,21 @@ def _takes_index(source: Callable[..., Any]) -> bool:
     needed = [p for p in parameters if p.kind in free and p.default is p.empty]
     if len(needed) > 1:
         raise BadTasks(
-            f"{_named(source)} takes {len(needed)} arguments; a source of tasks takes none (and gives an "
-            "iterable), or the index (and gives a task)"
+            f"{_label(source)} takes {len(needed)} arguments; a source of tasks takes none (and returns an "
+            "iterable), or the index (and returns a task)"
         )
     return len(needed) == 1
 
 
 def _items(source: Any) -> Iterator[Any]:
     if isinstance(source, str | bytes | Mapping):
-        raise BadTasks(f"the {type(source).__name__} {source!r:.60} is no list of tasks; to read a file: Taskset.load")
+        raise BadTasks(
+            f"the {type(source).__name__} {source!r:.60} is not a list of tasks; to read a file, use Taskset.load"
+        )
     if not callable(source) or isinstance(source, Iterable):
         if not isinstance(source, Iterable):
             raise BadTasks(
-                f"{source!r:.60} is no source of tasks; give an iterable, a function that gives one or a "
+                f"{source!r:.60} is not a source of tasks; pass an iterable, a function that returns one, or a "
                 "function of the index"
             )
         return iter(source)
@@ -364,6 +370,6 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
         raise BadTasks(
-            f"item {k} is no task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task are JSON "
+            f"item {k} is not a task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task must be JSON "
             "values (None, bool, int, float, str, list, dict)"
         ) from error

@@ -1,7 +1,4 @@
-"""What may rightly differ when the same actions are taken again, as an environment declares it (`Environment.varies`).
-
-Knows nothing of episodes: it takes declared parts out of plain values, so that the rest can be compared.
-"""
+"""Removes the varying parts that an environment declares (`Environment.varies`), so that the rest can be compared."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 Normalisers = Mapping[str, str | None]
-"""Field (`kind.field`, `[]` for the places of a list; `reward.name`) -> regular expression of the part that varies;
-None: the whole field does."""
+"""Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
+stands for the whole field."""
 
 
 def without(value: Any, name: str, rules: Normalisers) -> Any:
-    """The plain value of the field `name`, without what is declared to vary."""
+    """The plain value of the field `name`, with each varying part replaced by `…`."""
     if name in rules:
         rule = rules[name]
         return "…" if rule is None else re.sub(rule, "…", value if isinstance(value, str) else repr(value))

@@ -1,4 +1,4 @@
-"""Checks of environments and rewards: conformance, executing recorded actions again, and scoring tapes again.
+"""Checks: does an environment keep its contract, do recorded actions give the same results, and the same rewards?
 
-Imports the other rooms of `envs` and the floor below.
+Imports the other folders of `envs`, and `tapes`. `agents` and `cli` may import it.
 """

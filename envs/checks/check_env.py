@@ -1,7 +1,8 @@
-"""check_env: does an environment keep its promises? Plays it, and says in sentences what a maintainer should mend.
+"""check_env: plays an environment and reports violations of its contract, each with a remedy.
 
-It needs a factory, a few tasks and a policy that acts. What it finds it reports; it never raises for what is the
-environment's fault, and never waits for ever. It knows nothing of agents, models or files.
+It needs a factory, a few tasks and a policy. Faults of the environment become findings, not exceptions, and every call
+has a time limit. Plain environments are accepted: a `str` observation is `Text`, and the policy may return a `str`,
+which becomes an `Answer`.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
 CHECKS = {
     "raises": "no method raises",
     "types": "every method is async and returns what its contract says",
-    "hangs": "every call comes back in time",
-    "blocks": "no call holds the event loop",
+    "hangs": "every call returns in time",
+    "blocks": "no call blocks the event loop",
     "close": "close works, also when reset never ran",
     "records": "every step can be written on a tape and read back",
-    "rewards": "episodes are scored, within the range that was promised",
+    "rewards": "episodes are scored, within the promised range",
     "determinism": "the same seed and actions give the same episode",
     "concurrency": "instances don't disturb each other",
-    "restore": "a tape's prefix brings a fresh instance to where the tape was",
-    "cancellation": "a call that is cancelled stops",
-    "leaks": "an episode that is closed leaves no task, thread or open file behind",
+    "restore": "a tape's prefix brings a fresh instance to the recorded state",
+    "cancellation": "a cancelled call stops",
+    "leaks": "a closed episode leaves no task, thread or open file behind",
 }
-"""Check -> what holds when it is ok."""
+"""Check -> what holds if it is ok."""
 _MORE = 4
-"""Episodes that are played to see what they leave behind."""
+"""Episodes played to measure leaks."""
 
 
 class Report(BaseModel):
-    """What `check_env` saw. `print(report)` for people, `report.model_dump_json()` for programs."""
+    """The result of `check_env`. `print(report)` for people, `report.model_dump_json()` for programs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     environment: str
     """Class name."""
     ok: bool
-    """No finding is an error; warnings may be."""
+    """True if no finding is an error; there may be warnings."""
     checks: dict[str, str]
-    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and why."""
+    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
     findings: tuple[Finding, ...]
     episodes: int
-    """Played to their end by the policy, those of later checks not counted."""
+    """Episodes that the policy played to their end; episodes of the later checks are not counted."""
     turns: int
     rewards: tuple[float, float] | None
     """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
     seconds: float
     notes: tuple[str, ...] = ()
-    """Which plain texts are recorded as standard steps."""
+    """Plain text that is recorded as a standard step."""
 
     def __str__(self) -> str:
         lines = [
@@ -93,11 +94,12 @@ def check_env(
     seed: int = 0,
     reward_range: tuple[float, float] | None = None,
 ) -> Report:
-    """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then play them again in harder ways.
+    """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then repeat them for other checks.
 
-    timeout: seconds that any call may take. stall: seconds that a call may hold the event loop. reward_range: smallest
-    and largest reward of an episode, where the environment promises them. Runs its own event loops in threads, so it
-    can be called from anywhere. An `irreversible` environment is played once per task and not again.
+    The policy returns an Action, or a `str` for an environment that takes `Answer`. timeout: seconds that a call may
+    take. stall: seconds that a call may block the event loop. reward_range: smallest and largest reward of an episode,
+    if the environment promises them. Runs its own event loops in threads, so it works inside a running loop too. An
+    `irreversible` environment is played once per task. Raises NotAnEnvironment and BadTasks for wrong arguments.
     """
     started = time.perf_counter()
     chosen = [Task.of(task) for task in islice(tasks, episodes)]
@@ -105,7 +107,7 @@ def check_env(
         raise BadTasks("check_env needs at least one task")
     probe = Probe(factory, actions, max_turns=max_turns, timeout=timeout, stall=stall, seed=seed)
     plays: list[Play] = []
-    skipped = {"blocks": "it says so itself (`blocking`), and runs in a thread"} if probe.blocking else {}
+    skipped = {"blocks": "the environment sets `blocking`, so it runs in a thread"} if probe.blocking else {}
     try:
         for k, task in enumerate(chosen):
             plays += probe.run(lambda task=task, k=k: probe.play(task, k))
@@ -113,7 +115,7 @@ def check_env(
         _check_rewards(probe, plays, reward_range)
         _check_again(probe, plays, skipped)
     except Stuck:
-        skipped = dict.fromkeys(list(CHECKS)[4:], "a call never came back") | skipped
+        skipped = dict.fromkeys(list(CHECKS)[4:], "a call never returned") | skipped
     return _report(probe, plays, skipped, time.perf_counter() - started)
 
 
@@ -155,7 +157,7 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
             body = _record(step)
             back = parse_record(body)
             same = back.content == step and back.body() == body
-            said = str(step)
+            prompt = str(step)
         except Unwritable as error:
             probe.found("records", f"{what}: {error}")
             continue
@@ -169,15 +171,15 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
         if not same:
             probe.found(
                 "records",
-                f"{what} reads back from its record as {back.content!r:.120}, which is not equal; "
+                f"{what} is read back from its record as {back.content!r:.120}, which is not equal; "
                 "give its fields types that survive JSON, and no NaN",
             )
-        if not said and not isinstance(step, Action):
-            probe.found("records", f"{what} reads as an empty string: a model would see nothing", warning=True)
+        if not prompt and not isinstance(step, Action):
+            probe.found("records", f"str() of {what} is empty: a model would see nothing", warning=True)
 
 
 def _total(play: Play) -> float | None:
-    """The reward of the tape that the episode would give."""
+    """The reward that the tape of the episode would have."""
     outcomes = [outcome for _, outcome in play.turns] + ([play.last] if play.last is not None else [])
     values = [value for outcome in outcomes for value in _reward(outcome).values()]
     return sum(values) if values else None
@@ -197,28 +199,28 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
         if total is None:
             probe.found(
                 "rewards",
-                f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no "
-                "reward, so it would not be trained on; score its last action, or define `finish`",
+                f"an episode that ended as `{play.status}` after {len(play.turns)} turns has no reward, so it would "
+                "not be trained on; score its last action, or define `finish`",
                 warning=True,
             )
         elif promised is not None and not promised[0] <= total <= promised[1]:
             probe.found(
                 "rewards",
                 f"an episode earned {total:g}, outside the promised {promised[0]:g} to "
-                f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); mend "
-                "the reward, or the promise",
+                f"{promised[1]:g} (task {play.task.id or play.task.hash[:12]}, {len(play.turns)} turns); correct "
+                "the reward or the promised range",
             )
 
 
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
-    """What needs more episodes than the first ones."""
+    """The checks that play more episodes. Each assumes that the earlier ones passed, else it is skipped."""
     again = ("determinism", "concurrency", "restore")
     after = (*again, "cancellation", "leaks")
     whole = [(k, play) for k, play in enumerate(plays) if play.status is not None]
     if probe.effect == "irreversible":
         skipped |= dict.fromkeys(after, "the environment is irreversible")
     elif not whole:
-        skipped |= dict.fromkeys(("rewards", *after), "no episode came to its end")
+        skipped |= dict.fromkeys(("rewards", *after), "no episode reached its end")
     elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
         skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
     else:
@@ -231,7 +233,7 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
         if probe.blocking:
             skipped["cancellation"] = "a call in a thread can't be cancelled"
         elif not _check_cancellation(probe, *whole[0]):
-            skipped["cancellation"] = "no call ever waits, so there is nothing to cancel"
+            skipped["cancellation"] = "no call waits, so none can be cancelled"
         _check_leaks(probe, *whole[0])
     probe.run(lambda: probe.close(probe.unused))
 
@@ -256,18 +258,19 @@ def _check_determinism(probe: Probe, plays: list[tuple[int, Play]]) -> None:
 def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
     together = [plays[k % len(plays)] for k in range(max(3, len(plays)))]
     results = probe.run(*(_replayed(probe, k, play) for k, play in together))
-    for (_, alone), beside in zip(together, results, strict=True):
-        difference = _difference(alone, beside)
+    for (_, alone), concurrent in zip(together, results, strict=True):
+        difference = _difference(alone, concurrent)
         if difference:
             probe.found(
                 "concurrency",
-                f"beside other instances the episode went otherwise: {difference}; keep state "
-                "on the instance, not on its class, its module or a shared object",
+                f"with other instances running at once, the episode changed: {difference}; keep state on the "
+                "instance, not on its class, its module or a shared object",
             )
 
 
 def _check_leaks(probe: Probe, k: int, play: Play) -> None:
-    """What grows by one or more with every episode is left behind by it; once is a cache, and nobody's fault."""
+    """Report resources that grow by at least one with every episode. Growth that happens once is a cache, not a leak:
+    the first episode here fills such caches before the count starts."""
 
     async def several() -> tuple[dict[str, int], dict[str, int]]:
         await _replayed(probe, k, play)()
@@ -281,36 +284,36 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
         if n - before[what] >= _MORE:
             probe.found(
                 "leaks",
-                f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long "
-                "training run would have no more of them: end them in `close`",
+                f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long training run would "
+                "exhaust them: release them in `close`",
             )
 
 
 async def _held() -> dict[str, int]:
-    """What this process has open now, and this event loop."""
-    for _ in range(3):  # what was told to end comes to it
+    """Counts of the tasks of this event loop, and of the threads and open files of this process."""
+    for _ in range(3):  # cancelled tasks need a few passes of the loop to end
         await asyncio.sleep(0)
     gc.collect()
     return {"tasks": len(asyncio.all_tasks()), "threads": threading.active_count(), "open files": _open_files()}
 
 
 def _open_files() -> int:
-    """0 where the system doesn't list them."""
+    """The number of open files; 0 on systems that don't list them in /dev/fd."""
     return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
 
 
 def _difference(a: Play, b: Play) -> str | None:
-    """Where the two part, or None."""
+    """The first difference of two episodes, as part of a sentence; None if they are equal."""
     if b.status is None:
-        return "the second did not come to its end"
+        return "the second one did not reach its end"
     if a.first != b.first:
-        return f"reset gave {a.first!r:.120} and then {b.first!r:.120}"
+        return f"reset returned {a.first!r:.120} and then {b.first!r:.120}"
     for turn, ((_, one), (_, other)) in enumerate(zip(a.turns, b.turns, strict=False), 1):
         difference = _outcomes_differ(one, other)
         if difference:
-            return f"turn {turn} gave {difference}"
+            return f"turn {turn} returned {difference}"
     if a.last != b.last:
-        return f"finish gave {a.last!r:.120} and then {b.last!r:.120}"
+        return f"finish returned {a.last!r:.120} and then {b.last!r:.120}"
     return None
 
 
@@ -323,11 +326,15 @@ def _outcomes_differ(one: Outcome, other: Outcome) -> str | None:
 
 
 def _check_restore(probe: Probe, k: int, play: Play) -> None:
+    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal.
+
+    The second half shows state that no observation of the first half shows, such as the random generator's.
+    """
     cut = len(play.turns) // 2
     tape = _tape(Play(play.task, play.first, play.turns[:cut]), probe, k)
     script = play.turns[cut:]
 
-    async def go_on() -> str | None:
+    async def continued() -> str | None:
         env = probe.make()
         env.rng = random.Random(probe.seed + k)
         try:
@@ -335,23 +342,22 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
             for turn, (action, recorded) in enumerate(script, cut + 1):
                 now = await probe.call(env, "step", action, check="restore")
                 if not isinstance(now, Outcome):
-                    return f"turn {turn} gave {now!r:.120}"
+                    return f"turn {turn} returned {now!r:.120}"
                 difference = _outcomes_differ(recorded, now)
                 if difference:
-                    return f"turn {turn} gave {difference}"
+                    return f"turn {turn} returned {difference}"
         except Failed:
             return None
         finally:
             await probe.close(env)
         return None
 
-    (difference,) = probe.run(go_on)
+    (difference,) = probe.run(continued)
     if difference:
         probe.found(
             "restore",
-            f"restored after {cut} of {len(play.turns)} turns, the episode went on otherwise than "
-            f"recorded: {difference}; `restore` must bring back all of the state, the random generator's "
-            "too",
+            f"restored after {cut} of {len(play.turns)} turns, the episode continued differently than recorded: "
+            f"{difference}; `restore` must bring back the whole state, including the random generator's",
         )
 
 
@@ -376,7 +382,7 @@ def _record(step: Step) -> bytes:
 
 
 def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
-    """Whether any call could be cancelled."""
+    """Cancel `reset` and `step` while they wait. False if no call ever waits."""
 
     async def cancelled(method: str) -> bool:
         env = probe.make()
@@ -396,25 +402,25 @@ def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
 
 
 async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: Any) -> bool:
-    """Whether there was anything to cancel: False for a call that never waits."""
+    """Start the call, cancel it at its first wait and check that it ends as cancelled. False if it never waits."""
     call = asyncio.ensure_future(getattr(env, method)(argument))
     await asyncio.sleep(0)
     if call.done():
         if not call.cancelled():
-            call.exception()  # what it raises when left alone was found before
+            call.exception()  # retrieve it, or asyncio logs a warning; the first episodes have reported it
         return False
     call.cancel()
     await asyncio.wait({call}, timeout=probe.timeout)
     advice = "let CancelledError through (`except Exception` does; a bare `except` or `except BaseException` doesn't)"
     if not call.done():
-        after = f"went on for {probe.timeout:g} s after it was cancelled"
+        after = f"continued for {probe.timeout:g} s after it was cancelled"
         probe.found("cancellation", f"{probe.name}.{method} {after}; {advice}")
         raise Stuck
     if call.cancelled():
         return True
     error = call.exception()
-    what = "finished as if nothing had happened"
+    reaction = "finished normally"
     if error is not None:
-        what = f"raised {type(error).__qualname__}: {str(error)[:200]}"
-    probe.found("cancellation", f"{probe.name}.{method} was cancelled and {what}; {advice}")
+        reaction = f"raised {type(error).__qualname__}: {str(error)[:200]}"
+    probe.found("cancellation", f"{probe.name}.{method} was cancelled and {reaction}; {advice}")
     return True

@@ -1,7 +1,7 @@
-"""Probe: plays episodes of an environment that nobody trusts yet, and turns what goes wrong into findings.
+"""Probe: plays episodes of an untested environment and turns its faults into findings, for `check_env`.
 
-Every episode runs in a thread that can be left behind, so that a call which never comes back costs its timeout and not
-the whole check. What the findings mean together is for `check.py` to say.
+Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout and not the
+whole check.
 """
 
 from __future__ import annotations
@@ -33,45 +33,46 @@ from ..environment import (
 from ..loop_watch import LoopWatch, Stall
 
 Policy = Callable[[Observation, random.Random], Action | str]
-"""What to do on an observation; draws from the generator it is given, so that an episode can be played again."""
+"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives, so
+that the episode can be repeated."""
 ResultT = TypeVar("ResultT")
 
 
 class Finding(Value):
-    """One thing that is wrong with an environment, for whoever maintains it."""
+    """One fault of an environment, described for its maintainer."""
 
     check: str
     """Which check found it; a key of `Report.checks`."""
     severity: Literal["error", "warning"] = "error"
     sentence: str
-    """What was seen and what to do about it."""
+    """What happened and how to correct it."""
     where: str | None = None
-    """`file:line in function`; None where no line is to blame."""
+    """`file:line in function`; None if no line causes it."""
 
 
 class Failed(Exception):
-    """An episode can't go on; its finding is reported."""
+    """An episode can't continue; its finding is reported."""
 
 
 class Stuck(Exception):
-    """A call never came back; nothing more can be asked of this environment."""
+    """A call never returned; the check ends, since the environment's state is unknown."""
 
 
 @dataclass
 class Play:
-    """One episode as it went."""
+    """The course of one episode."""
 
     task: Task
     first: Observation | None = None
     turns: list[tuple[Action, Outcome]] = field(default_factory=list)
     last: Outcome | None = None
-    """What `finish` gave."""
+    """The result of `finish`."""
     status: Status | None = None
-    """None where the episode failed."""
+    """None if the episode failed."""
 
     @property
     def steps(self) -> list[Observation | Action]:
-        """What would stand on the tape."""
+        """The steps that the tape of the episode would hold."""
         steps: list[Observation | Action] = [self.first] if self.first is not None else []
         for action, outcome in self.turns:
             steps += [action] if outcome.observation is None else [action, outcome.observation]
@@ -79,7 +80,7 @@ class Play:
 
 
 class Probe:
-    """Calls an environment's methods, in time, and plays whole episodes with them."""
+    """Calls an environment's methods with a time limit, and plays whole episodes."""
 
     def __init__(
         self,
@@ -101,10 +102,10 @@ class Probe:
         self._calls = 0
         self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
         self._inside: dict[int, str] = {}
-        """Thread -> the call that it was last seen in."""
+        """Thread id -> the method that the thread called last."""
         self._made: list[Environment[Any]] = []
         self.unused = self.make()
-        """An instance that is closed without ever having been reset."""
+        """An instance that is closed without a reset."""
         kind = type(self.unused)
         self.name = kind.__name__
         self.blocking = self.unused.blocking
@@ -118,13 +119,13 @@ class Probe:
         }
 
     def found(self, check: str, sentence: str, where: str | None = None, *, warning: bool = False) -> None:
-        """Report, once, however often it is met."""
+        """Report a finding; the same sentence is reported once."""
         if not any((f.check, f.sentence) == (check, sentence) for f in self.findings):
             severity = "warning" if warning else "error"
             self.findings.append(Finding(check=check, severity=severity, sentence=sentence, where=where))
 
     def make(self) -> Environment[Any]:
-        """A fresh instance. NotAnEnvironment where the factory makes something else, or the same one again."""
+        """A fresh instance. NotAnEnvironment if the factory returns another type, or the same instance twice."""
         env = new_environment(self._factory)
         if any(env is other for other in self._made):
             raise NotAnEnvironment(
@@ -135,15 +136,16 @@ class Probe:
         return env
 
     def run(self, *works: Callable[[], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Do all at once: in one event loop, or each in a thread where the environment says that it blocks.
+        """Run all works concurrently: in one event loop, or each in its own thread if the environment is `blocking`.
 
-        Raises Stuck when no call has come back for longer than any may take.
+        Raises Stuck when no call has started or returned for 1.5 times the timeout. `self._calls` counts both events,
+        so an episode of many slow calls isn't taken for a hanging one.
         """
         groups = [[work] for work in works] if self.blocking else [list(works)]
         pending = [self._thread(group) for group in groups]
         while True:
             before = self._calls
-            # Longer than the limit inside the loop, which tells more about a call that only waits.
+            # Longer than the limit inside the loop, whose finding names the line of a call that only waits.
             _, late = wait(pending, timeout=1.5 * self.timeout)
             if not late:
                 return [result for future in pending for result in future.result()]
@@ -173,24 +175,24 @@ class Probe:
         return done
 
     async def call(self, env: Environment[Any], method: str, *args: Any, check: str = "raises") -> Any:
-        """`await env.method(*args)` within the time limit. Failed where it raises, Stuck where it only waits."""
+        """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
         self._calls += 1
         self._inside[threading.get_ident()] = method
-        await asyncio.sleep(0)  # instances that share state must meet each other between their calls
+        await asyncio.sleep(0)  # interleave concurrent episodes at each call, so that shared state shows
         timer = asyncio.timeout(self.timeout)
         try:
             async with timer:
-                given = getattr(env, method)(*args)
-                if not inspect.isawaitable(given):
+                result = getattr(env, method)(*args)
+                if not inspect.isawaitable(result):
                     self.found("types", f"{self.name}.{method} is not async; write `async def {method}`")
                     raise Failed
-                return await given
+                return await result
         except TimeoutError as error:
             if timer.expired():
                 self.found(
                     "hangs",
-                    f"{self.name}.{method} gave no answer in {self.timeout:g} s; an episode that meets "
-                    "this waits for its whole limit, so give what it waits for a time limit",
+                    f"{self.name}.{method} did not return in {self.timeout:g} s; such an episode waits for its whole "
+                    "time limit, so set a timeout on the operation that it waits for",
                     self._frame(error.__cause__ or error),
                 )
                 raise Stuck from error
@@ -205,14 +207,14 @@ class Probe:
     def _raised(self, check: str, method: str, error: Exception) -> None:
         self.found(
             check,
-            f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode "
-            "would end as an error of the environment and never be trained on",
+            f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode would end as an "
+            "error of the environment and never be trained on",
             self._frame(error),
         )
         raise Failed from error
 
     async def play(self, task: Task, k: int, *, script: Sequence[Action] | None = None) -> Play:
-        """The episode of `task` with the k-th seed: by the policy, or by the actions of `script`."""
+        """Play the episode of `task` with the k-th seed: with the policy, or with the actions of `script`."""
         env = self.make()
         env.rng = random.Random(self.seed + k)
         play = Play(task)
@@ -243,8 +245,8 @@ class Probe:
             if outcome.observation is None:
                 self.found(
                     "types",
-                    f"{self.name}.step gave no observation on {action!r:.120} though the episode goes "
-                    "on: the agent would act without seeing what its action did",
+                    f"{self.name}.step returned no observation for {action!r:.120} although the episode continues: "
+                    "the agent would act without seeing the result of its action",
                     warning=True,
                 )
             else:
@@ -252,7 +254,7 @@ class Probe:
         play.status = Status.LIMIT
 
     async def close(self, env: Environment[Any]) -> None:
-        """Close; a failure is a finding and nothing more."""
+        """Close; a failure is only reported."""
         try:
             await self.call(env, "close", check="close")
         except Failed:
@@ -280,21 +282,22 @@ class Probe:
             where = next(frame for frame in reversed(stall.stack) if frame.filename in self._files)
             self.found(
                 "blocks",
-                f"{self.name}.{where.name} held the event loop for {stall.seconds:.2f} s or more, at "
-                f"{stall.where()}; every other episode stood still. Await something async there, or set "
-                f"`blocking = True` on {self.name}, and it runs in a thread",
+                f"{self.name}.{where.name} blocked the event loop for {stall.seconds:.2f} s or more, at "
+                f"{stall.where()}; every other episode waited. Use an async operation there, or set "
+                f"`blocking = True` on {self.name} to run it in a thread",
                 f"{where.filename}:{where.lineno} in {where.name}",
             )
 
+    # `sys._current_frames` is the only way to see where a thread of a hanging call stands: nothing raises in it.
     def _report_stuck(self, thread: threading.Thread) -> None:
         ident = thread.ident or 0
         frame = sys._current_frames().get(ident)
         where = self._inner(traceback.extract_stack(frame)) if frame is not None else None
         self.found(
             "hangs",
-            f"{self.name}.{self._inside.get(ident, 'reset')} was called and neither came back within "
-            f"{1.5 * self.timeout:g} s nor let itself be cancelled; it holds its thread until the process ends. "
-            "Give what it waits for a time limit",
+            f"{self.name}.{self._inside.get(ident, 'reset')} neither returned within {1.5 * self.timeout:g} s nor "
+            "reacted to cancellation; it occupies its thread until the process ends. Set a timeout on the operation "
+            "that it waits for",
             where,
         )
 
@@ -302,6 +305,7 @@ class Probe:
         return self._inner(traceback.extract_tb(error.__traceback__), last=True)
 
     def _inner(self, frames: Sequence[traceback.FrameSummary], *, last: bool = False) -> str | None:
+        """The innermost frame in the environment's own files; with `last`, else the innermost frame of all."""
         own = [frame for frame in frames if frame.filename in self._files]
         chosen = own or (list(frames) if last else [])
         return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else None

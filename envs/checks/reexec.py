@@ -1,8 +1,8 @@
-"""Reexec: the recorded actions are carried out again in a fresh environment, with the recorded seed.
+"""Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
-Each observation, reward and end is compared with the recorded one, after the normalisers that the environment declares
-(`Environment.varies`). Several executions show which fields differ from one to the next, and so what to declare. No
-agent runs and no model is asked. An environment whose actions can't be taken back is refused.
+Each observation, reward and end is compared with the recorded one, without the fields that the environment declares as
+varying (`Environment.varies`). Several executions show which fields differ between them, and so what to declare. No
+agent runs and no model is called. Irreversible environments are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..environment import Environment, Outcome, RestoreMismatch, as_observation,
 from ..varying import Normalisers, without
 
 SECONDS = 60.0
-"""Wall clock of one execution."""
+"""Time limit of one execution, in seconds of wall-clock time."""
 _SHAPES = (
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?",
@@ -41,15 +41,15 @@ _SHAPES = (
     r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?",
     r"[0-9a-fA-F]{6,}",
 )
-"""What tends to vary inside a text, the narrowest first: ids, times, addresses, numbers, hashes."""
+"""Patterns of text that often varies, the narrowest first: ids, times, addresses, numbers, hashes."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What an environment answered at one point."""
+    """The environment's results at one point of an episode."""
 
     turn: int | None
-    """None: at `reset`, or for the episode as a whole."""
+    """None at `reset` and for the episode as a whole."""
     step: int | None
     """Index of the recorded observation, else of the action; None for the episode as a whole."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +64,9 @@ async def reexec(
     times: int = 1,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Carry the actions of `tape` out again in what `make` makes, `times` times, and compare.
+    """Execute the actions of `tape` again in an environment from `make`, `times` times, and compare.
 
-    `normalise` goes on top of what the environment declares.
+    `normalise` adds to the fields that the environment declares as varying.
     """
     env = new_environment(make)
     rules = {**env.varies, **(normalise or {})}
@@ -82,7 +82,7 @@ async def reexec(
             async with asyncio.timeout(seconds):
                 moments, raised = await _execute(tape, env if k == 0 else new_environment(make))
         except TimeoutError:
-            return unverifiable("reexec", tape.id, f"the environment had not come to the end after {seconds:g} s")
+            return unverifiable("reexec", tape.id, f"the environment did not finish within {seconds:g} s")
         runs.append(moments)
         found = found or _compare(tape, then, moments, raised, rules)
     more: dict[str, Any] = {"checked": _counts(then), **_variation(runs, rules)}
@@ -92,14 +92,14 @@ async def reexec(
 def _unable(tape: Tape, env: Environment[Any]) -> str | None:
     if "irreversible" in (env.effect, tape.begin.env.effect):
         return (
-            f"{type(env).__name__} is irreversible: to carry its actions out again would do to the world what they "
-            "did once"
+            f"{type(env).__name__} is irreversible: executing its actions again would repeat their effects on the "
+            "outside world"
         )
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
-        return f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does"
+        return f"no imported module defines the step kind {unknown.original!r}: name the module that defines it"
     if not tape.entries:
-        return f"it has no steps: it ended with {tape.cause.message if tape.cause else tape.status}"
+        return f"the tape has no steps: it ended with {tape.cause.message if tape.cause else tape.status}"
     return None
 
 
@@ -109,7 +109,7 @@ def _unable(tape: Tape, env: Environment[Any]) -> str | None:
 def _recorded(tape: Tape) -> Iterator[Moment]:
     """One moment for `reset`, one for each action, one for the episode."""
     rewards: dict[int | None, list[Reward]] = defaultdict(list)
-    others = tape.begin.env.config.get("rewards")  # sources that read the tape: those are `rescore`'s to run again
+    others = tape.begin.env.config.get("rewards")  # sources that read the tape: `rescore` runs those again
     for reward in tape.rewards:
         if not isinstance(others, list) or reward.name.partition("/")[0] not in others:
             rewards[reward.step].append(reward)
@@ -137,7 +137,7 @@ def _scored(parts: Any) -> dict[str, float]:
 
 
 def _answered(outcome: Outcome) -> dict[str, float]:
-    """As rollout records it: metrics have weight 0."""
+    """The components as rollout records them: metrics have weight 0."""
     parts = [(name, value, 1.0) for name, value in outcome.components()]
     at = len(parts) - len(outcome.metrics)
     return _scored((name, value, weight if k < at else 0.0) for k, (name, value, weight) in enumerate(parts))
@@ -147,11 +147,11 @@ def _answered(outcome: Outcome) -> dict[str, float]:
 
 
 async def _execute(tape: Tape, env: Environment[Any]) -> tuple[list[Moment], Exception | None]:
-    """The moments of one execution, and what it raised in the end."""
+    """The moments of one execution, and the exception that ended it, if any."""
     moments: list[Moment] = []
     try:
         await _steps(tape, env, moments)
-    except Exception as error:  # what an environment raises is its answer
+    except Exception as error:  # compared with the recorded error
         return moments, error
     finally:
         await env.close()
@@ -187,7 +187,7 @@ def _compare(
     recorded = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
     for a, b in zip(then, now, strict=False):
         if recorded is not None and a.values.get("observation") is None and a in then[-2:-1]:
-            break  # the moment in which it broke
+            break  # the recorded step failed here, so the tape holds no result to compare
         for found in differences(normalised(a.values, rules), normalised(b.values, rules)):
             what, old, new = found.field, *clipped(found.recorded, found.observed)
             return Divergence(
@@ -199,7 +199,7 @@ def _compare(
                 recorded=old,
                 observed=new,
                 cause=Likely.REWARD if what.startswith(("reward.", "metric.")) else Likely.ENVIRONMENT,
-                sentence=f"{_when(a)}: `{what}` was {old!r:.200}, it is now {new!r:.200}",
+                sentence=f"{_when(a)}: `{what}` was {old!r:.200} and is now {new!r:.200}",
             )
     return _compare_errors(tape, then, now, raised)
 
@@ -212,14 +212,14 @@ def _compare_errors(
     new = type(raised).__qualname__ if raised is not None else None
     if was == new:
         return None
-    # What raised nothing now broke, then, on the last action that was taken.
+    # If nothing raises now, the recorded error belongs to the last action that was taken.
     at = then[min(len(now), len(then) - 1) if raised is not None else max(0, len(then) - 2)]
     frames = traceback.extract_tb(raised.__traceback__) if raised is not None else None
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    told = f"the environment raises {new}: {raised}" if new is not None else "the environment raises nothing"
+    current = f"the environment raises {new}: {raised}" if new is not None else "the environment raises no error"
     if isinstance(raised, RestoreMismatch):
-        told = f"the turns that the tape was forked from are other ones now: {raised}"
-    then_told = f"recorded: {was}" if was is not None else "nothing of the kind is recorded"
+        current = f"the turns before the fork give other results now: {raised}"
+    recorded = f"recorded: {was}" if was is not None else "no error is recorded"
     return Divergence(
         tape=tape.id,
         turn=at.turn,
@@ -229,7 +229,7 @@ def _compare_errors(
         recorded=was,
         observed=new,
         cause=Likely.ENVIRONMENT,
-        sentence=f"{_when(at)}: {told}; {then_told}",
+        sentence=f"{_when(at)}: {current}; {recorded}",
         where=where,
     )
 
@@ -241,7 +241,7 @@ def _when(moment: Moment) -> str:
 
 
 def normalised(values: Mapping[str, Any], rules: Normalisers) -> dict[str, Any]:
-    """The values, without what is declared to vary."""
+    """The values, without the fields that are declared as varying."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         if key == "observation" and value is not None:
@@ -263,7 +263,7 @@ def _counts(moments: Sequence[Moment]) -> dict[str, int]:
 
 
 def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str, Any]:
-    """Of several executions: the share of moments in which a field differs, and what would make them equal."""
+    """For several executions: the share of moments in which a field differs, and the `varies` that makes them equal."""
     if len(runs) < 2:
         return {}
     seen: dict[str, list[list[Any]]] = defaultdict(list)
@@ -282,7 +282,7 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(field, value) of every leaf; an observation's fields by its kind."""
+    """(field, value) of every leaf; the fields of an observation begin with its kind."""
     for key, value in values.items():
         if key == "observation" and value is not None:
             yield from _under(value["kind"], value[value["kind"]])
@@ -302,7 +302,7 @@ def _under(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _proposal(rows: Sequence[Sequence[Any]]) -> str | None:
-    """The narrowest shape that, left out, makes all executions alike; None: leave the whole field out."""
+    """The narrowest pattern whose removal makes all executions equal; None to ignore the whole field."""
     if not all(isinstance(value, str) for row in rows for value in row):
         return None
     for shape in _SHAPES:

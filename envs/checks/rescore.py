@@ -1,8 +1,8 @@
-"""Rescore: reward code runs again over recorded tapes. Nothing else does: no agent, no environment, no model.
+"""Rescoring: runs reward code again over recorded tapes, without agent, environment or model.
 
-What it gives is compared with what is recorded under the same names, component by component; a component that isn't on
-the tape is new, and can be added to it as a layer. Two reward functions can be set against each other. A source that
-needs more than the tape (`pure=False`) can't be verified.
+Each component is compared with the recorded component of the same name. A component that isn't on the tape is new and
+can be added as a layer. Two reward functions can also be compared with each other. A source that needs more than the
+tape (`pure=False`) can't be verified.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ..rewards import Rewards, RewardSource
 async def rescore(
     tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None, tolerance: float = 0.0
 ) -> tuple[Verdict, list[Reward]]:
-    """(the verdict on what is recorded, the records of components that aren't).
+    """(the verdict on the recorded components, the records of components that are not recorded).
 
-    Every component that one of these sources once gave must come again; those of other sources are not spoken of. Where
-    a source fails there are no new records, since a sum without its part would be another reward. `layer`: compare with
-    that later scoring, and name new records so; None: with what was recorded with the tape.
+    Every recorded component of these sources must come out again; components of other sources are not compared. If a
+    source fails there are no new records: their sum would lack that source and be another reward. `layer`: the later
+    scoring to compare with, and the layer of new records; None compares with the rewards recorded during the episode.
     """
     if not tape.closed:
-        return unverifiable("rescore", tape.id, "it has no end yet"), []
+        return unverifiable("rescore", tape.id, "the tape has no end yet"), []
     now = await rewards.score(tape, layer=layer)
     own = tape.rewards if layer is None else [r for r in tape.layers if isinstance(r, Reward) and r.layer == layer]
-    then, given = _by_name(own), _by_name(now)
+    then, computed = _by_name(own), _by_name(now)
     failed = {record.name: record for record in now if math.isnan(record.value)}
     fresh = [] if failed else [r for r in now if r.name not in then]
-    sides, skipped, notes = _sides(then, given, failed, rewards)
+    sides, skipped, notes = _sides(then, computed, failed, rewards)
     found = [_difference(tape, *pair, tolerance) for side in sides for pair in _pairs(*side)]
     notes += (_uncompared(tape, name, layer) for name in dict.fromkeys(r.name for r in fresh))
     failures = tuple(map(_failure, failed.values()))
@@ -51,10 +51,10 @@ async def rescore(
     if failures:
         return unverifiable("rescore", tape.id, "; ".join(f.error for f in failures), **more), fresh
     if skipped:
-        reason = f"{', '.join(sorted(skipped))} needs more than the tape (pure=False): it would be measured anew"
+        reason = f"{', '.join(sorted(skipped))} needs more than the tape (pure=False) and can't be recomputed from it"
         return unverifiable("rescore", tape.id, reason, **more), fresh
     if not sides:
-        return unverifiable("rescore", tape.id, _nothing(then, given, layer), **more), fresh
+        return unverifiable("rescore", tape.id, _nothing(then, computed, layer), **more), fresh
     return verified("rescore", tape.id, **more), fresh
 
 
@@ -63,43 +63,43 @@ Scores = dict[int | None, Reward]
 
 
 def _sides(
-    then: dict[str, Scores], given: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
+    then: dict[str, Scores], computed: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
-    """(what is to be compared with what, recorded failures first; components that can't be; notes on the others)."""
+    """(pairs to compare, recorded failures first; components that can't be compared; notes on the others)."""
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
     notes: list[str] = []
     for name in sorted(then, key=lambda name: not any(math.isnan(r.value) for r in then[name].values())):
         source = _source(name, rewards.sources)
         if source is None:
-            notes.append(f"reward component {name!r}: its source isn't among those that ran")
+            notes.append(f"reward component {name!r}: its source did not run")
         elif not source.pure:
             skipped.append(name)
         elif source.name in failed:
             sides.append((then[name], {None: failed[source.name]}))
         elif failed:
-            # A failure takes the weight from every record, so what the others are worth is not known now.
+            # After a failure `Rewards.score` records every component with weight 0, so no value can be compared.
             notes.append(f"reward component {name!r}: another source failed")
         else:
-            sides.append((then[name], given.get(name, {})))
+            sides.append((then[name], computed.get(name, {})))
     return sides, skipped, notes
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """The source that gives a component: it has its name, or the part of its name before a slash."""
+    """The source of a component: its name equals the component's, or a part of it that ends before a slash."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
 
 
 def _failure(record: Reward) -> Failure:
-    told = record.evidence if isinstance(record.evidence, dict) else {}
-    frame = told.get("frame")
-    return Failure(source=record.name, error=str(told.get("failed")), where=frame if isinstance(frame, str) else None)
+    found = record.evidence if isinstance(record.evidence, dict) else {}
+    frame = found.get("frame")
+    return Failure(source=record.name, error=str(found.get("failed")), where=frame if isinstance(frame, str) else None)
 
 
 def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
-    """By component."""
+    """The records of each component."""
     found: dict[str, Scores] = defaultdict(dict)
     for record in records:
         found[record.name][record.step] = record
@@ -107,39 +107,38 @@ def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
 
 
 def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None]]:
-    """What is to be compared with what: step by step or, where one side scores the episode as a whole and the other its
-    steps, the sums."""
+    """The records to compare: step by step, or the sums if only one side scores each step."""
     if now and set(then) != set(now) and ({None} in (set(then), set(now))):
         return [(_sum(then), _sum(now))]
     return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
 
 
 def _sum(parts: Scores) -> Reward:
-    """One record with what all of them are worth, where the last one stands."""
+    """One record with the sum of all contributions, at the step of the last one."""
     last = list(parts.values())[-1]
     return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
 
 
 def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
-    """Why a component of now has nothing beside it."""
+    """Why a computed component has no recorded one to compare with."""
     held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
     if held:
         return (
-            f"reward component {name!r}: what was recorded with the tape hasn't got it, but layer "
-            f"{', '.join(map(repr, held))} has; give --layer to compare with that"
+            f"reward component {name!r}: the tape doesn't have it, but layer {', '.join(map(repr, held))} does; "
+            "pass --layer to compare with that layer"
         )
     where = "the tape" if layer is None else f"layer {layer!r}"
-    return f"reward component {name!r}: {where} hasn't got it, so there is nothing to compare"
+    return f"reward component {name!r}: {where} doesn't have it, so there is nothing to compare"
 
 
 def _nothing(then: Iterable[str], now: Iterable[str], layer: str | None) -> str:
     has, gives = ", ".join(sorted(then)) or "none", ", ".join(sorted(now)) or "none"
     where = "the tape" if layer is None else f"layer {layer!r}"
-    return f"no component to compare: {where} has {has}, this gives {gives}"
+    return f"no component to compare: {where} has {has}; the sources give {gives}"
 
 
 def _worth(record: Reward | None) -> float | None:
-    """What a component adds to the reward; of a metric, its value."""
+    """The contribution of a component to the reward; for a metric (weight 0), its value."""
     return None if record is None else record.value * (record.weight or 1.0)
 
 
@@ -151,7 +150,7 @@ def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: 
     assert one is not None
     turn = tape.entries[one.step].turn if one.step is not None else None
     failure = _failure(now) if now is not None and b != b else None
-    told = f"reward component {one.name!r} was {_number(a)}, it is now {_number(b)}"
+    sentence = f"reward component {one.name!r} was {_number(a)} and is now {_number(b)}"
     return Divergence(
         tape=tape.id,
         turn=turn,
@@ -161,7 +160,7 @@ def _difference(tape: Tape, then: Reward | None, now: Reward | None, tolerance: 
         observed=None if b != b else b,
         cause=Likely.REWARD,
         where=failure.where if failure else None,
-        sentence=f"{told}: {failure.error}" if failure else told,
+        sentence=f"{sentence}: {failure.error}" if failure else sentence,
     )
 
 
@@ -173,15 +172,15 @@ def _number(value: float | None) -> str:
 
 
 class Opinion(Value):
-    """What two reward functions say of one tape."""
+    """The scores of one tape by two reward functions."""
 
     tape: str
     group: str | None
     ours: float | None
-    """None: not scored, or failed."""
+    """None if not scored, or if a source failed."""
     theirs: float | None
     failures: tuple[Failure, ...] = ()
-    """Sources of either that failed; then that one's number is None."""
+    """Failed sources of either function; the score of that function is None."""
 
 
 class Disagreement(Value):
@@ -190,25 +189,25 @@ class Disagreement(Value):
     tapes: int
     equal: int
     higher: int
-    """Tapes to which the first gives more."""
+    """Tapes that the first function scores higher."""
     lower: int
     unscored: int
-    """Tapes that one of them, or both, gives no reward."""
+    """Tapes without a reward from one function or both."""
     failed: int
-    """Of these, tapes on which a source of one of them failed."""
+    """Of these, tapes on which a source of one function failed."""
     mean_ours: float | None
     """Over the tapes that both score."""
     mean_theirs: float | None
     pairs: int
-    """Pairs of attempts of one group that at least one of the two tells apart."""
+    """Pairs of attempts of one group that at least one function scores differently."""
     turned: int
-    """Pairs of which the first prefers one attempt and the second the other: what training would notice most."""
+    """Pairs that the two functions order differently: they reverse the sign of the advantage in training."""
     furthest: tuple[Opinion, ...]
     """The tapes on which they differ most."""
 
 
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
-    """What both say of a tape."""
+    """Score a tape with both functions."""
     one, two = await ours.score(tape), await theirs.score(tape)
     return Opinion(
         tape=tape.id,
@@ -220,7 +219,7 @@ async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opi
 
 
 def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
-    """The table of two reward functions."""
+    """Summarise the scores of two reward functions."""
     both = [(o, o.ours, o.theirs) for o in opinions if o.ours is not None and o.theirs is not None]
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for o, a, b in both:

@@ -1,6 +1,6 @@
-"""Environments that run elsewhere: on a server, in processes of their own, or behind OpenEnv's protocol.
+"""Environments in other processes: on a server, in a local process pool, or behind OpenEnv's protocol.
 
-Names are imported when they are used: what needs aiohttp is asked for by whoever connects or serves.
+Imports `envs` and `tapes`. Names are imported when they are used, so that aiohttp is loaded only to connect or serve.
 """
 
 from __future__ import annotations

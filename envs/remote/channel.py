@@ -1,8 +1,8 @@
-"""Channel: one WebSocket, seen from the client, on which nothing is trusted.
+"""Channel: the client side of one WebSocket to an untrusted server.
 
-Text messages of bounded length come in one at a time; a peer that sends more than was asked for is not read any
-further. Pings are answered while nobody waits for a message. Compression is off and redirects are refused, so a
-message is never longer than it was on the wire and a token goes nowhere else. Knows nothing of what messages say.
+It receives text messages of bounded length, one at a time, and stops reading a peer that sends unrequested messages.
+Pings are answered also between calls. Compression is off, so a message is never longer than on the wire. Redirects are
+refused, so the token reaches no other server.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ except ModuleNotFoundError as _error:
     raise_missing(_error, "an environment on another server")
 
 HEARTBEAT = 20.0
-"""Seconds between pings; a peer that doesn't answer one is gone."""
+"""Seconds between pings; a peer that doesn't answer a ping is considered gone."""
 _CONNECT = 20.0
-"""Seconds that a handshake may take."""
+"""Time limit of a handshake, in seconds."""
 _FIRST, _LONGEST = 0.05, 5.0
-"""Seconds between tries: the first, and the most."""
+"""Seconds between attempts: the first pause, and the longest."""
 _GOODBYE = 2.0
+"""Time limit of a closing handshake, in seconds."""
 ResultT = TypeVar("ResultT")
 
 
 class Full(Busy):
-    """The server is at capacity now, and may say when to come again."""
+    """The server is at capacity; it may say when to try again."""
 
     def __init__(self, message: str, after: float | None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds after which the server wants to be asked again; None where it doesn't say."""
+        """Seconds to wait before the next attempt; None if the server doesn't say."""
 
 
 class Dropped(Unreachable):
-    """The connection broke; what was asked may have been done."""
+    """The connection broke; the call may have been carried out."""
 
 
 class Channel:
@@ -54,13 +55,13 @@ class Channel:
     ) -> None:
         self.url = url
         self._session, self._socket, self._largest = session, socket, largest
-        self._came: asyncio.Queue[str | Exception] = asyncio.Queue(maxsize=1)
+        self._received: asyncio.Queue[str | Exception] = asyncio.Queue(maxsize=1)
         self._end: Exception | None = None
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def open(cls, url: str, *, headers: dict[str, str], largest: int, protocols: tuple[str, ...] = ()) -> Channel:
-        """Connect. Unreachable and Full may pass; Refused and SessionLost won't."""
+        """Connect. A retry can help after Unreachable and Full, but not after Refused and SessionLost."""
         session = aiohttp.ClientSession(trace_configs=[_no_redirects()], trust_env=False)
         try:
             async with asyncio.timeout(_CONNECT):
@@ -85,7 +86,7 @@ class Channel:
         return cls(session, socket, url, largest)
 
     async def send(self, text: str) -> None:
-        """As `receive` raises where the connection is no more."""
+        """Send a message. Raises the errors of `receive` if the connection is gone."""
         if self._end is not None:
             raise self._end
         try:
@@ -95,14 +96,16 @@ class Channel:
 
     async def receive(self) -> str:
         """The next message. Dropped, SessionLost (the server is going away) or BadAnswer."""
-        came = await self._came.get()
-        if isinstance(came, Exception):
-            raise came
-        return came
+        message = await self._received.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     async def close(self, *, goodbye: bool = True) -> None:
-        """Let the connection go, without waiting where nobody would answer. What is gone is closed. Who is cancelled
-        meanwhile leaves when it is closed too, or a connection would be left open."""
+        """Close the connection; without `goodbye`, don't wait for the peer's closing handshake.
+
+        A caller that is cancelled meanwhile returns only after the connection is closed: otherwise it would stay open.
+        """
         closing = asyncio.create_task(self._close(goodbye))
         try:
             await asyncio.shield(closing)
@@ -114,7 +117,7 @@ class Channel:
         self._reader.cancel()
         try:
             await asyncio.wait({self._reader})
-            # The peer may go on for ever instead of answering.
+            # The peer may never answer the closing handshake.
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE if goodbye else 0):
                     await self._socket.close()
@@ -125,25 +128,25 @@ class Channel:
         while True:
             message = await self._socket.receive()
             if message.type is aiohttp.WSMsgType.TEXT:
-                await self._came.put(message.data)
+                await self._received.put(message.data)
                 continue
             self._end = self._ended(message)
-            await self._came.put(self._end)
+            await self._received.put(self._end)
             return
 
     def _ended(self, message: aiohttp.WSMessage) -> Exception:
         if message.type is aiohttp.WSMsgType.BINARY:
-            return BadAnswer(f"{self.url}: {len(message.data)} bytes that are no text")
+            return BadAnswer(f"{self.url}: a binary message of {len(message.data)} bytes, where text is expected")
         if message.type is aiohttp.WSMsgType.ERROR and isinstance(message.data, aiohttp.WebSocketError):
             if message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
                 return BadAnswer(f"{self.url}: a message of more than {self._largest} bytes")
-            return BadAnswer(f"{self.url}: no WebSocket any more: {message.data}")
+            return BadAnswer(f"{self.url}: invalid WebSocket data: {message.data}")
         code = self._socket.close_code
         if code == aiohttp.WSCloseCode.GOING_AWAY:
-            return SessionLost(f"{self.url}: the server went away, and the episode's environment with it")
+            return SessionLost(f"{self.url}: the server shut down, and the episode's environment with it")
         if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
             return BadAnswer(
-                f"{self.url}: a message was longer than the other side takes, or than {self._largest} bytes"
+                f"{self.url}: a message was longer than the other side accepts, or than {self._largest} bytes"
             )
         if code in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.PROTOCOL_ERROR):
             return Refused(f"{self.url}: the server closed the connection: {str(message.extra or code)[:200]}")
@@ -151,9 +154,9 @@ class Channel:
 
 
 async def patiently(attempt: Callable[[], Awaitable[ResultT]], until: float, patience: float) -> ResultT:
-    """What `attempt` gives, tried again where there is nobody or no place, up to the moment `until` of the event loop.
+    """The result of `attempt`, which is repeated after Unreachable and Full until the event loop's time `until`.
 
-    Unreachable or Busy after that; `patience` is the number of seconds to tell then.
+    Raises Unreachable or Busy after that. `patience` is the whole waiting time in seconds, for the message.
     """
     pause = _FIRST
     while True:
@@ -161,28 +164,30 @@ async def patiently(attempt: Callable[[], Awaitable[ResultT]], until: float, pat
             return await attempt()
         except (Full, Unreachable) as error:
             after = error.after if isinstance(error, Full) else None
-            # Never before the server wants it, and not all at once.
+            # Never before the server's Retry-After. The random factor spreads the retries of many clients: without it
+            # all episodes that found the server full would try again at the same moment.
             wait = max(pause, after or 0.0) * (1 + random.random())
             if asyncio.get_running_loop().time() + wait > until:
                 kind = Busy if isinstance(error, Full) else Unreachable
-                raise kind(f"{error}; given up after {patience:g} s") from error
+                raise kind(f"{error}; stopped trying after {patience:g} s") from error
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST)
 
 
 def address(url: str) -> str:
-    """The address of a server, without its end. ValueError where it is none, or holds a secret."""
+    """The address of a server, without a trailing slash. ValueError if it is invalid or holds a secret."""
     if not url.startswith(("http://", "https://", "ws://", "wss://")):
         raise ValueError(f"server address {url[:60]!r}: must begin with http://, https://, ws:// or wss://")
     if "@" in url or "?" in url:
         raise ValueError(
-            "a server address is written on tapes: it can't hold a password or a query; give the token by key_variable="
+            "a server address is written on tapes, so it can't hold a password or a query; pass the name of the "
+            "environment variable with the token as key_variable="
         )
     return url.rstrip("/")
 
 
 def token_header(variable: str | None, url: str) -> dict[str, str]:
-    """The header with the token from the environment variable; empty where none is needed. Refused without a value."""
+    """The header with the token from the environment variable; empty without a variable. Refused if it is not set."""
     if variable is None:
         return {}
     token = os.environ.get(variable)
@@ -193,7 +198,7 @@ def token_header(variable: str | None, url: str) -> dict[str, str]:
 
 def _no_redirects() -> aiohttp.TraceConfig:
     async def refuse(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
-        raise Refused(f"{params.url}: the server wants to redirect, which is not followed; give the address itself")
+        raise Refused(f"{params.url}: the server redirects, which is not followed; use the final address")
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse)
@@ -203,18 +208,19 @@ def _no_redirects() -> aiohttp.TraceConfig:
 def _refusal(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
     status = error.status
     if status in (429, 503):
-        told = (error.headers or {}).get("Retry-After", "")
-        return Full(f"{url}: the server has no place (status {status})", float(told) if told.isdecimal() else None)
+        after = (error.headers or {}).get("Retry-After", "")
+        message = f"{url}: the server has no free place (status {status})"
+        return Full(message, float(after) if after.isdecimal() else None)
     if status == 410:
         return SessionLost(
-            f"{url}: the server no longer has the episode: it was restarted, or the connection was gone for too long"
+            f"{url}: the server no longer has the episode: it was restarted, or the connection was lost for too long"
         )
     hint = {
         401: "; is the token right?",
         403: "; is the token right?",
         404: "; no environment is served there",
-        426: "; it speaks another version of the protocol",
+        426: "; it uses another version of the protocol",
     }.get(status, "")
     if 500 <= status < 600:
         return Unreachable(f"{url}: the server answered with status {status}")
-    return Refused(f"{url}: no WebSocket there: status {status}{hint}")
+    return Refused(f"{url}: the server opened no WebSocket: status {status}{hint}")

@@ -1,8 +1,7 @@
-"""Declared: what an environment says of itself to those who can't see its code.
+"""Declared: the kinds of actions and observations of an environment, for other processes.
 
-The kinds of its actions and observations are the only classes that a message can ever become: a kind is looked up
-among those declared, never by a name from the wire. Two sides agree when their kinds have the same fields, which a
-digest of each kind's JSON Schema tells. Knows nothing of connections.
+A message can become a step of a declared kind only: no class is imported by a name from the wire. Two sides agree when
+their kinds have the same fields; they compare a digest of each kind's JSON Schema.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ StepT = TypeVar("StepT", bound=Step)
 
 
 class Undeclared(TapereelError, TypeError):
-    """An environment that doesn't say which kinds of steps it takes and shows; names what to write."""
+    """An environment doesn't declare its kinds of steps; the message says what to write."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The face of an environment: its kinds of steps, and what taking an action again would do."""
+    """The interface of an environment: its kinds of steps, and the effect of its actions."""
 
     name: str
-    """Of the class, for people."""
+    """Name of the class, for messages."""
     actions: Mapping[str, type[Action]]
-    """Kind -> class, of the actions that it takes."""
+    """Kind -> class of the actions that it accepts."""
     observations: Mapping[str, type[Observation]]
-    """Kind -> class, of what it shows."""
+    """Kind -> class of its observations."""
     effect: Effect = "pure"
     varies: Mapping[str, str | None] = field(default_factory=dict)
     """As `Environment.varies`."""
     rewards: Any = None
-    """As `Environment.rewards`, where the class has them: they look at the tape, so they score on this side."""
+    """As `Environment.rewards`, if the class has them: they read the tape, so they score on the client's side."""
 
     @classmethod
     def of(cls, thing: Any, *, kinds: Iterable[type[Step]] = ()) -> Declared:
-        """What an Environment class or instance declares, or a function whose return type names one.
+        """The declaration of an Environment class or instance, or of a function whose return type names one.
 
-        `kinds` are added to those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name.
+        `kinds` are added to those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name. A
+        return type `str` of `reset` stands for `Text`. An environment that names no action type accepts `Answer`.
         """
         known = getattr(thing, "declared", None)
         if isinstance(thing, Declared) or isinstance(known, Declared):
@@ -65,8 +65,8 @@ class Declared:
         for what, found in (("actions", actions), ("observations", observations)):
             if not found:
                 raise Undeclared(
-                    f"{env.__qualname__} doesn't say which kinds of {what} it has; write "
-                    f"`kinds = (...)` with their classes on it, or pass kinds="
+                    f"{env.__qualname__} doesn't declare which kinds of {what} it has; set `kinds = (...)` to their "
+                    "classes on it, or pass kinds="
                 )
         return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards)
 
@@ -80,46 +80,47 @@ class Declared:
         return {f"{role}:{kind}": _digest(cls) for role, kinds in roles for kind, cls in sorted(kinds.items())}
 
     def agree(self, name: str, digests: Mapping[str, str], effect: str) -> None:
-        """WrongEnvironment unless the environment that the other side declares is this one."""
+        """Raise WrongEnvironment unless the other side declares the same kinds and effect."""
         differing = sorted(key for key in {*self.digests, *digests} if self.digests.get(key) != digests.get(key))
         if differing:
-            told = [f"{key} ({_how(self.digests.get(key), digests.get(key))})" for key in differing[:8]]
+            where = [f"{key} ({_how(self.digests.get(key), digests.get(key))})" for key in differing[:8]]
             raise WrongEnvironment(
-                f"{name[:80]!r} is served there, which differs from {self.name} here in "
-                f"{', '.join(told)}: run the same version of its steps on both sides"
+                f"the server has {name[:80]!r}, which differs from {self.name} here in {', '.join(where)}: run the "
+                "same version of the steps on both sides"
             )
         if effect != self.effect:
             raise WrongEnvironment(
-                f"{name[:80]!r} says there that its effect is {effect[:40]!r}; here it is "
-                f"{self.effect!r}, and what is durable before an action hangs on it"
+                f"on the server the effect of {name[:80]!r} is {effect[:40]!r}; here it is {self.effect!r}. Both must "
+                "be equal: the effect decides what is durable on disk before an action"
             )
 
     def action(self, kind: str, content: Any) -> Action:
-        """The action that was sent so. BadAnswer."""
+        """The action of a message. BadAnswer if the kind is not declared or the content is invalid."""
         return _read(self.actions, "action", kind, content)
 
     def observation(self, kind: str, content: Any) -> Observation:
-        """The observation that was sent so. BadAnswer."""
+        """The observation of a message. BadAnswer if the kind is not declared or the content is invalid."""
         return _read(self.observations, "observation", kind, content)
 
     def holds(self, step: Step) -> bool:
-        """Whether the step is of a declared kind: its very class, since a subclass would arrive as another one."""
+        """Whether the step's exact class is declared: a subclass would be read as its base class on the other side."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 
 def _read(kinds: Mapping[str, type[StepT]], role: str, kind: str, content: Any) -> StepT:
     cls = kinds.get(kind)
     if cls is None:
-        raise BadAnswer(f"the {role} kind {kind[:80]!r} is not declared; there are {', '.join(sorted(kinds))}")
+        raise BadAnswer(f"the {role} kind {kind[:80]!r} is not declared; declared are {', '.join(sorted(kinds))}")
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        raise BadAnswer(f"no {role} of the kind {kind!r}: {brief(error)}") from error
+        raise BadAnswer(f"invalid {role} of the kind {kind!r}: {brief(error)}") from error
 
 
 def brief(error: ValidationError) -> str:
-    # Without the input: it may be long, and it is the other side's.
-    # Of the several ways in which a union fails, the one that came furthest tells most.
+    """The most specific part of a validation error, bounded in length."""
+    # The input is left out: it may be long, and the other side controls it.
+    # For a union, the error with the longest location belongs to the variant that matched best.
     first = max(
         error.errors(include_url=False, include_input=False, include_context=False), key=lambda one: len(one["loc"])
     )
@@ -140,7 +141,7 @@ def _environment_class(thing: Any) -> type[Environment[Any]]:
     if isinstance(found, type) and issubclass(found, Environment):
         return found
     raise Undeclared(
-        f"{thing!r:.80} doesn't say which environment it makes; write its return type, or pass "
+        f"{thing!r:.80} doesn't say which environment it makes; annotate its return type, or pass "
         "declared=Declared.of(TheClass)"
     )
 
@@ -148,7 +149,7 @@ def _environment_class(thing: Any) -> type[Environment[Any]]:
 def _returned(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
-    except (NameError, TypeError):  # an annotation that means nothing here names nothing
+    except (NameError, TypeError):  # an annotation that can't be resolved
         return None
 
 
@@ -193,7 +194,7 @@ def _digest(cls: type[Step]) -> str:
 
 
 def _fields(schema: Any) -> Any:
-    """A JSON Schema without what is for people only, which may change from version to version."""
+    """A JSON Schema without titles and descriptions: their changes don't change the messages."""
     if isinstance(schema, dict):
         return {
             key: _fields(value)

@@ -1,8 +1,8 @@
-"""RemoteEnvironment: an environment on a server, which is again an Environment.
+"""RemoteEnvironment: the client of an environment on a server.
 
-A dropped connection is taken up again, with the same number for the same call, so nothing acts twice; what is refused
-for lack of a place is asked again when the server says. All waiting is bounded. An answer is used only if it is the
-one that was asked for, in a declared kind; else the episode ends as an error of the environment.
+After a dropped connection the client reconnects and repeats the call with the same number, so no action is carried out
+twice. If the server is full, the client retries at the time that the server names. All waiting is bounded. An answer
+must belong to the call and be of a declared kind; otherwise the episode ends as an error of the environment.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .remote_errors import BadAnswer, Hung, RemoteError, SessionLost, Unreachabl
 
 ROUTE = "/env"
 SESSION = "Tapereel-Session"
-"""Header with the name of the session to go on with."""
-_CLOSING, _GIVEN_UP = 10.0, 1.0
-"""Seconds that closing may take there: as a rule, and after a call that had no answer."""
+"""Header with the id of the session to resume."""
+_CLOSING, _CLOSING_AFTER_FAILURE = 10.0, 1.0
+"""Time limits for closing on the server, in seconds: normally, and after a call without an answer."""
 
 
 class RemoteEnvironment(Proxy):
-    """`RemoteEnvironment("http://host:port", GuessNumber)`: one episode in the `GuessNumber` that is served there."""
+    """`RemoteEnvironment("http://host:port", GuessNumber)`: one episode in the `GuessNumber` of that server."""
 
     def __init__(
         self,
@@ -36,34 +36,34 @@ class RemoteEnvironment(Proxy):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """`environment`: the class, or a `Declared`, that says which kinds of steps to expect.
+        """`environment`: the class, or a `Declared`, with the expected kinds of steps.
 
-        key_variable: the environment variable with the server's token. seconds: the most that an answer may take once
-        the server has the call. patience: the most to wait, in each call, for a place or for a server that is not
-        there. largest: bytes of the longest message to take.
+        key_variable: the environment variable with the server's token. seconds: time limit of an answer after the
+        server has received the call. patience: the longest wait, in each call, for a free place or an unreachable
+        server, in seconds. largest: size limit of a message, in bytes.
         """
         super().__init__(Declared.of(environment))
         self.url = address(url)
         self._key_variable, self._seconds, self._patience, self._largest = key_variable, seconds, patience, largest
         self._channel: Channel | None = None
         self._session = ""
-        self._taken = 0
-        """Bytes of the longest message that the server takes; 0 before it has told."""
+        self._accepts = 0
+        """Size limit of the server for a message, in bytes; 0 before the greeting."""
         self._sent = 0
         """Number of the last call that was sent."""
         self._over: str | None = None
-        """Why nothing more can be asked; None while it can."""
+        """Why the episode accepts no more calls; None while it does."""
 
     async def close(self) -> None:
-        """Release the environment there. One that is gone is closed: it was told by the call that found out."""
+        """Release the environment on the server. A lost session is no error here: an earlier call has reported it."""
         if self._channel is None:
             return
         over, self._over = self._over, self._over or "it is closed"
         try:
-            async with asyncio.timeout(_CLOSING if over is None else _GIVEN_UP):
+            async with asyncio.timeout(_CLOSING if over is None else _CLOSING_AFTER_FAILURE):
                 await self._close_there(self._channel)
         except (SessionLost, Unreachable, TimeoutError):
-            return  # the server lets go of a session that nobody comes back to
+            return  # the server closes a session that no client resumes
         except RemoteError:
             if over is None:
                 raise
@@ -74,7 +74,7 @@ class RemoteEnvironment(Proxy):
         call = CloseCall(id=self._sent + 1)
         await channel.send(call.encoded())
         answer = read_answer(await channel.receive())
-        while 0 < answer.id < call.id:  # to a call that was cut off
+        while 0 < answer.id < call.id:  # the answer to an earlier call that was cancelled
             answer = read_answer(await channel.receive())
         if isinstance(answer, Fault):
             raise self._error(answer)
@@ -91,8 +91,8 @@ class RemoteEnvironment(Proxy):
             self._over = _CUT
             if isinstance(error, TimeoutError) and whole.expired():
                 raise Hung(
-                    f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, "
-                    "interruptions included"
+                    f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, including "
+                    "reconnections"
                 ) from error
             raise
         except RemoteError as error:
@@ -105,10 +105,10 @@ class RemoteEnvironment(Proxy):
         while True:
             try:
                 channel = await self._connected(until)
-                if len(text) * 4 > self._taken and len(text.encode()) > self._taken:
+                if len(text) * 4 > self._accepts and len(text.encode()) > self._accepts:
                     raise BadAnswer(
-                        f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server takes "
-                        f"{self._taken}; raise its limit message_bytes"
+                        f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server accepts "
+                        f"{self._accepts}; increase its limit message_bytes"
                     )
                 self._sent = call.id
                 await channel.send(text)
@@ -116,7 +116,7 @@ class RemoteEnvironment(Proxy):
             except Dropped as error:
                 await self._hang_up(goodbye=False)
                 if asyncio.get_running_loop().time() > until:
-                    raise Unreachable(f"{self.url}: the connection breaks again and again: {error}") from error
+                    raise Unreachable(f"{self.url}: the connection broke repeatedly: {error}") from error
 
     async def _answer(self, channel: Channel, call: Call) -> Answer:
         timer = asyncio.timeout(self._seconds)
@@ -129,7 +129,7 @@ class RemoteEnvironment(Proxy):
             raise Hung(f"{self.url}: no answer to `{call.t}` within {self._seconds:g} s") from error
 
     async def _connected(self, until: float) -> Channel:
-        """The channel, opened again if need be, before the moment `until`."""
+        """The channel; a lost one is opened again until the event loop's time `until`."""
         if self._channel is None:
             self._channel = await patiently(self._open, until, self._patience)
         return self._channel
@@ -145,27 +145,27 @@ class RemoteEnvironment(Proxy):
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError):
-                raise Unreachable(f"{self.url}: connected, and no greeting within {_CLOSING:g} s") from error
+                raise Unreachable(f"{self.url}: connected, but no greeting within {_CLOSING:g} s") from error
             raise
         return channel
 
     def _greeted(self, welcome: Welcome) -> None:
         if welcome.protocol != PROTOCOL:
-            raise BadAnswer(f"{self.url}: it speaks {welcome.protocol[:40]!r}, not {PROTOCOL!r}")
+            raise BadAnswer(f"{self.url}: the server uses the protocol {welcome.protocol[:40]!r}, not {PROTOCOL!r}")
         self._declared.agree(welcome.name, welcome.kinds, welcome.effect)
         if self._session and (not welcome.resumed or welcome.session != self._session):
-            raise BadAnswer(f"{self.url}: asked to go on with an episode, it began another")
+            raise BadAnswer(f"{self.url}: the server began a new episode instead of resuming the current one")
         if not 16 <= len(welcome.session) <= 128 or not welcome.session.isalnum():
-            raise BadAnswer(f"{self.url}: {welcome.session[:40]!r} is no name of a session")
-        self._session, self._taken = welcome.session, welcome.message_bytes
+            raise BadAnswer(f"{self.url}: {welcome.session[:40]!r} is not a valid session id")
+        self._session, self._accepts = welcome.session, welcome.message_bytes
 
     async def _hang_up(self, *, goodbye: bool = True) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(goodbye=goodbye)
 
-    def _there(self) -> str:
+    def _location(self) -> str:
         return self.url
 
 
-_CUT = "a call was cut off, and nobody knows what it did"
+_CUT = "a call was cancelled, so the state of the environment is unknown"

@@ -1,7 +1,7 @@
-"""The messages between an environment and those who use it from afar: one JSON object each, in a closed union on `t`.
+"""The messages between an environment and its remote clients: one JSON object each, in a closed union on `t`.
 
-A call has a number, and its answer the same one. Steps travel as their kind and their pydantic dump. The same messages
-go over WebSockets (`service.py`) and pipes (`worker.py`); this module knows neither.
+A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
+messages go over WebSockets (`env_service.py`) and pipes (`env_worker.py`).
 
 Call     reset | step | finish | restore | close
 Answer   shown | outcome | done | fault
@@ -26,7 +26,7 @@ from .declared import Declared, brief
 from .remote_errors import BadAnswer
 
 PROTOCOL = "tapereel-env.1"
-"""Names this version of the messages; both sides say it, and must say the same."""
+"""The protocol version; both sides send it, and the versions must be equal."""
 Number = Annotated[int, Field(ge=1, le=1 << 53)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _WORDS = 624
@@ -56,7 +56,7 @@ class Item(Message):
 
 
 class RandomState(Message):
-    """The state of a `random.Random`: what is drawn from it afar is what would have been drawn here."""
+    """The state of a `random.Random`, so that the remote environment draws the same numbers as a local one."""
 
     words: str
     """624 unsigned 32-bit words, little-endian, in base64."""
@@ -71,17 +71,18 @@ class RandomState(Message):
         )
 
     def made(self) -> random.Random:
-        """A generator in this state. ValueError where there is no such state."""
+        """A generator in this state. ValueError if the state is invalid."""
         words = array("I")
         words.frombytes(base64.b64decode(self.words, validate=True))
         if len(words) != _WORDS:
-            raise ValueError(f"a generator has {_WORDS} words, not {len(words)}")
+            raise ValueError(f"the state of a generator has {_WORDS} words, not {len(words)}")
         rng = random.Random()
         rng.setstate((3, (*_little(words), self.position), self.gauss))
         return rng
 
 
 def _little(words: array[int]) -> array[int]:
+    """Between native and little-endian byte order, in place; without it two machines would draw other numbers."""
     if byteorder == "big":
         words.byteswap()
     return words
@@ -94,11 +95,11 @@ class ResetCall(Message):
     id: Number
     task: Task
     rng: RandomState | None = None
-    """None: the caller has none."""
+    """None if the caller has no generator."""
 
 
 class StepCall(Message):
-    """Carry an action out."""
+    """Carry out an action."""
 
     t: Literal["step"] = "step"
     id: Number
@@ -106,7 +107,7 @@ class StepCall(Message):
 
 
 class FinishCall(Message):
-    """The last word on scoring."""
+    """Final scoring."""
 
     t: Literal["finish"] = "finish"
     id: Number
@@ -114,21 +115,21 @@ class FinishCall(Message):
 
 
 class RestoreCall(Message):
-    """Bring a fresh environment to where a tape ends."""
+    """Bring a fresh environment to the state at the end of a tape."""
 
     t: Literal["restore"] = "restore"
     id: Number
     task: Task
     rng: RandomState | None = None
     tape: str
-    """Its id, for messages."""
+    """The tape's id, for messages."""
     env_seed: int
     steps: tuple[Item, ...]
-    """The tape's observations and actions in order; thoughts, calls and rewards stay at home."""
+    """The tape's observations and actions in order; thoughts, calls and rewards are not sent."""
 
 
 class CloseCall(Message):
-    """Release what the environment holds; also while another call runs, which is then given up."""
+    """Release the environment. If another call is running, it is cancelled."""
 
     t: Literal["close"] = "close"
     id: Number
@@ -138,7 +139,7 @@ Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
 
 
 class Shown(Message):
-    """What `reset` gave."""
+    """The result of `reset`."""
 
     t: Literal["shown"] = "shown"
     id: Number
@@ -146,7 +147,7 @@ class Shown(Message):
 
 
 class Led(Message):
-    """What an action, or the end, led to."""
+    """The outcome of an action, or of `finish`."""
 
     t: Literal["outcome"] = "outcome"
     id: Number
@@ -169,30 +170,30 @@ class Led(Message):
         )
 
     def outcome(self, declared: Declared) -> Outcome:
-        """The same, as the environment gave it. BadAnswer."""
+        """The outcome that the environment returned. BadAnswer for an undeclared or invalid observation."""
         seen = self.observation
         shown = declared.observation(seen.kind, seen.content) if seen is not None else None
         return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
 
 
 class Done(Message):
-    """It is done, and there is nothing to tell."""
+    """The call succeeded and has no result."""
 
     t: Literal["done"] = "done"
     id: Number
 
 
 class Fault(Message):
-    """It went wrong."""
+    """The call failed."""
 
     t: Literal["fault"] = "fault"
     id: Annotated[int, Field(ge=0, le=1 << 53)]
-    """0 where the call was so broken that it had no number."""
+    """0 if the call could not be read and so has no number."""
     code: Literal["raised", "mismatch", "hung", "refused", "lost"]
-    """The environment raised; it didn't come back to the recorded state; it gave no answer in time; the call is none;
-    the environment is gone."""
+    """In this order: the environment raised; it did not return to the recorded state; it did not answer in time; the
+    call is invalid; the environment is gone."""
     error: str = ""
-    """The class of what was raised."""
+    """The class name of the exception."""
     message: str
     frame: str | None = None
     """`file:line in function` where it was raised."""
@@ -202,23 +203,23 @@ Answer = Shown | Led | Done | Fault
 
 
 class Welcome(Message):
-    """What the serving side says first."""
+    """The first message of the serving side."""
 
     t: Literal["welcome"] = "welcome"
     protocol: str
     session: str
-    """Names the episode when a connection was lost; known to nobody else. Empty over pipes."""
+    """Identifies the episode after a lost connection; a secret of this client. Empty over pipes."""
     resumed: bool = False
     name: str
     kinds: dict[str, str]
     """As `Declared.digests`."""
     effect: Effect
     message_bytes: int
-    """Longest message that is taken."""
+    """The longest message that the server accepts."""
 
     @classmethod
     def to(cls, declared: Declared, session: str = "", *, resumed: bool = False, message_bytes: int) -> Welcome:
-        """The greeting of who serves what is `declared`."""
+        """The greeting of a server of the environment `declared`."""
         return cls(
             protocol=PROTOCOL,
             session=session,
@@ -236,17 +237,17 @@ _welcome: TypeAdapter[Welcome] = TypeAdapter(Welcome)
 
 
 def read_call(text: str | bytes) -> Call:
-    """The call in `text`. BadAnswer."""
+    """Parse a call. Raises BadAnswer."""
     return _parsed(_calls, text, "call")
 
 
 def read_answer(text: str | bytes) -> Answer:
-    """The answer in `text`. BadAnswer."""
+    """Parse an answer. Raises BadAnswer."""
     return _parsed(_answers, text, "answer")
 
 
 def read_welcome(text: str | bytes) -> Welcome:
-    """The greeting in `text`. BadAnswer."""
+    """Parse a greeting. Raises BadAnswer."""
     return _parsed(_welcome, text, "greeting")
 
 
@@ -254,4 +255,4 @@ def _parsed(adapter: TypeAdapter[MessageT], text: str | bytes, what: str) -> Mes
     try:
         return adapter.validate_json(text)
     except ValidationError as error:
-        raise BadAnswer(f"that is no {what} of the protocol {PROTOCOL}: {brief(error)}") from error
+        raise BadAnswer(f"the message is not a valid {what} of the protocol {PROTOCOL}: {brief(error)}") from error

@@ -1,9 +1,9 @@
-"""Service: an environment on a port, one instance for each WebSocket session.
+"""Service: serves an environment on a port, one instance for each WebSocket session.
 
-It listens on loopback unless told otherwise, and then asks for a token. What a web page could send (anything with an
-`Origin`) is refused: a page must not reach a server on its reader's machine. All that a client may use is bounded by
-`ServiceLimits`; a client beyond them is told so before it has cost anything. Messages are JSON and become nothing but
-declared kinds. What sessions are is known in `sessions.py`, what OpenEnv's clients say in `openenv_service.py`.
+By default it listens on loopback; any other address requires a token. Requests with an `Origin` header are refused, so
+a web page can't reach a server on its reader's machine. `ServiceLimits` bounds the resources of clients; a client over
+a limit is refused before it costs resources. Messages are JSON and become steps of declared kinds only. Sessions are in
+`sessions.py`; `openenv_service.py` adds OpenEnv's protocol.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ModuleNotFoundError as _error:
 log = logging.getLogger("tapereel.service")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _AT_ONCE = 4
-"""Calls of one connection that may wait for their answers; an honest client has one, and another to close."""
+"""Unanswered calls of one connection; a correct client has one, and one more to close."""
 
 
 class Service:
@@ -50,12 +50,12 @@ class Service:
         token: str | None = None,
         limits: ServiceLimits | None = None,
     ) -> None:
-        """`make` makes an instance for each session: a class, a function, a `Pool`. `declared`: what it makes, where
-        neither the class nor a return type tells. `token`: asked of every client; needed beyond loopback."""
+        """`make` makes an instance for each session: a class, a function or a `Pool`. `declared`: the declaration, if
+        neither the class nor a return type has it. `token`: required from every client; needed beyond loopback."""
         if token is None and not is_loopback(host):
-            raise ValueError(f"a service at {host} can be reached by others: give it a token")
+            raise ValueError(f"other machines can reach a service at {host}: pass a token")
         if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
-            raise ValueError("a token has at least 16 printable ASCII characters")
+            raise ValueError("a token needs at least 16 printable ASCII characters")
         self.host, self.port = host, 0
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
@@ -71,14 +71,14 @@ class Service:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the service."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Service]:
-        """Serves inside; `port` 0 takes a free one. At the end running calls may finish, and every instance is
-        closed."""
-        guard_log("aiohttp.server")  # which quotes the headers that it can't read
+        """Serve inside the block; `port` 0 takes a free port. At the end running calls may finish, and every instance
+        is closed."""
+        guard_log("aiohttp.server")  # it logs headers that it can't parse, and they may hold the token
         app = web.Application(middlewares=[self._guard])
         for path, handler in self.routes:
             app.router.add_get(path, handler)
@@ -95,14 +95,14 @@ class Service:
             await runner.cleanup()
 
     def place(self) -> web.Response | None:
-        """The answer for who finds no place; None while there is one."""
+        """The refusal of a client if no place is free; else None."""
         if not self._ending and not self.sessions.full:
             return None
-        why = "the service is ending" if self._ending else f"all {self.limits.sessions} places are taken"
+        why = "the service is shutting down" if self._ending else f"all {self.limits.sessions} places are taken"
         return web.Response(status=503, text=why, headers={"Retry-After": str(self.limits.retry_after)})
 
     async def open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
-        """The WebSocket that was asked for."""
+        """Accept a WebSocket."""
         socket = web.WebSocketResponse(
             heartbeat=self.limits.heartbeat_seconds,
             max_msg_size=self.limits.message_bytes,
@@ -115,7 +115,7 @@ class Service:
         return socket
 
     async def heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
-        """The next message; None when the connection is over, also because nobody has said anything for too long."""
+        """The next message; None if the connection has ended, also by exceeding `idle_seconds`."""
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):
@@ -135,10 +135,11 @@ class Service:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Origin" in request.headers:
-            return web.Response(status=403, text="web pages are not served")
-        given = bearer(request.headers.get("Authorization"))
-        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
-            return web.Response(status=401, text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
+            return web.Response(status=403, text="requests from web pages (with an Origin header) are refused")
+        token = bearer(request.headers.get("Authorization"))
+        # Compared in constant time: otherwise the response time reveals how much of a guess is right.
+        if self._token is not None and not hmac.compare_digest(token.encode(), self._token.encode()):
+            return web.Response(status=401, text="a valid token is required", headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
@@ -154,11 +155,11 @@ class Service:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if PROTOCOL not in [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]:
-            return web.Response(status=426, text=f"this is a WebSocket of the protocol {PROTOCOL}")
+            return web.Response(status=426, text=f"this address needs a WebSocket with the protocol {PROTOCOL}")
         name = request.headers.get(SESSION)
         session = self.sessions.known(name) if name is not None else None
         if name is not None and session is None:
-            return web.Response(status=410, text="there is no such session any more")
+            return web.Response(status=410, text="the session no longer exists")
         if session is None:
             refused = self.place()
             if refused is not None:
@@ -180,9 +181,9 @@ class Service:
     async def converse(
         self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[Any, Any, None]]
     ) -> None:
-        """Reply to each message until the connection is over.
+        """Reply to each message until the connection ends.
 
-        Messages are read while others are carried out, so that a connection that is gone is noticed.
+        Messages are read while calls run; otherwise a lost connection would be noticed only after the call.
         """
         replies: set[asyncio.Task[None]] = set()
         try:
@@ -204,7 +205,7 @@ class Service:
             call = read_call(text)
             number = call.id
             if self.sessions.known(session.id) is None:
-                answer = Fault(id=number, code="lost", message="the episode is over").encoded()
+                answer = Fault(id=number, code="lost", message="the episode has ended").encoded()
             else:
                 answer = await session.answer(call, text)
                 over = isinstance(call, CloseCall)
@@ -218,12 +219,12 @@ class Service:
         replies.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, ConnectionError):
-            log.debug("a client of %s went away before its answer; it may come back for it", self.declared.name)
+            log.debug("a client of %s left before its answer; it may reconnect for it", self.declared.name)
         elif error is not None:
-            log.error("a call to %s had no answer", self.declared.name, exc_info=error)
+            log.error("a call to %s could not be answered", self.declared.name, exc_info=error)
 
     async def _bye(self, socket: web.WebSocketResponse) -> None:
-        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is ending")
+        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is shutting down")
 
     def _unclosed(self, error: Exception) -> None:
         log.warning(

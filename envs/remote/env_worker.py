@@ -1,8 +1,8 @@
-"""The process of a pool: one environment at a time, asked and answering in lines of JSON on stdin and stdout.
+"""The worker process of a pool: one environment at a time; calls and answers are lines of JSON on stdin and stdout.
 
     python -m tapereel.envs.remote.env_worker package.module:name LARGEST
 
-What the environment prints goes to stderr. It ends when its stdin does, in the middle of a call too.
+The environment's own output goes to stderr. The process ends when its stdin is closed, also in the middle of a call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from .env_protocol import CloseCall, Fault, Message, Welcome, read_call
 from .host import Host
 from .remote_errors import BadAnswer
 
-_LAST_WORDS = 3.0
-"""Seconds that an environment has to end in, once nobody asks it any more."""
+_ENDING = 3.0
+"""Seconds that the environment has to close after stdin has ended."""
 
 
 def main(name: str, largest: int) -> None:
     """Serve the environment called `name` until stdin ends."""
-    # Whatever the environment reads or prints must not be taken for messages.
+    # The messages get copies of stdin and stdout. The environment's own reads get an empty file and its prints go to
+    # stderr: otherwise a `print` in the environment would corrupt the protocol.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -61,10 +62,11 @@ def _serve(
 
 
 def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
+    """Read calls in a thread of its own, so that the end of stdin ends the process although a call still hangs."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):
         lines.put(line)
     lines.put(None)
-    time.sleep(_LAST_WORDS)
+    time.sleep(_ENDING)
     os._exit(1)
 
 

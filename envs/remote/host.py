@@ -1,8 +1,7 @@
-"""Host: one instance of an environment behind messages, and what it does wrong as faults.
+"""Host: carries out the calls to one environment instance and reports its errors as `Fault` messages.
 
-Used where an environment is served (`service.py`) and inside the processes of a pool (`worker.py`). Whatever the
-environment raises, `SystemExit` included, becomes a `Fault`; a call that outlasts its time makes the host useless.
-Knows nothing of connections, retries or other instances.
+A server (`env_service.py`) and the processes of a pool (`env_worker.py`) use it. Every exception of the environment,
+`SystemExit` included, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .env_protocol import (
 from .remote_errors import BadAnswer
 
 _MESSAGE = 2000
-"""Longest message of a fault, in characters: what a tape keeps."""
+"""Longest message of a fault, in characters; tapes keep as much."""
 
 
 class Host:
@@ -44,10 +43,10 @@ class Host:
     def __init__(
         self, make: Callable[[], Environment[Any]], declared: Declared, seconds: float | None, *, alone: bool = False
     ) -> None:
-        """`seconds`: the most that any call may take; None for no limit. `alone`: nothing else runs in this event
-        loop, so that an environment which blocks needs no thread."""
+        """`seconds`: time limit of a call; None for no limit. `alone`: no other episode uses this event loop, so a
+        blocking environment needs no thread."""
         self.dead = False
-        """True once a call has hung: nobody knows what state the environment is in."""
+        """True after a call hung: the state of the environment is unknown."""
         self._make = make
         self._declared = declared
         self._seconds = seconds
@@ -56,7 +55,7 @@ class Host:
         self._thread: EnvironmentThread | None = None
 
     async def answer(self, call: Call) -> Answer:
-        """What the call led to; never raises but when cancelled."""
+        """Carry out the call. Raises only CancelledError."""
         timer = asyncio.timeout(self._seconds)
         try:
             async with timer:
@@ -66,7 +65,7 @@ class Host:
                 return _raised(call, error)
             self.dead = True
             return Fault(
-                id=call.id, code="hung", message=f"{self._declared.name}.{call.t} gave no answer in {self._seconds:g} s"
+                id=call.id, code="hung", message=f"{self._declared.name}.{call.t} did not return in {self._seconds:g} s"
             )
         except BadAnswer as error:
             return Fault(id=call.id, code="refused", error="BadAnswer", message=_clean(str(error)))
@@ -93,7 +92,7 @@ class Host:
         if isinstance(call, ResetCall | RestoreCall):
             return await self._begin(call)
         if self._env is None:
-            raise BadAnswer(f"`{call.t}` before `reset`")
+            raise BadAnswer(f"`{call.t}` was called before `reset`")
         if isinstance(call, StepCall):
             action = self._declared.action(call.action.kind, call.action.content)
             return self._led(call, await self._run(self._env.step(action)), none=False)
@@ -105,7 +104,7 @@ class Host:
             try:
                 env.rng = call.rng.made()
             except ValueError as error:
-                raise BadAnswer(f"that is no state of a generator: {error}") from error
+                raise BadAnswer(f"invalid state of a random generator: {error}") from error
         if isinstance(call, RestoreCall):
             await self._run(env.restore(call.task.given, self._tape(call)))
             return Done(id=call.id)
@@ -117,9 +116,9 @@ class Host:
             self._env = new_environment(self._make)
             if self._env.rewards is not None and self._declared.rewards is None:
                 raise TypeError(
-                    f"{self._declared.name} has rewards of its own ({', '.join(self._env.rewards.names)}), "
-                    "which read the tape, and no tape is on this side: give them where the episodes are "
-                    "rolled out, as `rewarded(environment, Rewards([...]))`"
+                    f"{self._declared.name} has its own rewards ({', '.join(self._env.rewards.names)}), which read "
+                    "the tape, but the server has no tape: add them on the side that runs the episodes, as "
+                    "`rewarded(environment, Rewards([...]))`"
                 )
             if self._env.blocking and not self._alone:
                 self._thread = EnvironmentThread(self._declared.name)
@@ -139,13 +138,13 @@ class Host:
     def _item(self, observation: Observation) -> Item:
         if not self._declared.holds(observation):
             raise TypeError(
-                f"{self._declared.name} showed a {type(observation).__qualname__}, which it doesn't "
-                "declare; add the class to its `kinds`"
+                f"{self._declared.name} returned a {type(observation).__qualname__}, which it doesn't declare; add "
+                "the class to its `kinds`"
             )
         return Item.of(observation)
 
     def _tape(self, call: RestoreCall) -> Tape:
-        """The tape to restore, as far as it was sent."""
+        """The tape to restore, from the steps in the message."""
         begin = Begin(
             tape=call.tape,
             task=call.task,
@@ -174,5 +173,5 @@ def _raised(call: Call, error: BaseException) -> Fault:
 
 
 def _clean(text: str) -> str:
-    """Bounded, and no lone surrogates, which JSON can't hold."""
+    """At most `_MESSAGE` characters, without lone surrogates, which JSON can't hold."""
     return text[:_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,8 +1,8 @@
-"""OpenEnvironment: an environment behind OpenEnv's WebSocket protocol, without OpenEnv's package.
+"""OpenEnvironment: a client of OpenEnv's WebSocket protocol that doesn't need OpenEnv's package.
 
-OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments as `/ws`: `reset`, `step`, `state` and `close`
-with plain objects, answered by an observation, a reward and `done`. Messages have no numbers there, so a connection
-that breaks ends the episode; and an episode can't be told as cut off, so `done` is always `terminated`.
+OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments at `/ws`: `reset`, `step`, `state` and `close`
+with plain objects, answered by an observation, a reward and `done`. Its messages have no numbers, so a broken
+connection ends the episode. It has no flag for truncation, so `done` is always `terminated`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUTE = "/ws"
 
 
 class OpenEnvObservation(Observation, kind="openenv_observation"):
-    """What an OpenEnv environment showed, as it came."""
+    """An observation of an OpenEnv environment, unchanged."""
 
     data: dict[str, JsonValue]
 
@@ -35,7 +35,7 @@ class OpenEnvObservation(Observation, kind="openenv_observation"):
 
 
 class OpenEnvAction(Action, kind="openenv_action"):
-    """An action of an OpenEnv environment, as it is sent."""
+    """An action of an OpenEnv environment, sent unchanged."""
 
     data: dict[str, JsonValue]
 
@@ -65,7 +65,7 @@ class SeenMessage(BaseModel):
 
 
 class ErrorMessage(BaseModel):
-    """The answer to anything."""
+    """An error, as the answer to any message."""
 
     type: Literal["error"]
     data: Problem
@@ -77,11 +77,11 @@ _answers: TypeAdapter[SeenMessage | ErrorMessage] = TypeAdapter(
 
 
 class OpenEnvironment(Environment[Action]):
-    """`OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`: one episode of what is served there.
+    """`OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`: one episode on that server.
 
-    Without classes of your own, actions are `OpenEnvAction(data={...})` and observations `OpenEnvObservation`. A task
-    is None, an int (the seed) or a dict (arguments of `reset`); public and private parts of a `Task` are merged. The
-    seed is drawn from `self.rng` where the task has none. Say by `effect` what its actions do to the world.
+    Without your own classes, actions are `OpenEnvAction(data={...})` and observations `OpenEnvObservation`. A task is
+    None, an int (the seed) or a dict (arguments of `reset`); public and private parts of a `Task` are merged. If the
+    task has no seed, it is drawn from `self.rng`. Set `effect` to the effect of its actions on the outside world.
     """
 
     kinds = (OpenEnvAction, OpenEnvObservation)
@@ -97,7 +97,7 @@ class OpenEnvironment(Environment[Action]):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """action, observation: your classes, with the fields that the environment has. The rest as for
+        """action, observation: your classes, with the environment's fields. The other parameters are as in
         `RemoteEnvironment`."""
         self.url = address(url)
         self.action, self.observation = action, observation
@@ -117,25 +117,25 @@ class OpenEnvironment(Environment[Action]):
     async def step(self, action: Action) -> Outcome:
         """Send the action."""
         if type(action) is not self.action:
-            raise TypeError(f"{self.url} takes {self.action.__qualname__}, not {type(action).__qualname__}")
+            raise TypeError(f"{self.url} accepts {self.action.__qualname__}, not {type(action).__qualname__}")
         if self._channel is None:
-            raise SessionLost(f"{self.url}: there is no episode; `reset` begins one")
+            raise SessionLost(f"{self.url}: there is no episode; call `reset` first")
         data = action.data if isinstance(action, OpenEnvAction) else action.model_dump(mode="json")
         try:
             await self._channel.send(to_json({"type": "step", "data": data}, inf_nan_mode="strings").decode())
             seen = await self._answer(self._channel, "step")
         except BaseException as error:
-            await self._hang_up(goodbye=False)  # whatever comes now would be taken for the next answer
+            await self._hang_up(goodbye=False)  # without numbers, a late answer would be read as the next call's
             if isinstance(error, Dropped):
-                raise SessionLost(f"{error}; this protocol can't take an episode up again") from error
+                raise SessionLost(f"{error}; OpenEnv's protocol can't resume an episode") from error
             raise
         reward = float(seen.reward) if seen.reward is not None else None
-        # An object without anything in it, at the end, shows nothing.
+        # An empty object at the end stands for no observation.
         observation = self._shown(seen) if seen.observation or not seen.done else None
         return Outcome(observation, reward=reward, terminated=seen.done)
 
     async def close(self) -> None:
-        """Say so, and hang up. A server that is gone has closed."""
+        """Send `close` and disconnect. A lost connection is no error here: the server closes the episode itself."""
         if self._channel is not None:
             with contextlib.suppress(Dropped):
                 await self._channel.send('{"type":"close"}')
@@ -145,7 +145,7 @@ class OpenEnvironment(Environment[Action]):
         headers = token_header(self._key_variable, self.url)
         channel = await Channel.open(self.url + ROUTE, headers=headers, largest=self._largest)
         try:
-            with contextlib.suppress(Dropped):  # a server that is full says so before it is asked, and hangs up
+            with contextlib.suppress(Dropped):  # a full server sends its error before any call and disconnects
                 await channel.send(message)
             return channel, await self._answer(channel, "reset")
         except BaseException:
@@ -164,25 +164,25 @@ class OpenEnvironment(Environment[Action]):
         try:
             answer = _answers.validate_json(text)
         except ValidationError as error:
-            raise BadAnswer(f"{self.url}: that is no answer of OpenEnv's to `{method}`: {brief(error)}") from error
+            raise BadAnswer(f"{self.url}: not a valid OpenEnv answer to `{method}`: {brief(error)}") from error
         if isinstance(answer, ErrorMessage):
             raise self._error(answer.data)
         return answer.data
 
     def _error(self, problem: Problem) -> Exception:
-        told = f"{self.url}: {problem.message[:2000]} ({problem.code[:80]})"
+        message = f"{self.url}: {problem.message[:2000]} ({problem.code[:80]})"
         if problem.code == "CAPACITY_REACHED":
-            return Full(told, None)
+            return Full(message, None)
         if problem.code in ("VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON"):
-            return Refused(told)
-        return RemoteFault(told)
+            return Refused(message)
+        return RemoteFault(message)
 
     def _shown(self, seen: Seen) -> Observation:
         content = {"data": seen.observation} if self.observation is OpenEnvObservation else seen.observation
         try:
             return self.observation.model_validate(content)
         except ValidationError as error:
-            raise BadAnswer(f"{self.url}: no {self.observation.__qualname__}: {brief(error)}") from error
+            raise BadAnswer(f"{self.url}: invalid {self.observation.__qualname__}: {brief(error)}") from error
 
     async def _hang_up(self, *, goodbye: bool = True) -> None:
         channel, self._channel = self._channel, None
@@ -191,7 +191,7 @@ class OpenEnvironment(Environment[Action]):
 
 
 def _arguments(task: Any) -> dict[str, Any]:
-    """What to give to `reset` there. TypeError where a task can't be that."""
+    """The arguments of the remote `reset`. TypeError if the task has another form."""
     parts = [task.public, task.private] if isinstance(task, Task) else [task]
     data: dict[str, Any] = {}
     for part in parts:
@@ -201,6 +201,6 @@ def _arguments(task: Any) -> dict[str, Any]:
             data["seed"] = part
         elif part is not None:
             raise TypeError(
-                f"a task of OpenEnvironment is None, an int (a seed) or a dict (reset's arguments), not {part!r:.80}"
+                f"an OpenEnvironment task must be None, an int (seed) or a dict (arguments of reset), not {part!r:.80}"
             )
     return data

@@ -1,10 +1,10 @@
-"""A service that OpenEnv's clients understand: our environments behind `/ws`, `/schema` and `/metadata`.
+"""Serves Tapereel environments to OpenEnv clients, at `/ws`, `/schema` and `/metadata`.
 
-An action comes as its fields, with its `kind` beside them where the environment takes several; observations go out
-alike. `reset` takes `seed` (of the environment's generator) and `task`; where it has no task, the seed draws one of
-those that the service was given. The reward is the sum of an outcome's components, and what `finish` adds goes with
-the last step. `done` is `terminated` or `truncated`: that protocol doesn't tell them apart. One connection may play
-one episode after the other; each has an environment of its own.
+An action is sent as its fields, plus its `kind` if the environment accepts several kinds; observations likewise.
+`reset` takes `seed` (of the environment's generator) and `task`; without a task, the seed draws one of the service's
+tasks. The reward is the sum of an outcome's components; the reward of `finish` is added to the last step. `done` is
+`terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may play several episodes in
+turn; each has a fresh environment.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class _Asked(BaseModel):
 
 
 def add_openenv(service: Service, tasks: Sequence[Any] | None = None) -> Service:
-    """The same service, which also takes OpenEnv's clients; before it serves. `tasks`: see the module."""
-    door = _Door(service, tasks)
-    service.routes += [(ROUTE, door.serve), ("/schema", door.schema), ("/metadata", door.metadata)]
+    """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: tasks for a `reset` without
+    one."""
+    routes = _Routes(service, tasks)
+    service.routes += [(ROUTE, routes.serve), ("/schema", routes.schema), ("/metadata", routes.metadata)]
     return service
 
 
-class _Door:
+class _Routes:
     def __init__(self, service: Service, tasks: Sequence[Any] | None) -> None:
         self._service, self._tasks = service, tasks
 
@@ -82,7 +83,7 @@ class _Door:
         return web.json_response({"name": name, "description": f"{name}, served by Tapereel"})
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """One WebSocket."""
+        """Serve one WebSocket."""
         service = self._service
         if service.place() is not None:
             socket = await service.open(request)
@@ -102,7 +103,7 @@ class _Door:
 
 
 class _Episodes:
-    """What one connection plays."""
+    """The episodes of one connection."""
 
     def __init__(self, service: Service, session: Session, tasks: Sequence[Any] | None) -> None:
         self._service, self._session, self._tasks = service, session, tasks
@@ -113,7 +114,7 @@ class _Episodes:
         self._id: str | None = None
 
     async def reply(self, socket: web.WebSocketResponse, text: str) -> None:
-        """Answer one message; they are carried out in their order."""
+        """Answer one message; the lock keeps the order of messages."""
         async with self._turn:
             try:
                 asked = _Asked.model_validate_json(text)
@@ -134,7 +135,7 @@ class _Episodes:
             return await self._step(asked.data)
         if asked.type == "state":
             return to_json({"type": "state", "data": {"episode_id": self._id, "step_count": self._steps}}).decode()
-        return _problem("UNKNOWN_TYPE", f"there is no message of the type {asked.type[:80]!r}")
+        return _problem("UNKNOWN_TYPE", f"unknown message type {asked.type[:80]!r}")
 
     async def _reset(self, asked: _Reset) -> str:
         if self._number:
@@ -144,19 +145,19 @@ class _Episodes:
         task = asked.task if asked.task is not None or not self._tasks else rng.choice(self._tasks)
         call = ResetCall(id=self._next(), task=Task.of(task), rng=RandomState.of(rng))
         answer = await self._carried_out(call)
-        return _seen(self._declared, answer.observation, None, False) if isinstance(answer, Shown) else _told(answer)
+        return _seen(self._declared, answer.observation, None, False) if isinstance(answer, Shown) else _fault(answer)
 
     async def _step(self, data: dict[str, JsonValue]) -> str:
         actions = self._declared.actions
         fields = dict(data)
         kind = next(iter(actions)) if len(actions) == 1 else fields.pop("kind", None)
         if not isinstance(kind, str):
-            return _problem("VALIDATION_ERROR", f"an action has a `kind`, one of {', '.join(sorted(actions))}")
+            return _problem("VALIDATION_ERROR", f"an action needs a `kind`, one of {', '.join(sorted(actions))}")
         if kind in actions and "metadata" not in actions[kind].model_fields:
-            fields.pop("metadata", None)  # every action of OpenEnv's has it
+            fields.pop("metadata", None)  # OpenEnv's clients add it to every action
         answer = await self._carried_out(StepCall(id=self._next(), action=Item(kind=kind, content=fields)))
         if not isinstance(answer, Led):
-            return _told(answer)
+            return _fault(answer)
         self._steps += 1
         values = _parts(answer)
         done = answer.terminated or answer.truncated
@@ -164,7 +165,7 @@ class _Episodes:
             status = Status.FINISHED if answer.terminated else Status.TRUNCATED
             last = await self._carried_out(FinishCall(id=self._next(), status=status))
             if isinstance(last, Fault):
-                return _told(last)
+                return _fault(last)
             values += _parts(last) if isinstance(last, Led) else []
         return _seen(self._declared, answer.observation, sum(values) if values else None, done)
 
@@ -192,7 +193,7 @@ def _seen(declared: Declared, item: Item | None, reward: float | None, done: boo
     return to_json({"type": "observation", "data": data}, inf_nan_mode="strings").decode()
 
 
-def _told(fault: Any) -> str:
+def _fault(fault: Any) -> str:
     return _problem(
         "VALIDATION_ERROR" if fault.code == "refused" else "EXECUTION_ERROR",
         f"{fault.error}: {fault.message}" if fault.error else fault.message,

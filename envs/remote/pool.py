@@ -1,8 +1,8 @@
-"""Pool: environments in processes of their own, for those that block, compute, hang or crash.
+"""Pool: runs environments in separate processes, for environments that block, compute, hang or crash.
 
-`with Pool(Simulator, processes=4) as pool:` gives a factory; each episode has one process to itself. A call that takes
-too long costs that process, which is killed with all it started, and that episode; another process takes its place,
-and no other episode notices. Messages are those of `protocol.py`, as lines over pipes; nothing is pickled.
+`with Pool(Simulator, processes=4) as pool:` makes a factory; each episode has a process to itself. If a call takes too
+long, its process is killed together with its child processes, and the episode fails. A new process replaces it; other
+episodes are not affected. Messages are those of `env_protocol.py`, as lines over pipes; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from .proxy import Proxy
 from .remote_errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
 
 _STARTING = 120.0
-"""Seconds that a process may take until it serves: it imports what its environment needs."""
+"""Time limit for a process to start, in seconds: it imports the packages of its environment."""
 _ENDING = 5.0
+"""Seconds that a process has to exit before it is killed."""
 
 
 class Pool:
@@ -49,20 +50,20 @@ class Pool:
         """`make`: an Environment class or a function with a return type, at the top of a module, or its name as
         `package.module:name` or `file.py:name`.
 
-        seconds: the most that a call may take; then the process is killed. patience: the most that an episode waits
-        for a process. largest: bytes of the longest message.
+        seconds: time limit of a call, after which the process is killed. patience: the longest wait of an episode for a
+        free process, in seconds. largest: size limit of a message, in bytes.
         """
         if processes < 1:
-            raise ValueError(f"processes is {processes}; a pool has at least one")
+            raise ValueError(f"processes is {processes}; a pool needs at least one")
         found = load_named(make) if isinstance(make, str) else make
         check_factory(found)
         self.declared = Declared.of(found)
         self.places = processes
-        """Episodes at once."""
+        """Concurrent episodes."""
         self.started = 0
         """Processes started so far."""
         self.killed = 0
-        """Of them: killed since a call hung, broke off or was cut off."""
+        """Processes killed because a call hung, failed or was cancelled."""
         self.seconds, self.patience, self.largest = seconds, patience, largest
         self._name = make if isinstance(make, str) else _name_of(make)
         self._free = Places(processes)
@@ -73,7 +74,7 @@ class Pool:
         self._closed = False
 
     def __call__(self) -> PooledEnvironment:
-        """An environment for one episode; it takes a process when it is first asked something."""
+        """An environment for one episode; its first call takes a process."""
         return PooledEnvironment(self)
 
     def __enter__(self) -> Self:
@@ -83,7 +84,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End all processes: those that are idle by themselves, the others by force."""
+        """End all processes: ask idle ones to exit, and kill the others."""
         with self._lock:
             self._closed = True
             idle, workers = list(self._idle), list(self._all)
@@ -98,20 +99,20 @@ class Pool:
         self._threads.shutdown(wait=True)
 
     async def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Something that blocks, in one of the pool's threads."""
+        """Run a blocking function in one of the pool's threads."""
         if self._closed:
             raise self._gone()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def take(self) -> Worker:
-        """A process that nobody else has. Busy where there is none in time."""
+        """A free process, reserved for the caller. Raises Busy if none is free in time."""
         try:
             async with asyncio.timeout(self.patience):
                 await self._free.acquire()
         except TimeoutError as error:
             raise Busy(
-                f"all {self.places} processes of the pool of {self.declared.name} were taken for "
-                f"{self.patience:g} s; give it more processes, or run fewer episodes at once"
+                f"all {self.places} processes of the pool of {self.declared.name} were in use for "
+                f"{self.patience:g} s; increase `processes`, or run fewer episodes at once"
             ) from error
         try:
             return await self._worker()
@@ -120,14 +121,14 @@ class Pool:
             raise
 
     def give_back(self, worker: Worker) -> None:
-        """The episode is over; the process is as good as new."""
+        """Return a process after its episode; another episode may use it."""
         with self._lock:
             if not self._closed:
                 self._idle.append(worker)
         self._free.release()
 
     def lose(self, worker: Worker) -> None:
-        """The process is of no use any more: end it by force. The next episode starts another."""
+        """Kill a process whose state is unknown; the next episode starts another."""
         with self._lock:
             self.killed += 1
             self._discard(worker)
@@ -139,7 +140,7 @@ class Pool:
     def _discard(self, worker: Worker) -> None:
         worker.kill()
         self._all.discard(worker)
-        if not self._closed:  # else whoever closes the pool does it
+        if not self._closed:  # otherwise `close` reaps it, and the threads accept no more work
             self._threads.submit(worker.reap)
 
     async def _worker(self) -> Worker:
@@ -159,8 +160,8 @@ class Pool:
                 line = await self.run(worker.read)
             if not line:
                 raise Unreachable(
-                    f"a process for {self._name} ended before it served (exit code "
-                    f"{await self.run(worker.code)}); why, it said on stderr"
+                    f"a process for {self._name} exited before it was ready (exit code "
+                    f"{await self.run(worker.code)}); its stderr shows the reason"
                 )
             welcome = read_welcome(line)
             self.declared.agree(welcome.name, welcome.kinds, welcome.effect)
@@ -168,7 +169,7 @@ class Pool:
             with self._lock:
                 self._discard(worker)
             if isinstance(error, TimeoutError):
-                raise Unreachable(f"a process for {self._name} didn't serve within {_STARTING:g} s") from error
+                raise Unreachable(f"a process for {self._name} was not ready within {_STARTING:g} s") from error
             raise
         return worker
 
@@ -183,7 +184,7 @@ class PooledEnvironment(Proxy):
         self._over = False
 
     async def close(self) -> None:
-        """Close the environment there, and give the process back."""
+        """Close the remote environment and return the process to the pool."""
         if self._worker is None:
             return
         answer = await self._ask(CloseCall(id=self._next()))
@@ -202,8 +203,8 @@ class PooledEnvironment(Proxy):
         line = call.encoded().encode() + b"\n"
         if len(line) > self._pool.largest:
             raise BadAnswer(
-                f"this `{call.t}` has {len(line)} bytes, and the pool takes {self._pool.largest}; give it "
-                "a higher `largest`"
+                f"this `{call.t}` has {len(line)} bytes, and the pool accepts {self._pool.largest}; increase its "
+                "`largest`"
             )
         timer = asyncio.timeout(seconds)
         try:
@@ -211,27 +212,28 @@ class PooledEnvironment(Proxy):
                 answer = await self._pool.run(worker.ask, line)
                 if not answer:
                     raise SessionLost(
-                        f"the process of this {self.environment} ended (exit code "
-                        f"{await self._pool.run(worker.code)}); why, it may have said on stderr"
+                        f"the process of this {self.environment} exited (exit code "
+                        f"{await self._pool.run(worker.code)}); its stderr may show the reason"
                     )
                 return self._read(call, answer)
         except BaseException as error:
+            # Also after a cancellation: the answer is still to come, and the next episode would read it as its own.
             self._worker, self._over = None, True
             self._pool.lose(worker)
             if isinstance(error, TimeoutError) and timer.expired():
                 raise Hung(
-                    f"{self.environment}.{call.t} gave no answer in {seconds:g} s; its process was killed"
+                    f"{self.environment}.{call.t} did not return in {seconds:g} s; its process was killed"
                 ) from error
             raise
 
 
 class Worker:
-    """One process and its two pipes. `ask` and `read` block; the rest may be called meanwhile."""
+    """One process and its two pipes. `ask` and `read` block; other threads may call the other methods meanwhile."""
 
     def __init__(self, name: str, largest: int) -> None:
         self._largest = largest
         command = [sys.executable, "-m", "tapereel.envs.remote.env_worker", name, str(largest)]
-        # What this process can import, it can.
+        # The worker can import the same modules as this process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -248,7 +250,7 @@ class Worker:
         return self.read()
 
     def read(self) -> bytes:
-        """The next line; empty when the process has ended, in the middle of a line too. BadAnswer."""
+        """The next line; empty if the process has ended, also in the middle of a line. BadAnswer if it is too long."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline(self._largest + 1)
         if len(line) > self._largest:
@@ -256,7 +258,10 @@ class Worker:
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs. The number stays reserved: `kill` hits no other."""
+        """The exit code, negative for a signal; None while the process runs.
+
+        WNOWAIT leaves the process unreaped, so its number stays reserved: `kill` can't hit another process.
+        """
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
         found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -265,7 +270,7 @@ class Worker:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def code(self) -> int | None:
-        """Its exit code, once it has one; None where it doesn't end."""
+        """Wait up to `_ENDING` seconds for the exit code; None if the process doesn't end."""
         for _ in range(int(_ENDING / 0.05)):
             if self.ended() is not None:
                 break
@@ -273,20 +278,20 @@ class Worker:
         return self.ended()
 
     def leave(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end: it exits when its stdin is closed."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def kill(self) -> None:
-        """End it by force, and all that it started."""
+        """Kill the process and its child processes (its process group)."""
         if self._process.returncode is not None:
-            return  # its number may be another process's by now
+            return  # it is reaped, and the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait until it has ended, by force if it takes too long, and let the pipes go."""
+        """Wait until the process has ended, kill it if that takes too long, and close the pipes."""
         try:
             self._process.wait(_ENDING)
         except subprocess.TimeoutExpired:
@@ -299,7 +304,7 @@ class Worker:
 
 
 class Places:
-    """A semaphore for the tasks of any number of event loops, first come, first served."""
+    """A fair semaphore that tasks of several event loops can share. `asyncio.Semaphore` belongs to one loop."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -319,15 +324,15 @@ class Places:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.release()  # it was given in the very moment in which the waiter left
+                self.release()  # the place arrived together with the cancellation: pass it on, or it is lost for ever
             raise
 
     def release(self) -> None:
-        """Give a place to whoever waits longest."""
+        """Pass the place to the task that has waited longest, or count it as free."""
         with self._lock:
             while self._waiting:
                 loop, future = self._waiting.popleft()
-                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+                with contextlib.suppress(RuntimeError):  # the waiter's loop is closed: take the next waiter
                     loop.call_soon_threadsafe(self._settle, future)
                     return
             self._count += 1
@@ -340,11 +345,11 @@ class Places:
 
 
 def _name_of(make: Any) -> str:
-    """As `load_named` finds it again in another process. ValueError where it couldn't."""
+    """The name by which `load_named` finds the object in another process. ValueError if there is none."""
     path = getattr(make, "__qualname__", "<")
     if "<" in path:
         raise ValueError(
-            f"{make!r:.80} can't be found by another process: give a class or a function at the top of a module"
+            f"{make!r:.80} can't be imported by another process: pass a class or a function at the top of a module"
         )
     module = sys.modules[make.__module__]
     file = getattr(module, "__file__", None)

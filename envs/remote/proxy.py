@@ -1,7 +1,7 @@
-"""Proxy: an Environment whose instance lives elsewhere. Its methods become calls, and their answers come back typed.
+"""Proxy: an Environment whose instance is in another process. Its methods send calls and return typed results.
 
-How a call gets there is for the subclasses: over a WebSocket (`client.py`), or a pipe (`pool.py`). What an environment
-raised there is raised here under the same name.
+Subclasses define the transport: a WebSocket (`env_client.py`) or a pipe (`pool.py`). An exception of the remote
+environment is raised here under the same class name.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class Proxy(Environment[Action]):
-    """Base of environments that run elsewhere. `_ask` brings a call there and its answer back."""
+    """Base class of remote environments. `_ask` sends a call and returns its answer."""
 
     def __init__(self, declared: Declared) -> None:
         self.environment = declared.name
-        """Class of the environment that answers."""
+        """Class name of the remote environment."""
         self.effect = declared.effect
         self.varies = dict(declared.varies)
         if declared.rewards is not None:
@@ -47,38 +47,38 @@ class Proxy(Environment[Action]):
         self._number = 0
 
     async def reset(self, task: Any) -> Observation:
-        """Begin the episode there, with the state of this side's `rng`."""
+        """Begin the episode, with the state of the local `rng`."""
         call = ResetCall(id=self._next(), task=Task.of(task), rng=self._rng_state())
         answer = await self._asked(call)
         if not isinstance(answer, Shown):
-            raise _beside(call, answer)
+            raise _mismatched(call, answer)
         return self._declared.observation(answer.observation.kind, answer.observation.content)
 
     async def step(self, action: Action) -> Outcome:
-        """Carry the action out there."""
+        """Carry out the action remotely."""
         if self._declared.actions.get(action.kind) is not type(action):
             raise TypeError(
-                f"{self.environment} takes {', '.join(sorted(self._declared.actions))}, not "
+                f"{self.environment} accepts {', '.join(sorted(self._declared.actions))}, not "
                 f"{action.kind!r} ({type(action).__qualname__})"
             )
         call = StepCall(id=self._next(), action=Item.of(action))
         answer = await self._asked(call)
         if not isinstance(answer, Led):
-            raise _beside(call, answer)
+            raise _mismatched(call, answer)
         return answer.outcome(self._declared)
 
     async def finish(self, status: Status) -> Outcome | None:
-        """The environment's last word on scoring."""
+        """The environment's final scoring."""
         call = FinishCall(id=self._next(), status=status)
         answer = await self._asked(call)
         if isinstance(answer, Led):
             return answer.outcome(self._declared)
         if not isinstance(answer, Done):
-            raise _beside(call, answer)
+            raise _mismatched(call, answer)
         return None
 
     async def restore(self, task: Any, tape: Tape) -> None:
-        """The environment's own way to come back to where the tape ends; its actions and observations are sent."""
+        """Call the environment's own `restore`; the tape's actions and observations are sent."""
         steps = [step for step in tape if isinstance(step, Action | Observation)]
         foreign = next((step for step in steps if not self._declared.holds(step)), None)
         if foreign is not None:
@@ -95,7 +95,7 @@ class Proxy(Environment[Action]):
         )
         answer = await self._asked(call)
         if not isinstance(answer, Done):
-            raise _beside(call, answer)
+            raise _mismatched(call, answer)
 
     async def _asked(self, call: Call) -> Answer:
         answer = await self._ask(call)
@@ -104,28 +104,28 @@ class Proxy(Environment[Action]):
         return answer
 
     async def _ask(self, call: Call) -> Answer:
-        """The answer to one call, as `_read` takes it."""
+        """Send one call; return its answer, which `_read` has checked."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _ask(call)")
 
     def _read(self, call: Call, text: str | bytes) -> Answer:
-        """The answer in `text`. BadAnswer where it is none to this call."""
+        """The answer in `text`. BadAnswer if it belongs to another call."""
         answer = read_answer(text)
         if answer.id != call.id:
-            raise BadAnswer(f"{self._there()}: an answer to call {answer.id}, though {call.id} was asked")
+            raise BadAnswer(f"{self._location()}: an answer to call {answer.id} instead of call {call.id}")
         return answer
 
-    def _there(self) -> str:
-        """Where the environment runs, for messages."""
+    def _location(self) -> str:
+        """The place where the environment runs, for messages."""
         return self.environment
 
     def _error(self, fault: Fault) -> Exception:
         if fault.code == "mismatch":
             return RestoreMismatch(fault.message)
         if fault.code == "raised":
-            where = f" ({fault.frame} at {self._there()})" if fault.frame else ""
+            where = f" ({fault.frame} at {self._location()})" if fault.frame else ""
             return RemoteFault.named(fault.error, f"{fault.message}{where}")
         kind = {"hung": Hung, "lost": SessionLost, "refused": Refused}[fault.code]
-        return kind(f"{self._there()}: {fault.message}")
+        return kind(f"{self._location()}: {fault.message}")
 
     def _next(self) -> int:
         self._number += 1
@@ -136,5 +136,5 @@ class Proxy(Environment[Action]):
         return RandomState.of(rng) if rng is not None else None
 
 
-def _beside(call: Call, answer: Answer) -> BadAnswer:
-    return BadAnswer(f"`{answer.t}` is no answer to `{call.t}`")
+def _mismatched(call: Call, answer: Answer) -> BadAnswer:
+    return BadAnswer(f"`{answer.t}` is not a valid answer to `{call.t}`")

@@ -1,14 +1,14 @@
-"""What can go wrong between an environment and those who use it from afar, as one tree.
+"""The errors of remote environments, as one tree.
 
 RemoteError (TapereelError)
-├── Unreachable (ConnectionError)   nobody answers there, or not for longer than anyone waits
-├── Busy (ConnectionError)          the server, or the pool, had no place for longer than anyone waits
+├── Unreachable (ConnectionError)   no server answers within the client's patience
+├── Busy (ConnectionError)          the server, or the pool, had no free place within the client's patience
 ├── SessionLost (ConnectionError)   the other side no longer has the episode: it ended, died or was restarted
-├── Refused (PermissionError)       the server takes no such call: a wrong token, a call that it can't read
-├── WrongEnvironment (TypeError)    what is served there isn't what was asked for
-├── BadAnswer (ValueError)          the other side sent what can't be meant; nothing of it is used
-├── Hung (TimeoutError)             a call took longer than it may
-└── RemoteFault (RuntimeError)      the environment itself raised; the class has the name of what it raised there
+├── Refused (PermissionError)       the server rejects the call: a wrong token, a call that it can't read
+├── WrongEnvironment (TypeError)    the served environment isn't the expected one
+├── BadAnswer (ValueError)          the other side sent an invalid message; no part of it is used
+├── Hung (TimeoutError)             a call exceeded its time limit
+└── RemoteFault (RuntimeError)      the environment itself raised; the class has the name of the original exception
 
 On a tape each of them is a fault of the environment, so its episode is never trained on and is sampled again.
 """
@@ -21,43 +21,44 @@ from ...tapes.errors import TapereelError
 
 
 class RemoteError(TapereelError):
-    """Base of the errors of environments that run elsewhere."""
+    """Base of the errors of remote environments."""
 
 
 class Unreachable(RemoteError, ConnectionError):
-    """Nobody answers at that address."""
+    """No server answers at that address."""
 
 
 class Busy(RemoteError, ConnectionError):
-    """There was no place for one more episode."""
+    """There was no free place for another episode."""
 
 
 class SessionLost(RemoteError, ConnectionError):
-    """The episode's environment is gone; its state can't be brought back by asking again."""
+    """The episode's environment is gone; a retry can't recover its state."""
 
 
 class Refused(RemoteError, PermissionError):
-    """The server says no, and would say so again."""
+    """The server rejects the call; a retry would be rejected too."""
 
 
 class WrongEnvironment(RemoteError, TypeError):
-    """The environment that is served has other kinds of steps, or other effects, than the one asked for."""
+    """The served environment has other kinds of steps, or another effect, than the expected one."""
 
 
 class BadAnswer(RemoteError, ValueError):
-    """An answer that is too long, no message of the protocol, to another question, or of an undeclared kind."""
+    """An answer that is too long, not a message of the protocol, for another call, or of an undeclared kind."""
 
 
 class Hung(RemoteError, TimeoutError):
-    """A call had no answer in time."""
+    """A call was not answered in time."""
 
 
 class RemoteFault(RemoteError, RuntimeError):
-    """The environment raised. Its class is called what was raised there, so that a tape tells it as a local one."""
+    """The environment raised. The class has the name of the original exception, so a tape records the same cause as for
+    a local environment."""
 
     @staticmethod
     def named(error: str, message: str) -> RemoteFault:
-        """The fault of that name; a name that could be no class's is left out."""
+        """A fault with the class name `error`, or RemoteFault if that is not a valid class name."""
         name = error if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]{0,99}", error) else "RemoteFault"
         cls = type(name.rpartition(".")[2] or name, (RemoteFault,), {"__qualname__": name, "__module__": __name__})
         return cls(message)

@@ -171,7 +171,7 @@ def test_what_reasoning_gym_cannot_make_is_refused():
         reasoning_tasks("no_such", 3)
     with pytest.raises(BadTasks, match=r"can't make 'chain_sum' with \{'wrong': 1\}"):
         reasoning_tasks("chain_sum", 3, wrong=1)
-    with pytest.raises(BadTasks, match="5 tasks were asked for and the source has 0"):
+    with pytest.raises(BadTasks, match="size is 5, but the source has 0"):
         reasoning_tasks("chain_sum", 5, keep=lambda entry: False)
     with pytest.raises(BadTasks, match="no dataset 'no_such'"):
         reasoning_scorer("no_such")

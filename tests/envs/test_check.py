@@ -94,7 +94,7 @@ def test_the_demo_environment_passes():
     )
     assert report.findings == ()
     assert {k: v for k, v in report.checks.items() if v != "ok"} == {
-        "cancellation": "skipped: no call ever waits, so there is nothing to cancel"
+        "cancellation": "skipped: no call waits, so none can be cancelled"
     }
 
 
@@ -247,21 +247,21 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     WrongReset: ("types", "WrongReset.reset returned 7; it must return an Observation or a str", None),
     WrongStep: ("types", "WrongStep.step returned (Roll(value=1), 1.0, True, {}); it must return an Outcome", None),
     WrongFinish: ("types", "WrongFinish.finish returned 1.0; it must return an Outcome or None", None),
-    WaitsForEver: ("hangs", "WaitsForEver.step gave no answer in 0.3 s", "in step"),
+    WaitsForEver: ("hangs", "WaitsForEver.step did not return in 0.3 s", "in step"),
     OwnTimeout: ("raises", "OwnTimeout.step raised TimeoutError: the tool took too long", "in step"),
     CloseRaises: ("close", "CloseRaises.close raised OSError: already closed", "in close"),
     CloseNeedsReset: ("close", "CloseNeedsReset.close raised AttributeError", "in close"),
-    CloseHangs: ("hangs", "CloseHangs.close gave no answer in 0.3 s", "in close"),
-    HoldsASet: ("records", "Roll(value={1, 2}) reads back from its record as Roll(value=[1, 2])", None),
+    CloseHangs: ("hangs", "CloseHangs.close did not return in 0.3 s", "in close"),
+    HoldsASet: ("records", "Roll(value={1, 2}) is read back from its record as Roll(value=[1, 2])", None),
     HoldsAnObject: ("records", "can't be written: its field 'value' holds a value of type object", None),
     TooMuch: ("rewards", "an episode earned 7, outside the promised 0 to 1", None),
-    GlobalRandom: ("determinism", "turn 1 gave observation Roll(value=0.", None),
-    RandomStart: ("determinism", "with the same seed and actions, reset gave Roll(value=0.", None),
-    RandomEnd: ("determinism", "with the same seed and actions, finish gave Outcome(", None),
+    GlobalRandom: ("determinism", "turn 1 returned observation Roll(value=0.", None),
+    RandomStart: ("determinism", "with the same seed and actions, reset returned Roll(value=0.", None),
+    RandomEnd: ("determinism", "with the same seed and actions, finish returned Outcome(", None),
     OnTheClass: ("concurrency", "keep state on the instance, not on its class", None),
-    ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode went on otherwise", None),
+    ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode continued differently", None),
     RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
-    SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished as if nothing", None),
+    SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished normally", None),
     MangledCancellation: ("cancellation", "MangledCancellation.reset was cancelled and raised RuntimeError", None),
 }
 
@@ -283,9 +283,9 @@ def test_a_play_that_ends_badly_skips_what_can_no_longer_be_told():
     report = _check(RaisesInStep)
     assert report.episodes == 0
     assert report.rewards is None
-    assert report.checks["determinism"] == report.checks["rewards"] == "skipped: no episode came to its end"
+    assert report.checks["determinism"] == report.checks["rewards"] == "skipped: no episode reached its end"
     assert _check(GlobalRandom).checks["restore"] == "skipped: episodes can't be compared while determinism fails"
-    assert _check(WaitsForEver, timeout=0.3).checks["close"] == "skipped: a call never came back"
+    assert _check(WaitsForEver, timeout=0.3).checks["close"] == "skipped: a call never returned"
 
 
 class Unscored(Dice):
@@ -315,8 +315,8 @@ class Blank(Roll, kind="c_blank"):
     ("odd", "check", "says"),
     [
         (Unscored, "rewards", "ended as `finished` after 3 turns has no reward"),
-        (Silent, "types", "gave no observation on Press(n="),
-        (Empty, "records", "reads as an empty string"),
+        (Silent, "types", "returned no observation for Press(n="),
+        (Empty, "records", "is empty: a model would see nothing"),
     ],
 )
 def test_what_may_be_meant_is_a_warning(odd: type[Dice], check: str, says: str):
@@ -382,7 +382,7 @@ def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
     report = _check(Blocks, stall=0.02)
     assert {finding.check for finding in report.findings} == {"blocks"}
     (finding,) = [finding for finding in report.findings if "slow_tool" in (finding.where or "")]
-    assert "Blocks.slow_tool held the event loop" in finding.sentence
+    assert "Blocks.slow_tool blocked the event loop" in finding.sentence
     assert "threading.py" in finding.sentence
     assert "set `blocking = True` on Blocks" in finding.sentence
     assert finding.where is not None
@@ -406,7 +406,7 @@ def test_a_declared_blocking_environment_is_played_in_threads():
 
     report = _check(Threaded)
     assert report.ok, str(report)
-    assert report.checks["blocks"] == "skipped: it says so itself (`blocking`), and runs in a thread"
+    assert report.checks["blocks"] == "skipped: the environment sets `blocking`, so it runs in a thread"
     assert report.checks["cancellation"] == "skipped: a call in a thread can't be cancelled"
     assert report.checks["concurrency"] == "ok"
     stepped = [one for one in threads if one]
@@ -437,10 +437,10 @@ def test_a_call_that_never_returns_does_not_hold_the_check(declared: bool):
                 thread.join(60)
     (finding,) = report.findings
     assert finding.check == "hangs"
-    assert "Stuck.step was called and neither came back within 0.75 s nor let itself be cancelled" in finding.sentence
+    assert "Stuck.step neither returned within 0.75 s nor reacted to cancellation" in finding.sentence
     assert finding.where is not None
     assert finding.where.endswith("in step")
-    assert report.checks["restore"] == "skipped: a call never came back"
+    assert report.checks["restore"] == "skipped: a call never returned"
 
 
 def test_an_irreversible_environment_is_played_once():
@@ -491,5 +491,5 @@ def test_the_report_is_json_and_text():
     assert text.splitlines()[0].startswith("RaisesInStep: NOT OK (0 episodes, 0 turns, rewards none, ")
     assert all(name in text for name in CHECKS)
     assert "  failed  raises        no method raises" in text
-    assert "  skipped restore       no episode came to its end" in text
+    assert "  skipped restore       no episode reached its end" in text
     assert Finding(check="x", sentence="y").severity == "error"

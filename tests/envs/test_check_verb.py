@@ -92,10 +92,10 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
         (["--tasks", "3"], "give a JSON list"),
         (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
         (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
-        (["--tasks", "nothing"], "names nothing"),
+        (["--tasks", "nothing"], "is not the name of an object"),
         (["--tasks", "[]"], "at least one task"),
-        (["--tasks", "[3"], r"--tasks is '\[3', which is no JSON: Expecting ',' delimiter"),
-        (["--tasks", "math:pi"], "name a list of tasks, or a function that gives one"),
+        (["--tasks", "[3"], r"--tasks is '\[3', which is not JSON: Expecting ',' delimiter"),
+        (["--tasks", "math:pi"], "name a list of tasks, or a function that returns one"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
@@ -138,8 +138,8 @@ def test_names_of_files_and_modules_are_one_thing(parrots: str):
         ("no_such.py:x", "there is no file"),
         ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot.*Outcome"),
         ("parrots_of_a_test.py:Parot", "has no 'Parot'; did you mean Parrot?"),
-        ("parrots_of_a_test.py", "names nothing; write package.module:name"),
-        (":x", "names nothing"),
+        ("parrots_of_a_test.py", "is not the name of an object; write package.module:name"),
+        (":x", "is not the name of an object"),
     ],
 )
 def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
@@ -149,7 +149,7 @@ def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
 
 def test_a_file_named_as_a_known_module_is_refused(parrots: str):
     Path("json.py").write_text("x = 1")
-    with pytest.raises(UsageError, match="is another one already; rename the file"):
+    with pytest.raises(UsageError, match="another module has that name; rename the file"):
         load_named("json.py:x")
 
 

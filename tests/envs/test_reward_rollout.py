@@ -283,7 +283,7 @@ def test_a_run_is_scored_by_what_its_configuration_names(tmp_path: Path):
     [
         ("no_such_module_anywhere:x", "there is no module"),
         ("math:pi", "math:pi is a float; a reward is a Rewards"),
-        ("ftp://x", "names nothing|no module"),
+        ("ftp://x", "is not the name of an object|no module"),
         ("nowhere.py", "there is no file"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_task_is_one_by_its_parts_not_by_its_name():
 
 def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_pretend():
     assert [task.given for task in Taskset(_squares, size=3)] == [0, 1, 4]
-    with pytest.raises(BadTasks, match=r"10 tasks were asked for and the source has 3 distinct ones \(1 duplicates\)"):
+    with pytest.raises(BadTasks, match=r"size is 10, but the source has 3 distinct tasks \(1 duplicates\)"):
         Taskset([3, 1, 3, 2], size=10)
     # Of a function of the index, `size` counts the calls: there is no other end to them.
     assert (len(Taskset(_mod_7, size=10)), Taskset(_mod_7, size=10).dropped) == (7, 3)
@@ -66,14 +66,14 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
 @pytest.mark.parametrize(
     ("source", "options", "says"),
     [
-        ("tasks.jsonl", {}, "to read a file: Taskset.load"),
-        ({"q": 1}, {}, "is no list of tasks"),
-        (7, {}, "is no source of tasks"),
-        (_mod_7, {}, "function of the index, which has no end"),
+        ("tasks.jsonl", {}, "to read a file, use Taskset.load"),
+        ({"q": 1}, {}, "is not a list of tasks"),
+        (7, {}, "is not a source of tasks"),
+        (_mod_7, {}, "function of the index and has no end"),
         (lambda a, b: 0, {}, "takes 2 arguments"),
         ([1], {"size": 0}, "size is 0"),
-        ([1, {2}], {}, r"item 1 is no task: .*\{2\}.*JSON"),
-        ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, "item 0 is no task"),
+        ([1, {2}], {}, r"item 1 is not a task: .*\{2\}.*JSON"),
+        ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, "item 0 is not a task"),
     ],
 )
 def test_what_is_no_source_of_tasks_is_refused_with_its_remedy(source, options, says: str):
@@ -153,13 +153,13 @@ def test_a_resumed_cursor_goes_on_where_it_was(n: int, before: int, after: int, 
 
 def test_a_cursor_of_other_tasks_is_refused():
     state = Taskset(range(5)).cursor().state()
-    with pytest.raises(BadTasks, match="resume with the tasks it was made with"):
+    with pytest.raises(BadTasks, match="resume with the original tasks"):
         Taskset(range(6)).resume(state)
     with pytest.raises(BadTasks, match=r"\['epoch'\] is missing or unknown"):
         Taskset(range(5)).resume({k: v for k, v in state.items() if k != "epoch"})
-    with pytest.raises(BadTasks, match="is no place in"):
+    with pytest.raises(BadTasks, match="is outside"):
         Taskset(range(5)).resume({**state, "position": 6})
-    with pytest.raises(BadTasks, match="nothing to draw from"):
+    with pytest.raises(BadTasks, match="no tasks to draw"):
         Taskset([]).cursor()
 
 
@@ -170,7 +170,7 @@ def test_a_stream_has_no_length_and_draws_each_task_once():
         len(stream)
     squares = TaskStream(_squares)
     assert [task.given for task in squares.take(3)] == [task.given for task in squares.take(3)] == [0, 1, 4]
-    with pytest.raises(BadTasks, match="make a Taskset of it"):
+    with pytest.raises(BadTasks, match="use a Taskset"):
         TaskStream([1, 2])
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(BadTasks, match=r"ends in '\.txt'"):
+    with pytest.raises(BadTasks, match=r"has the suffix '\.txt'"):
         Taskset.load(tmp_path / "t.txt")
     with pytest.raises(BadTasks, match="there is no file"):
         Taskset.load(tmp_path / "t.jsonl")
@@ -252,20 +252,20 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("t.jsonl", b"", "t.jsonl is empty: a file of tasks has at least one row"),
+        ("t.jsonl", b"", "t.jsonl is empty: a task file needs at least one row"),
         ("t.csv", b"", "t.csv is empty"),
         ("t.jsonl", b"\n\n", "t.jsonl can't be read: it has no rows"),
         ("t.csv", b"q,a\n", "t.csv can't be read: it has no rows"),
         (
             "t.jsonl",
             b'{"q": 1}\n\n{bad\n',
-            "t.jsonl can't be read: line 3 is no JSON (column 2: Expecting property name",
+            "t.jsonl can't be read: line 3 is not JSON (column 2: Expecting property name",
         ),
-        ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is no JSON (column 2"),
-        ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is no object; every line is one row, a JSON object: mend it"),
-        ("t.jsonl", b"[" * 100_000, "line 1 is no JSON ("),
-        ("t.json", b'[{"q": 1},\n{bad]', "line 2 is no JSON (column 2"),
-        ("t.json", b"3", "line 1 is no list; it is a JSON list of rows"),
+        ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is not JSON (column 2"),
+        ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is not an object; every line must be one row, a JSON object: correct"),
+        ("t.jsonl", b"[" * 100_000, "line 1 is not JSON ("),
+        ("t.json", b'[{"q": 1},\n{bad]', "line 2 is not JSON (column 2"),
+        ("t.json", b"3", "line 1 is not a list; the file must be a JSON list of rows"),
         ("t.parquet", b"hi", "t.parquet can't be read: ArrowInvalid: Parquet file size is 2 bytes"),
         ("t.csv", b'q,a\n"x,1\n', "t.csv can't be read: ParserError"),
     ],

@@ -83,7 +83,7 @@ def at_first_step(**changes: Any) -> Script:
 
 HINT = {"kind": "remote_hint", "content": {"text": "x", "noise": 0.0}}
 LIES: list[tuple[dict[str, Any], str, str]] = [
-    ({"id": 1}, "BadAnswer", "an answer to call 1, though 2 was asked"),
+    ({"id": 1}, "BadAnswer", "an answer to call 1 instead of call 2"),
     ({"id": 99}, "BadAnswer", "an answer to call 99"),
     ({"reward": float("nan")}, "BadAnswer", "finite number"),
     ({"reward": float("inf")}, "BadAnswer", "finite number"),
@@ -97,8 +97,8 @@ LIES: list[tuple[dict[str, Any], str, str]] = [
     ({"observation": {"kind": "remote_guess", "content": {"number": 1}}}, "BadAnswer", "is not declared"),
     ({"observation": {"kind": "remote_hint", "content": {"text": 1, "noise": 0}}}, "BadAnswer", "text: "),
     ({"observation": {"kind": "remote_hint", "content": {"text": "x", "noise": 0, "more": 1}}}, "BadAnswer", "more: "),
-    ({"t": "shown", "reward": "gone"}, "BadAnswer", "`shown` is no answer to `step`"),
-    ({"t": "eval"}, "BadAnswer", "no answer of the protocol"),
+    ({"t": "shown", "reward": "gone"}, "BadAnswer", "`shown` is not a valid answer to `step`"),
+    ({"t": "eval"}, "BadAnswer", "not a valid answer of the protocol"),
     ({"extra": 1}, "BadAnswer", "extra"),
 ]
 
@@ -165,14 +165,14 @@ async def say_no(socket: web.WebSocketResponse, call: Any) -> None:
     ("script", "error", "told"),
     [
         (too_long, "BadAnswer", "more than 100000 bytes"),
-        (binary, "BadAnswer", "3 bytes that are no text"),
-        (babble, "BadAnswer", "no answer of the protocol"),
-        (deep, "BadAnswer", "no answer of the protocol"),
+        (binary, "BadAnswer", "a binary message of 3 bytes"),
+        (babble, "BadAnswer", "not a valid answer of the protocol"),
+        (deep, "BadAnswer", "not a valid answer of the protocol"),
         (flood, "BadAnswer", "an answer to call 7"),
         (nothing, "Hung", "no answer to `reset` within 0.2 s"),
         (endless, "BadAnswer", "more than 100000 bytes"),
-        (no_websocket, "BadAnswer", "no WebSocket any more"),
-        (hang_up, "BadAnswer", "began another"),
+        (no_websocket, "BadAnswer", "invalid WebSocket data"),
+        (hang_up, "BadAnswer", "began a new episode"),
         (say_no, "Refused", "closed the connection"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -192,11 +192,11 @@ def greeting(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "error", "told"),
     [
-        ("hello", "BadAnswer", "no greeting"),
+        ("hello", "BadAnswer", "not a valid greeting"),
         (greeting(protocol="tapereel-env.9"), "BadAnswer", "'tapereel-env.9'"),
-        (greeting(session=""), "BadAnswer", "no name of a session"),
+        (greeting(session=""), "BadAnswer", "not a valid session id"),
         (greeting(effect="harmless"), "BadAnswer", "effect"),
-        (greeting(session="a\r\nX: y" * 5), "BadAnswer", "no name of a session"),
+        (greeting(session="a\r\nX: y" * 5), "BadAnswer", "not a valid session id"),
         (greeting(kinds={}), "WrongEnvironment", "action:remote_guess (only here)"),
         (
             greeting(name="x" * 100_000, kinds={f"action:{k}": "0" for k in range(1000)}),
@@ -235,9 +235,9 @@ async def redirecting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 @pytest.mark.parametrize(
     ("server", "error", "told"),
     [
-        (no_server, "Unreachable", "given up"),
-        (redirecting, "Refused", "wants to redirect"),
-        (silent, "Hung", "interruptions included"),
+        (no_server, "Unreachable", "stopped trying"),
+        (redirecting, "Refused", "the server redirects"),
+        (silent, "Hung", "including reconnections"),
     ],
     ids=["no server", "redirecting", "silent"],
 )
@@ -274,8 +274,8 @@ class _Acts(Agent):
 @pytest.mark.parametrize(
     ("answer", "error", "told"),
     [
-        ("{}", "BadAnswer", "no answer of OpenEnv's"),
-        ("nothing", "BadAnswer", "no answer of OpenEnv's"),
+        ("{}", "BadAnswer", "not a valid OpenEnv answer"),
+        ("nothing", "BadAnswer", "not a valid OpenEnv answer"),
         ('{"type":"observation","data":{"observation":[]}}', "BadAnswer", "observation"),
         ('{"type":"observation","data":{"observation":{},"reward":NaN}}', "BadAnswer", "finite"),
         ('{"type":"observation","data":{"observation":{},"reward":"a lot"}}', "BadAnswer", "reward"),
@@ -288,9 +288,9 @@ class _Acts(Agent):
         (
             '{"type":"error","data":{"message":"full","code":"CAPACITY_REACHED"}}',
             "Busy",
-            "full (CAPACITY_REACHED); given",
+            "full (CAPACITY_REACHED); stopped",
         ),
-        ("abort", "Unreachable", "given up after 0.2 s"),
+        ("abort", "Unreachable", "stopped trying after 0.2 s"),
     ],
     ids=range(9),
 )

@@ -58,8 +58,8 @@ def test_an_episode_in_a_process_is_as_one_here():
 
 
 BAD = [
-    ("1", "Hung", "Simulator.step gave no answer in 2 s; its process was killed"),
-    ("2", "SessionLost", "ended (exit code 7)"),
+    ("1", "Hung", "Simulator.step did not return in 2 s; its process was killed"),
+    ("2", "SessionLost", "exited (exit code 7)"),
     ("3", "SessionLost", "ended (exit code -11)"),
     ("5", "Hung", "its process was killed"),
     ("6", "ValueError", "six"),
@@ -125,7 +125,7 @@ def test_more_episodes_than_processes_wait_and_not_for_ever():
         with Pool(SIMULATOR, processes=1, patience=0.1) as pool:
             env = pool()
             await env.reset(0)
-            with pytest.raises(Busy, match="all 1 processes of the pool of Simulator were taken"):
+            with pytest.raises(Busy, match="all 1 processes of the pool of Simulator were in use"):
                 await pool().reset(0)
             await env.close()
             assert (await play(pool, "9")).status is Status.FINISHED
@@ -147,7 +147,7 @@ def test_a_pool_that_is_closed_takes_no_more():
 
 
 def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
-    with pytest.raises(ValueError, match="can't be found by another process"):
+    with pytest.raises(ValueError, match="can't be imported by another process"):
         Pool(_local(), processes=1)
     with pytest.raises(ValueError, match="processes is 0"):
         Pool(SIMULATOR, processes=0)
@@ -159,7 +159,7 @@ def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
     )
 
     async def check() -> None:
-        told = r"ended before it served \(exit code 1\)"
+        told = r"exited before it was ready \(exit code 1\)"
         with Pool(f"{path}:Calculator", processes=1) as pool, pytest.raises(Unreachable, match=told):
             await pool().reset(None)
 

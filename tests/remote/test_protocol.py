@@ -61,7 +61,7 @@ def test_two_sides_agree_by_the_fields_of_their_kinds():
     changed = {**here.digests, "action:remote_guess": "0" * 16}
     with pytest.raises(WrongEnvironment, match=r"action:remote_guess \(other fields\)"):
         here.agree("x", changed, "pure")
-    with pytest.raises(WrongEnvironment, match="effect is 'idempotent'"):
+    with pytest.raises(WrongEnvironment, match="is 'idempotent'; here"):
         here.agree("Deeds", here.digests, Declared.of(Deeds).effect)
 
 
@@ -150,7 +150,7 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_is_no_message_is_refused(text: str):
     for read in (read_answer, read_call, read_welcome):
-        with pytest.raises(BadAnswer, match="that is no"):
+        with pytest.raises(BadAnswer, match="is not a valid"):
             read(text)
 
 

@@ -55,18 +55,18 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--host", "0.0.0.0"], "can be reached by others: give it a token"),
+        (["--host", "0.0.0.0"], "other machines can reach"),
         (["--key", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE with the token is not set"),
         (["--tasks", "[1]"], "add --openenv"),
         (["--openenv", "--tasks", "[]"], "at least one task"),
-        (["--openenv", "--tasks", "nowhere"], "names nothing"),
+        (["--openenv", "--tasks", "nowhere"], "is not the name of an object"),
         (["--processes", "0"], "--processes is 0; it must be 1 or more"),
         (["--sessions", "0"], "--sessions is 0; it must be 1 or more"),
         (["--call-seconds", "-1"], "--call-seconds is -1.0; it must be more than 0"),
         (["--message-bytes", "3"], "--message-bytes is 3; it must be 1,024 or more"),
         (["--port", "99999"], "--port is 99999; a port is a number from 0 (any free one) to 65535"),
         (["--port", "-1"], "--port is -1"),
-        (["--openenv", "--tasks", "[3"], "which is no JSON"),
+        (["--openenv", "--tasks", "[3"], "which is not JSON"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):

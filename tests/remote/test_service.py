@@ -93,10 +93,10 @@ def test_a_token_is_asked_for_everywhere():
 @pytest.mark.parametrize(
     ("host", "token", "told"),
     [
-        ("0.0.0.0", None, "give it a token"),
-        ("192.0.2.1", None, "give it a token"),
-        ("::", None, "give it a token"),
-        ("example.org", None, "give it a token"),
+        ("0.0.0.0", None, "pass a token"),
+        ("192.0.2.1", None, "pass a token"),
+        ("::", None, "pass a token"),
+        ("example.org", None, "pass a token"),
         ("127.0.0.1", "short", "least 16"),
         ("127.0.0.1", "x" * 15 + "\n", "16"),
     ],
@@ -111,7 +111,7 @@ def test_a_full_service_says_when_to_come_again_and_has_place_later():
         first, second = await begun(service.url), await begun(service.url)
         async with http.get(service.url + ROUTE, headers=GOOD) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "0")
-        with pytest.raises(Busy, match=r"no place \(status 503\); given up after 0\.1 s"):
+        with pytest.raises(Busy, match=r"no free place \(status 503\); stopped trying after 0\.1 s"):
             await begun(service.url, patience=0.1)
         third = asyncio.create_task(begun(service.url))
         await first.close()
@@ -206,14 +206,17 @@ RESET = ResetCall(id=1, task=Task.of(7), rng=None)
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("no json", "that is no call"),
-        ('{"t":"reset","id":1}', "that is no call"),
-        ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step` before `reset`"),
-        ('{"t":"finish","id":1,"status":"finished"}', "`finish` before `reset`"),
+        ("no json", "is not a valid call"),
+        ('{"t":"reset","id":1}', "is not a valid call"),
+        ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step` was called before `reset`"),
+        ('{"t":"finish","id":1,"status":"finished"}', "`finish` was called before `reset`"),
         ('{"t":"close","id":2}', "call 2 can't follow call 0"),
         (RESET.model_copy(update={"id": 5}).encoded(), "call 5 can't follow call 0"),
-        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"AAAA","position":0}}', "no state of a generator"),
-        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', "that is no call"),
+        (
+            '{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"AAAA","position":0}}',
+            "invalid state of a random generator",
+        ),
+        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', "is not a valid call"),
     ],
 )
 def test_a_call_that_is_none_is_refused_and_the_session_goes_on(text: str, told: str):
@@ -224,7 +227,7 @@ def test_a_call_that_is_none_is_refused_and_the_session_goes_on(text: str, told:
             assert isinstance(answer, Fault)
             assert answer.code == "refused"
             assert told in answer.message
-            used = '"id":1' in text and "that is no call" not in told
+            used = '"id":1' in text and "is not a valid call" not in told
             again = await raw(socket, RESET.model_copy(update={"id": 2 if used else 1}).encoded())
             assert "noise" in str(again) or again.error == "AttributeError"
 
@@ -242,7 +245,7 @@ def test_a_number_can_not_be_used_for_another_call():
             same = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
             other = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=2))).encoded())
             assert one == same
-            assert "was another one before" in other.message
+            assert "differs from the call that was sent" in other.message
 
     serve(check)
 

@@ -70,7 +70,7 @@ def test_a_component_that_its_source_gave_and_gives_no_more_diverges(score: Scor
     assert verdict.outcome == "diverged"
     assert verdict.divergence is not None
     assert (verdict.divergence.field, verdict.divergence.observed) == (field, None)
-    assert f"was {verdict.divergence.recorded:g}, it is now not scored" in verdict.divergence.sentence
+    assert f"was {verdict.divergence.recorded:g} and is now not scored" in verdict.divergence.sentence
 
 
 def test_a_source_of_single_steps_that_says_nothing_more_diverges():
@@ -85,7 +85,7 @@ def test_a_component_of_another_source_is_not_spoken_of():
     verdict = again(tape, both)
     assert (verdict.outcome, verdict.checked) == ("verified", {"rewards": 2})
     assert [note for note in verdict.not_checked if "length" in note] == [
-        "reward component 'length': its source isn't among those that ran"
+        "reward component 'length': its source did not run"
     ]
     nobody = again(tape, now("bot", lambda tape: {"a": 2.0}))
     assert nobody.outcome == "unverifiable", "a name's beginning makes no source of it"
@@ -95,7 +95,7 @@ def test_a_source_whose_name_has_a_slash_answers_for_its_own_parts():
     tape = scored_by(now("a/b", lambda tape: {"c": 1.0}, pure=False))
     assert "pure=False" in str(again(tape, now("a/b", lambda tape: {"c": 1.0}, pure=False)))
     assert again(tape, now("a/b", lambda tape: {}), now("a", lambda tape: None)).outcome == "diverged"
-    assert "isn't among those" in str(again(tape, now("a/b/c/d", lambda tape: 1.0)).not_checked)
+    assert "did not run" in str(again(tape, now("a/b/c/d", lambda tape: 1.0)).not_checked)
 
 
 # What fails
@@ -123,7 +123,7 @@ def test_a_failure_that_is_recorded_is_no_score_that_another_failure_could_equal
     assert (verdict.outcome, verdict.checked) == ("unverifiable", {"rewards": 0})
     mended = again(tape, both, now("boom", lambda tape: 1.0))
     assert mended.divergence is not None
-    assert "was a failure, it is now 1" in mended.divergence.sentence
+    assert "was a failure and is now 1" in mended.divergence.sentence
 
 
 def test_the_weight_that_a_failure_takes_from_the_others_is_no_divergence_of_theirs():
@@ -216,7 +216,7 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     assert (again["added"], again["counts"]["verified"], layers(run)) == (0, TAPES, 2 * TAPES)
     assert answer_of(capsys, "replay", run, "--rewards", f"{run}.py:nothing", "--layer", "two", code=2)["added"] == 0
     without = answer_of(capsys, *words[:-2], code=2)["verdicts"][0]["not_checked"]
-    assert sum("hasn't got it, but layer 'one' has; give --layer" in note for note in without) == 2, without
+    assert sum("doesn't have it, but layer 'one' does; pass --layer" in note for note in without) == 2, without
 
 
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):

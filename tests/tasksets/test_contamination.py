@@ -50,7 +50,7 @@ def test_the_share_and_the_length_of_runs_decide() -> None:
     assert (loose.runs.tasks, strict.runs.tasks) == (1, 0)
     assert contamination(TRAIN, [task("the capital of Spain")], n=3).runs.tasks == 1
     assert contamination(TRAIN, [task("the capital of Spain")], n=4).clean
-    with pytest.raises(ValueError, match="n is at least 1"):
+    with pytest.raises(ValueError, match="n must be at least 1"):
         contamination(TRAIN, [], n=0)
 
 
@@ -84,8 +84,8 @@ def test_the_command_line(tmp_path: Path, capsys: Any) -> None:
     [
         ("none.jsonl", [], "there is no file"),
         ("t.jsonl", ["--public", "z"], "t.jsonl: item 0: a row has no column 'z'"),
-        ("bad.jsonl", [], "bad.jsonl can't be read: line 2 is no JSON"),
-        ("t.txt", [], "ends in '.txt'"),
+        ("bad.jsonl", [], "bad.jsonl can't be read: line 2 is not JSON"),
+        ("t.txt", [], "has the suffix '.txt'"),
     ],
 )
 def test_what_the_verb_cannot_read_is_a_mistake_of_the_command_line(

@@ -37,7 +37,7 @@ def test_one_column_is_the_part_itself() -> None:
 def test_a_missing_column_is_named_with_those_that_are_there() -> None:
     with pytest.raises(BadTasks, match="no column 'question'; it has 'name', 'q', 'a', 'seed'"):
         Taskset(ROWS, row=columns("question"))
-    with pytest.raises(BadTasks, match="is no row with columns; it is a int"):
+    with pytest.raises(BadTasks, match="is a int, not a row with columns"):
         Taskset([3], row=columns("question"))
 
 
@@ -48,7 +48,7 @@ def test_a_hub_that_can_t_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(BadTasks) as caught:
         hub_tasks("nobody/nothing", row=columns("question"))
     sentence = str(caught.value)
-    assert "the data set 'nobody/nothing' (split 'train') can't be had from the hub" in sentence
+    assert "the data set 'nobody/nothing' (split 'train') can't be loaded from the hub" in sentence
     assert "Taskset.load('tasks.parquet')" in sentence
 
 

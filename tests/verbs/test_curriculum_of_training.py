@@ -69,8 +69,8 @@ def test_a_run_that_died_goes_on_with_the_tasks_that_it_would_have_had(model: st
     ("more", "says"),
     [
         (("curriculum.weights={esay: 1}",), "a weight is for 'esay'; the pools are 'easy'"),
-        (("curriculum.weights={normal: 1}",), "leave nothing to draw from; the pools have: easy 50, normal 0, hard 50"),
-        (("curriculum.easy=0.2",), "give 0 <= hard <= easy <= 1"),
+        (("curriculum.weights={normal: 1}",), "leave no task to draw; the pools hold: easy 50, normal 0, hard 50"),
+        (("curriculum.easy=0.2",), "they need 0 <= hard <= easy <= 1"),
         (('tasks=["77"]',), "has no scored attempt at any of the 1 tasks"),
     ],
 )

@@ -84,7 +84,7 @@ def test_what_is_no_agent_is_refused(name: str, says: str):
     ("name", "says"),
     [
         ("no_such_module:agent", "there is no module 'no_such_module'"),
-        ("player", "names nothing; write package.module:name"),
+        ("player", "is not the name of an object; write package.module:name"),
         ("nowhere.py:player", "there is no file"),
     ],
 )
@@ -148,11 +148,11 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
         (named("few"), None, 3, "count is 3, but there are 2 tasks"),
         (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
         (named("few"), named("number"), None, "not a function from a row to a task"),
-        (named("by_index"), None, None, "give `size`"),
+        (named("by_index"), None, None, "pass `size`"),
         (named("listed_later"), None, None, "is async"),
-        (named("number"), None, None, "no source of tasks"),
+        (named("number"), None, None, "not a source of tasks"),
         ([], None, None, "holds no tasks"),
-        ([1], None, 2, "2 tasks were asked for"),
+        ([1], None, 2, "size is 2"),
         ("missing.jsonl", None, None, "there is no file missing.jsonl"),
     ],
 )
