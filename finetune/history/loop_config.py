@@ -1,4 +1,4 @@
-"""Settings of the loop and of warm starts, as pydantic models: Python first, a file and `--set` on top."""
+"""Settings of the loop and of warm starts, as pydantic models."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..trainer.schedule import Schedule
 
 
 class OptimiserConfig(Config):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float | None = Field(default=1.0, gt=0)
-    """Largest gradient norm; None for no bound."""
+    """The gradient is scaled down to this norm; None: no bound."""
     schedule: Schedule = Schedule()
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Decay, per optimiser step, of a running average of the weights that is kept beside them; None: none is."""
+    """Decay, per optimiser step, of a moving average of the weights that is kept beside them; None: no average."""
     micro_tokens: int = Field(default=4096, ge=1)
-    """Tokens forwarded at once, padding included."""
+    """Tokens of one forward pass, padding included."""
     autocast: Literal["bfloat16"] | None = None
-    """Forward in that dtype, while weights, output layer and optimiser state stay in float32; None: all in float32."""
+    """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None: all in float32."""
     gradient_checkpointing: bool = False
-    """Compute each layer's activations again on the way back, in place of keeping them: less memory, more time."""
+    """Compute each layer's activations again in the backward pass instead of keeping them: less memory, more time."""
 
 
 class WarmStartConfig(Config):
@@ -47,9 +47,11 @@ class CriticConfig(Config):
     """`own`: a copy of the policy's body, trained with the head; `policy`: a head alone, on the policy's states."""
     optimiser: OptimiserConfig = OptimiserConfig(lr=1e-3)
     clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from what it was and still be pulled, in units of reward; None for no bound."""
+    """The loss stops where a value has moved this far from its value before the update, in units of reward; None: no
+    bound."""
     normalised: bool = True
-    """Targets are scaled by their running mean and deviation, and the critic begins at the mean of the first ones."""
+    """Targets are scaled by their running mean and deviation, and the critic begins at the mean of its first
+    targets."""
     passes: int = Field(default=4, ge=1)
     """Optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
@@ -59,8 +61,8 @@ class CriticConfig(Config):
     def _keeps_activations(self) -> CriticConfig:
         if self.body == "policy" and self.optimiser.gradient_checkpointing:
             raise ValueError(
-                "a critic that reads the policy's states goes back through its head alone: leave "
-                "optimiser.gradient_checkpointing out, or set body to `own`"
+                "a critic that reads the policy's states goes back through its head alone, so checkpointing would save "
+                "nothing: remove optimiser.gradient_checkpointing, or set body to `own`"
             )
         return self
 
@@ -69,24 +71,25 @@ class ForkConfig(Config):
     """Continuations of a group's attempts, for a recipe that compares them: `baseline: {by: fork}`."""
 
     attempts: int = Field(default=1, ge=1)
-    """Attempts of each group that are gone on from, drawn from those with a turn inside."""
+    """Attempts of each group that are forked, drawn from those with at least two turns."""
     turns: int = Field(default=1, ge=1)
-    """Turns of each of them, drawn from those inside."""
+    """Turns at which each of these attempts is forked, drawn from those after its first."""
     continuations: int = Field(default=4, ge=2)
-    """Episodes that go on from each turn."""
+    """Episodes that continue from each of these turns."""
 
 
 class ProcessesConfig(Config):
-    """How the processes that were launched together share the work of an update."""
+    """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """Each keeps a part of every weight, gradient and optimiser state (FSDP2); else a copy of all of them."""
+    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: a copy of all of
+    them."""
     timeout: float = Field(default=1800.0, gt=0)
-    """Seconds that one waits for the others, a batch of rollouts included, before it gives up."""
+    """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
 class LoopConfig(Config):
-    """The async loop: rollouts of groups go on while the trainer updates on those that closed."""
+    """The asynchronous loop: it samples groups while the trainer updates on closed ones."""
 
     updates: int = Field(default=40, ge=0)
     """Versions of the policy that the loop makes."""
@@ -95,26 +98,27 @@ class LoopConfig(Config):
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches that one update trains on, in one optimiser step; what is compared by batch is compared within
-    one of them."""
+    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare within one of
+    them."""
     epochs: int = Field(default=1, ge=1)
-    """How often an update goes over its batch."""
+    """Passes of an update over its batch."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimiser steps of an epoch: episodes are cut into so many parts."""
+    """Optimiser steps of an epoch, each on one part of the episodes."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained, as `planner/searcher`; what others say is context. None: all are."""
+    """Paths of the agents that are trained, as `planner/searcher`; tokens of other agents are context. None: all."""
     by_agent: bool = False
-    """Each agent of an episode is compared with itself in the other attempts, by the rewards that are its alone
-    (components named `name@path`) and those of all; False: an episode is one whole."""
+    """Compare each agent with itself in the other attempts, by its own rewards (components named `name@path`) and the
+    rewards of all agents. False: an episode has one reward for all of its agents."""
     extra_groups: int | None = Field(default=None, ge=0)
-    """With a recipe that drops flat groups, how many more may be sampled in their place for one update, which then
-    trains on what there is; None: three times its groups."""
+    """With a recipe that drops flat groups: how many groups may be sampled in their place for one update, before it
+    trains on a smaller batch. None: three times its groups."""
     forks: ForkConfig | None = None
-    """None: no attempt is gone on from."""
+    """None disables forking of attempts."""
     demonstrations: int = Field(default=0, ge=0)
-    """With a recipe that has an `nll` regulariser, imitated tapes in each update, from those of the warm start."""
+    """With a recipe that has an `nll` regulariser: tapes of the warm start that each update imitates as well."""
     max_lag: int = Field(default=1, ge=0)
-    """Updates that a trained token's policy may be behind; 0 is synchronous."""
+    """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
+    0 is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     recipe: str = "grpo"
@@ -122,24 +126,24 @@ class LoopConfig(Config):
     """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
     optimiser: OptimiserConfig = OptimiserConfig()
     critic: CriticConfig | None = None
-    """None: where the recipe takes values, a critic by the defaults; else none."""
+    """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
     sampling: Sampling = Sampling(max_tokens=64)
     limits: Limits = Limits(turns=8, seconds=120.0)
     publish: Literal["reprefill", "drain"] = "reprefill"
-    """What becomes of completions in flight when weights change; both keep log-probs exact."""
+    """What happens to completions in flight when weights change; both ways keep log-probs exact."""
     sleep: bool = False
-    """The servers give their GPU's memory away while an update is computed, as to a trainer on the same GPU; with
-    max_lag 0, since nothing is sampled then."""
+    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0, since nothing
+    is sampled then."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
-    """With max_lag 0, the largest |log-prob at sampling - log-prob in training| allowed (nats); None: not checked."""
+    """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats; None: not checked."""
     group_deadline: float = Field(default=300.0, gt=0)
-    """Seconds after which a group closes with what it has; what still runs is cancelled."""
+    """Seconds after which a group closes with its ended attempts, and the others are cancelled."""
     checkpoint_every: int = Field(default=10, ge=1)
-    """Updates."""
+    """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
-    """None: all. The base, the last, the best measured and those at the end of a phase always stay."""
+    """None: all. The base, the last, the best measured and those at the end of a phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
-    """The oldest go until all that stay take no more; None: no bound."""
+    """The oldest checkpoints are deleted until the others take at most so many bytes; None: no bound."""
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group before the update."""
 
@@ -148,9 +152,9 @@ class LoopConfig(Config):
     def _trainable(cls, sampling: Sampling) -> Sampling:
         if not sampling.exact:
             raise ValueError(
-                "what is sampled so can't be trained on: its log-probs are not those of the distribution "
-                "drawn from. Sample with a temperature above 0, no top_p, no top_k and no extra beside "
-                "`stop`"
+                "tokens that are sampled with these settings can't be trained on: their recorded log-probs are not "
+                "those of the distribution that they are drawn from. Set a temperature above 0, no top_p, no top_k "
+                "and no extra but `stop`"
             )
         return sampling
 
@@ -158,32 +162,32 @@ class LoopConfig(Config):
     def _agrees(self) -> LoopConfig:
         if self.rollouts > 1 and self.minibatches > 1:
             raise ValueError(
-                f"{self.rollouts} rollout batches in one step and {self.minibatches} steps on one rollout "
-                "batch exclude each other: set rollouts or minibatches to 1"
+                f"rollouts={self.rollouts} trains on several batches in one step, and "
+                f"minibatches={self.minibatches} makes several steps on one batch: set one of them to 1"
             )
         if self.sleep and self.max_lag:
             raise ValueError(
-                f"sleep puts the servers to sleep for every update, and with max_lag={self.max_lag} they "
-                "sample meanwhile: set max_lag=0, or leave sleep out"
+                f"sleep stops the servers during every update, and with max_lag={self.max_lag} they sample meanwhile: "
+                "set max_lag=0, or remove sleep"
             )
         if 0 < self.demonstrations < self.minibatches:
             raise ValueError(
-                f"{self.demonstrations} demonstrations can't be cut into {self.minibatches} mini-batches: "
-                "give at least as many"
+                f"demonstrations={self.demonstrations} can't be divided into minibatches={self.minibatches}: set "
+                "demonstrations to at least as many"
             )
         if self.by_agent and (self.rollouts > 1 or self.shuffle_rewards):
             raise ValueError(
-                "by_agent compares agents within one rollout batch by their own rewards: leave rollouts "
-                "at 1 and shuffle_rewards out"
+                "by_agent compares agents within one rollout batch by their own rewards: set rollouts to 1 and remove "
+                "shuffle_rewards"
             )
         if self.agents is not None and not self.agents:
             raise ValueError(
-                "agents is empty, so that nobody would be trained: name at least one path, or leave it out to train all"
+                "agents is empty, so that no agent would be trained: name at least one path, or remove it to train all"
             )
         return self
 
     @property
     def episodes_per_group(self) -> int:
-        """Attempts and continuations of a group, sampled again ones apart."""
+        """Attempts and continuations of a group, without those that are retries of failed ones."""
         forks = self.forks
         return self.group_size + (forks.attempts * forks.turns * forks.continuations if forks is not None else 0)

@@ -1,7 +1,7 @@
-"""Plans: how an update's batch is made of recorded tapes, and all that a `use` record says for it to be made again.
+"""Plans: how an update makes its batch from recorded tapes. The `use` record holds the plan, to make the batch again.
 
-An update makes one version of the policy. It may go over its batch in several epochs and cut each into mini-batches, an
-optimiser step for each; there is a `use` record for each epoch. Knows nothing of models and files.
+An update makes one version of the policy. It may pass over its batch in several epochs and divide each epoch into
+mini-batches, with an optimiser step for each; there is a `use` record for each epoch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Source = Callable[[str], tuple[list[Row], Episode]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one update trains on, in order, and what it sets aside."""
+    """The rows that one update trains on, in order, and the tokens that it leaves out, by reason."""
 
     rows: list[Row]
     episodes: list[Episode]
     stale: list[Range] = field(default_factory=list)
     context: list[Range] = field(default_factory=list)
-    """Tokens of agents that this run doesn't train."""
+    """Tokens of agents that this run doesn't train: the model reads them and has no loss on them."""
     filtered: list[Range] = field(default_factory=list)
     """Tokens of groups that were set aside before the update."""
     shown: list[Row] = field(default_factory=list)
@@ -36,43 +36,44 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a batch is made of tapes, and how it is gone over."""
+    """The tapes of an update, and how it trains on them. The field names are those of the `use` record."""
 
     phase: str
     tapes: tuple[str, ...]
     oldest: int | None = None
-    """Tokens of versions below this one are stale; None: age plays no part."""
+    """Tokens that an older version sampled are stale and are left out; None: no bound on staleness."""
     rewards: tuple[float | None, ...] | None = None
-    """Rewards that take the place of the tapes' own (a control experiment); None for a tape that is unscored."""
+    """Rewards in place of the tapes' own (a control experiment); None for an unscored tape."""
     aside: tuple[str, ...] = ()
-    """Tapes of groups that were sampled for this update and found to teach nothing; booked with it as `filtered`."""
+    """Tapes of flat groups, which were sampled for this update and aren't trained on; counted as `filtered`."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained; the tokens of others are context. None: all are."""
+    """Paths of the agents that are trained; tokens of other agents are context. None: all."""
     by_agent: bool = False
-    """Each agent of an episode is compared with itself in the other attempts, by its own reward (`by_agent`)."""
+    """Compare each agent with itself in the other attempts, by its own reward."""
     batches: tuple[int, ...] = ()
-    """Tapes of each rollout batch, where several make one update: what a recipe compares `by = batch` it compares
+    """The number of tapes of each rollout batch, where an update has several; a recipe's baseline `by = batch` compares
     within one of them. Empty: one batch."""
     epochs: int = 1
     minibatches: int = 1
-    """Optimiser steps of an epoch; the tapes are cut into so many parts."""
+    """Optimiser steps of an epoch, each on one part of the tapes."""
     order: int = 0
-    """Seeds the cuts into mini-batches."""
+    """The seed of the division into mini-batches."""
     shown: tuple[str, ...] = ()
-    """Tapes imitated beside the batch."""
+    """Demonstrations: tapes that the update imitates as well."""
 
     @property
     def every(self) -> tuple[str, ...]:
-        """All tapes that the update has taken from the queue."""
+        """All tapes that the update takes from the queue."""
         return (*self.tapes, *self.aside)
 
     @property
     def read(self) -> tuple[str, ...]:
-        """All tapes that it names, those imitated included."""
+        """All tapes that the update reads, with its demonstrations."""
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, Any]:
-        """What a `use` record says of it; settings at their defaults are left out."""
+        """The plan as a `use` record holds it. Fields at their defaults are left out, so a record of before a field
+        existed equals one that is made now."""
         own = {
             "phase": self.phase,
             "tapes": list(self.tapes),
@@ -87,7 +88,7 @@ class Plan:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Plan:
-        """The plan that a record's info was made by."""
+        """The plan in a record's info; other keys of the info are ignored."""
         known: dict[str, Any] = {one.name: info[one.name] for one in fields(cls) if one.name in info}
         for name, value in known.items():
             if isinstance(value, list):
@@ -95,7 +96,7 @@ class Plan:
         return cls(**known)
 
     def batch(self, lineage: str, source: Source) -> Batch:
-        """What it trains on. Ages count in versions of `lineage`."""
+        """The batch. `oldest` counts versions of `lineage`; tokens of other lineages have no age."""
         batch = Batch([], [])
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]

@@ -1,7 +1,7 @@
-"""Evaluation: a rollout with its own sampling, recorded like any other, that changes no state of training.
+"""Evaluation on held-out tasks: episodes with a sampling of their own, which change no state of training.
 
-Its tapes belong to a split of their own, so that no update can name them and the books hold them out. What it says is
-in `agents.passk`.
+Their tapes have a split of their own, so that no update can name them and the accounting of tokens counts them as held
+out. `agents.runs.pass_at_k` computes the scores.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Per episode, task after task; None where it could not be scored, or didn't end by the agent's own doing."""
+    """Of each episode, task after task; None where it could not be scored, or ended by an error that isn't the
+    agent's."""
     metrics: dict[str, float]
-    """Mean of every component and metric over the tapes that have it."""
+    """Mean of every reward component and metric over the tapes that have it."""
     tapes: tuple[str, ...]
     scores: Scores
     """Mean reward and pass@k with their intervals."""
 
     @property
     def scored(self) -> int:
+        """The number of scored episodes."""
         return sum(r is not None for r in self.rewards)
 
     @property
     def mean(self) -> float | None:
-        """Mean reward of the scored episodes; None when there is none."""
+        """Mean reward of the scored episodes; None without any."""
         return sum(r for r in self.rewards if r is not None) / self.scored if self.scored else None
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean, episodes taken as independent; None below two episodes."""
+        """Standard error of the mean, with episodes taken as independent; None below two scored episodes."""
         n, mean = self.scored, self.mean
         if n < 2 or mean is None:
             return None
@@ -66,12 +68,13 @@ async def evaluate(
     concurrent: int = 256,
     on_tape: Callable[[Tape], None] | None = None,
 ) -> Evaluation:
-    """`attempts` episodes per task, and from them pass@k for each of `k`; success: the least reward of a success.
+    """Run `attempts` episodes of each task; returns their rewards, and pass@k for each of `k`.
 
-    The same seed gives every policy the same environment seeds; attempts at one task share theirs.
+    success: the least reward of a success. The same seed gives every policy the same environment seeds, so two policies
+    can be compared task by task. Attempts at one task share the environment's seed.
     """
     if split in ("train", "demo"):
-        raise ValueError(f"an evaluation can't be recorded as {split!r}, which is trained on: give it another split")
+        raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")
     check_factory(env)
     gate = asyncio.Semaphore(concurrent)
 

@@ -1,9 +1,9 @@
-"""The loop: rollouts of groups go on while the trainer updates on those that closed, oldest first.
+"""The asynchronous training loop: it samples groups of episodes while the trainer updates on the oldest closed groups.
 
-The event loop runs the agents, the environments and the embedded engine; updates run in one thread. The order of an
-update is fixed: the weights change in memory, its `use` record becomes durable, the new policy is published, and only
-then can anything be sampled from it. Pacing (`pacing.py`) keeps samples fresh; the check at use makes stale ones
-impossible. Every episode counts in exactly one update or is accounted for by the books.
+The event loop runs the agents, the environments and the embedded engine; updates run in one thread beside it. The order
+of an update is fixed: the weights change in memory, the `use` record becomes durable, the engine gets the new weights,
+and only then can the engine sample with them. Pacing (`staleness.py`) keeps samples fresh, and the plan of each update
+drops the tokens that are too stale nevertheless. Every episode is in exactly one update, or the books say why not.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from .sft import batch_of
 log = logging.getLogger("tapereel.loop")
 
 STALL_SECONDS = 5.0
-"""How long the event loop may stand still before the line that holds it is named. A forward pass takes far less."""
+"""Seconds for which the event loop may be blocked before a warning names the line. A forward pass takes far less."""
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer disagree on a log-prob although they have the same weights: tokens, masks or positions of
-    what is trained are not those that were sampled."""
+    """Sampler and trainer have the same weights and compute different log-probs: the trainer's tokens, masks or
+    positions are not those of the sampler."""
 
 
 class UnknownAgent(TapereelError, ValueError):
-    """None of the agents that are to be trained said anything."""
+    """None of the agents to train spoke in the episodes."""
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
-    """BadRecipe where the settings ask for what the recipe doesn't use, or don't give what it needs. shown: tapes that
-    may be imitated beside; None: not known yet."""
+    """BadRecipe where the settings ask for what the recipe doesn't use, or lack what it needs. shown: the number of
+    tapes that may be imitated beside the rollouts; None: not known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
         raise BadRecipe(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
-            f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or leave forks out"
+            f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or remove `loop.forks`"
         )
     short = shown is not None and config.demonstrations > shown
     if short or bool(config.demonstrations) != recipe.imitates:
         raise BadRecipe(
             f"recipe {recipe.name!r} has {'an' if recipe.imitates else 'no'} nll regulariser, "
             f"loop.demonstrations is {config.demonstrations}"
-            f"{f' and {shown} tapes are there to be imitated' if short else ''}: give all of them (a warm "
-            "start brings tapes) or none"
+            f"{f' and the run has {shown} tapes to imitate' if short else ''}: use the regulariser, the setting and "
+            "a warm start, which brings tapes, together; or none of them"
         )
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """UnknownAgent where others spoke in these rows, but none of `agents`, which stand in that setting."""
+    """UnknownAgent where some agents spoke in these rows, but none of `agents`. setting: where `agents` are set."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
         raise UnknownAgent(
-            f"{setting} names {', '.join(map(repr, agents))}, but those who spoke are "
+            f"{setting} names {', '.join(map(repr, agents))}, but the agents that spoke are "
             f"{', '.join(map(repr, sorted(paths)))}: name some of these paths"
         )
 
@@ -101,14 +101,14 @@ class UpdateReport:
     """One line of metrics."""
 
     update: int
-    """Updates applied, this one included."""
+    """The number of applied updates, this one included."""
     reward: float | None
     """Mean reward of the batch's scored episodes."""
     metrics: dict[str, Any]
 
 
 class Loop:
-    """One run of async rollout and training. `await loop.run()` once."""
+    """One run of asynchronous rollout and training. `await loop.run()` once."""
 
     def __init__(
         self,
@@ -130,16 +130,16 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`tasks(k)`: the task of group k, the same at every call. `recipe`: that of the updates (default: the
-        configuration's). `shown`: tapes in the store that are imitated beside, as `demonstrations` says. `players`:
-        other policies that learn from the same episodes. `start`: the update at which this phase began (default: the
-        history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`: asked between
-        updates; true ends the phase before it has them all. `settled`: awaited before the engine gets other weights, or
+        """`tasks(k)`: the task of group k, the same at every call. `recipe`: the recipe of the updates (default: the
+        configuration's). `shown`: tapes in the store that are imitated beside the rollouts (`loop.demonstrations`).
+        `players`: other policies that learn from the same episodes. `start`: the update at which this phase began
+        (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`:
+        called between updates; true ends the phase early. `settled`: awaited before the engine gets new weights or
         sleeps."""
         if not config.sampling.exact:
             raise ValueError(
-                f"the loop can't train on what it samples with {config.sampling!r}: its log-probs are not "
-                "those of the distribution drawn from. Sample with a temperature above 0 and nothing else"
+                f"the loop can't train on samples of {config.sampling!r}: their recorded log-probs are not those of "
+                "the distribution that they are drawn from. Sample with a temperature above 0 and nothing else"
             )
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
@@ -177,28 +177,32 @@ class Loop:
         self.wall_seconds = 0.0
         self.publish_seconds = 0.0
         self._began = (0.0, 0.0)
-        """(time, the engine's busy seconds) when it began."""
-        self._heard = False
-        """Whether an agent that is trained has spoken."""
+        """(time, the engine's busy seconds) at the start of the loop."""
+        self._agents_checked = False
+        """Whether an agent that is trained has spoken in some batch."""
 
     @property
     def target(self) -> int:
+        """The number of updates, counted from the base weights, at which the phase ends."""
         return self.start + self.config.updates
 
     @property
     def done(self) -> bool:
-        """Whether the phase is over."""
+        """Whether the phase has ended."""
         return self.history.updates >= self.target or self.stop()
 
     async def run(self) -> None:
-        """Go on until the phase has its updates. Raises what the trainer, the store or the pacing raised."""
+        """Run until the phase has its updates. Raises the first error of the trainer, the store or the rollouts."""
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
         self._began = (started, engine_before)
+        # A process that died between the records of one update's epochs left some of them unwritten. They are written
+        # first: a new update must not be recorded after an update whose record has a gap.
         for use in self.history.unrecorded:
             self.store.append_layer(use)
         self.history.unrecorded.clear()
         await self.store.writer.durable()
+        # Players make up for the loop's updates that they lack before anything is sampled with their old weights.
         for player in self.players:
             await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
@@ -217,11 +221,13 @@ class Loop:
             try:
                 await self._train()
             finally:
+                # `feed` never ends by itself. Without the cancellation the task group would wait for it for ever.
                 feeder.cancel()
 
     @property
     def idle_share(self) -> float:
-        """Share of the wall time in which neither the engine nor the trainer was at work."""
+        """Share of the wall time in which neither the engine nor the trainer worked."""
+        # Seconds in which both worked are in both sums, so they are subtracted once.
         busy = self.train_seconds + self.engine_seconds - self.train_engine_seconds
         return max(0.0, 1 - busy / self.wall_seconds) if self.wall_seconds else 0.0
 
@@ -231,7 +237,9 @@ class Loop:
         while not self.done:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
-            # Told before the checkpoint: what a checkpoint holds is never made again, so its line must be written.
+            # The line of metrics is written before the checkpoint. After a crash, resume makes again only the updates
+            # behind the newest checkpoint, and writes their missing lines; a line of an update inside the checkpoint
+            # would be missing for ever.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:
@@ -257,6 +265,7 @@ class Loop:
         )
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
+        """Rewards in a random order within each group, for the control experiment; the seed gives the same order."""
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
         shuffled: list[float | None] = []
         for group in taken.groups:
@@ -266,7 +275,7 @@ class Loop:
         return tuple(shuffled)
 
     def _batches(self, taken: Taken) -> tuple[int, ...]:
-        """Tapes of each rollout batch, the oldest groups first; empty where there is one batch only."""
+        """The number of tapes of each rollout batch, the oldest groups first; empty for a single batch."""
         if self.config.rollouts == 1:
             return ()
         size = self.config.groups
@@ -274,14 +283,22 @@ class Loop:
         return tuple(sum(len(group.usable) for group in part) for part in parts)
 
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
+        """One update: train, record, publish, in this order.
+
+        A crash before the records are durable loses the update, and resume makes it anew from the same tapes. A crash
+        after that finds the records, and resume applies the update again. If the engine got the weights before the
+        records were durable, a crash would leave tapes sampled by a version that no record explains.
+        """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
-        self._trains_somebody(plan)
+        self._check_agents(plan)
         before = self.engine.stats.busy_seconds
         if self.config.sleep:
             await self._settled()
         async with self._asleep():
             started = time.perf_counter()
+            # In a thread: an update in the event loop would block every episode. Nothing else changes the model, and
+            # engines sample from copies of it, so the thread needs no lock.
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
             weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
             others = [
@@ -293,11 +310,13 @@ class Loop:
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
-            for told in (stats, *(other[0] for other in others)):
-                self._check(told)
+            # Checked before the records are written: a run must not go on from an update on wrong log-probs.
+            for one in (stats, *(other[0] for other in others)):
+                self._check(one)
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
                 self.store.append_layer(record)
             await self.store.writer.durable()
+            # An evaluation may sample with the engine's present weights; new weights wait until it has ended.
             await self._settled()
             started = time.perf_counter()
             await self.engine.sync_weights(weights, publish.version, self.config.publish)
@@ -311,13 +330,13 @@ class Loop:
             **self._perf(),
             **reward_by_agent(stats.stream),
         }
-        for player, (told, *_) in zip(self.players, others, strict=True):
-            line |= player.line(told)
+        for player, (player_stats, *_) in zip(self.players, others, strict=True):
+            line |= player.line(player_stats)
         return UpdateReport(self.history.updates, line["reward"], line)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """Servers that are to sleep in the meantime do, and sample again when it is over, however that ends."""
+        """With `loop.sleep`, servers sleep inside. They are woken at the end, after an error too."""
         engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
         sleepers = [engine for engine in engines if isinstance(engine, SleepingEngine)]  # all: checked at the start
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
@@ -328,7 +347,7 @@ class Loop:
                 try:
                     await engine.wake()
                 except TapereelError as second:
-                    error.add_note(f"and {engine.name} could not be woken: {second}")
+                    error.add_note(f"{engine.name} could not be woken either: {second}")
             raise
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
@@ -336,41 +355,46 @@ class Loop:
         wall, engine = time.perf_counter() - self._began[0], self.engine.stats.busy_seconds - self._began[1]
         return perf(Timers(wall, engine, self.train_seconds, self.publish_seconds))
 
-    def _trains_somebody(self, plan: Plan) -> None:
-        if plan.agents is None or self._heard:
+    def _check_agents(self, plan: Plan) -> None:
+        """UnknownAgent where no trained agent spoke in the first batch: the run would train on nothing."""
+        if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
         check_speaks(plan.agents, rows)
         for player in self.players:
             check_speaks(player.agents, rows, f"the player {player.called}")
-        self._heard = True
+        self._agents_checked = True
 
     def _check(self, stats: UpdateStats) -> None:
-        """Of the first step only: after it the weights are no longer those that sampled."""
+        """SamplerMismatch where sampler and trainer differ by more than the tolerance.
+
+        `stats.mismatch` is of the update's first step alone: after it the trainer has other weights than the sampler.
+        """
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
             raise SamplerMismatch(
                 f"update {self.history.updates}: a token's log-prob differs by {stats.mismatch:.3g} nats between "
-                f"sampler and trainer, which have the same weights (loop.sampler_tolerance={bound:g}). Where one of "
-                "them computes in bfloat16, allow for that, by some 0.05; else see `tapereel explain` on its tapes"
+                f"sampler and trainer, which have the same weights (loop.sampler_tolerance={bound:g}). If the "
+                "sampler or the trainer computes in bfloat16, set loop.sampler_tolerance to about 0.05; otherwise "
+                "look at the update's tapes with `tapereel explain`"
             )
 
 
 async def _at_once() -> None:
-    """Nothing is in the way of new weights."""
+    """For a loop without evaluations: new weights needn't wait."""
 
 
 def _stalled(stall: Stall) -> None:
     log.warning(
-        "the event loop has stood still for %.1f s at %s: every episode waits for it; run blocking code in a "
-        "thread (an environment says so with `blocking = True`)",
+        "the event loop has been blocked for %.1f s at %s, and every episode waits: run blocking code in a thread (an "
+        "environment sets `blocking = True`)",
         stall.seconds,
         stall.where(),
     )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first fault of a group of tasks: what stopped the loop; the rest was stopped by it."""
+    """The first error of a group of tasks. It stopped the loop; the other errors are its consequences."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,6 +1,4 @@
-"""Lines of metrics.jsonl: what is written down of one update, by the process that made it or by one that makes it
-again. Knows nothing of files.
-"""
+"""Lines of metrics.jsonl: the values of one update, from the process that made it or from one that applies it again."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from ..trainer.trainer import UpdateStats
 
 
 def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
-    """Of an update on recorded tapes; `uses` are its records, one for each epoch."""
+    """The line of an update on recorded tapes (SFT). uses: its records, one for each epoch."""
     use = uses[0]
     return {
         "phase": use.info["phase"],
@@ -29,11 +27,11 @@ def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
 def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
 ) -> dict[str, Any]:
-    """Of an update of the loop on `tapes`; `seconds` is what it took, None where it is made again."""
+    """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
     use = uses[0]
     info: Any = use.info
     trained = sum(end - start for one in uses for _, _, start, end, _ in one.items)
-    # A continuation's reward is of its own turns only, so it is no whole episode's.
+    # The reward of a continuation counts its own turns only, so it is not comparable with that of a whole episode.
     scored = [tape.reward for tape in tapes if tape.reward is not None and tape.begin.parent is None]
     line = {
         "phase": info["phase"],
@@ -54,12 +52,13 @@ def rollout_line(
         "train_seconds": seconds,
         "truncated": sum(t.status != "finished" for t in tapes) / max(len(tapes), 1),
     }
-    # The objective's sums are of what entered it; under the same name, what was sampled for the update is told.
+    # The objective's sums cover the tokens that entered the loss. Where a name is the same, the line keeps the value
+    # over all that was sampled for the update.
     return line | {name: value for name, value in stats.sums.flat().items() if name not in line}
 
 
 def _lag(tapes: Sequence[Tape], use: Use) -> float:
-    """Mean age of the batch's sampled tokens, in updates; those of another lineage have none."""
+    """Mean staleness of the batch's sampled tokens, in updates; tokens of another lineage don't count."""
     total = n = 0
     for tape in tapes:
         for call in tape.calls:

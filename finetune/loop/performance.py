@@ -1,6 +1,4 @@
-"""Timers and health of a loop, as they go into metrics.jsonl under `perf/`: sums since this process began, which never
-fall. Knows nothing of what is trained.
-"""
+"""Timers and memory of a loop, as they stand under `perf/` in metrics.jsonl. Sums since this process began."""
 
 from __future__ import annotations
 
@@ -11,25 +9,25 @@ from dataclasses import dataclass
 import torch
 
 UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of one unit of `ru_maxrss`."""
+"""Bytes of one unit of `ru_maxrss`: bytes on macOS, KiB on Linux."""
 
 
 @dataclass(slots=True)
 class Timers:
-    """Seconds by what was done."""
+    """Seconds by activity."""
 
     wall: float = 0.0
     """Since the loop began."""
     engine: float = 0.0
-    """In which the engine was at work."""
+    """In which the engine computed."""
     train: float = 0.0
-    """In which the trainer was; both may be at once."""
+    """In which the trainer computed; engine and trainer overlap."""
     publish: float = 0.0
-    """In which new weights were brought to the engine."""
+    """In which the engine received new weights."""
 
 
 def perf(timers: Timers) -> dict[str, float]:
-    """The part of a line of metrics: seconds, and the most memory that was in use at once, in MiB."""
+    """The timers in seconds, and the peak memory of the process and of its GPU in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 2**20
     line = {f"perf/{name}_seconds": round(getattr(timers, name), 4) for name in Timers.__dataclass_fields__}
     line["perf/memory_mib"] = round(peak, 1)

@@ -1,13 +1,13 @@
-"""The queue of groups between rollout and training: which are sampled, which are closed, which an update takes.
+"""The queue of groups between rollout and training: it samples groups, closes them and hands them to updates.
 
-A group belongs to one task instance of one loop, by its number: the same task drawn again later is another group, so
-two epochs of a taskset, or policies far apart, are never compared. Each closed group goes to one update or to none:
+A group has a number and one task. The same task drawn again later is another group, so the attempts of two epochs of a
+taskset, or of policies far apart, are never compared. Each closed group goes to one update or to none:
 
     ready     an update takes it, oldest first
-    aside     the recipe would drop it as flat; others are sampled in its place, `extra_groups` for one update at most
-    dropped   no attempt of it can be trained on; another is sampled in its place
+    aside     flat: the recipe would drop it; others are sampled in its place, `extra_groups` for one update at most
+    dropped   none of its attempts can be trained on; another group is sampled in its place
 
-Attempts that were closed on tape by an earlier process are taken up. Knows nothing of models, losses and optimisers.
+A resumed loop continues with the attempts that an earlier process closed on tape.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ from ..objective.recipe import Recipe
 log = logging.getLogger("tapereel.groups")
 
 BARREN_BATCHES = 8
-"""So many batches of groups without one usable attempt in between stop the loop: something is broken for good, and it
-would record failures until the disk is full."""
+"""The loop stops after so many batches of groups in a row without a usable attempt: the cause is permanent then, and
+without the stop the loop would record failures until the disk is full."""
 EXTRA_BATCHES = 3
-"""Batches of groups that may be sampled in place of flat ones where the configuration leaves it open."""
+"""The default of `loop.extra_groups`, in batches of groups."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """No attempt ends in a way that can be trained on, one group after the other; says how the last one ended."""
+    """No attempt of many groups in a row can be trained on; says how the last attempt ended."""
 
 
 class Filled(StrEnum):
-    """How an update got its batch."""
+    """Whether an update got a whole batch."""
 
     FULL = "full"
-    """As many groups as were asked for."""
+    """As many groups as configured."""
     SHORT = "short"
-    """Fewer: too many groups were flat, and `extra_groups` of them have been made up for."""
+    """Fewer groups: too many were flat, and `extra_groups` others have been sampled in their place already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one update has of the queue."""
+    """The groups that one update takes from the queue."""
 
     groups: list[Group]
     aside: list[Group]
-    """Sampled for it, and flat."""
+    """Groups that were sampled for this update and are flat."""
     filled: Filled
     closings: Counter[Closing]
-    """How the groups ended that closed since the last update, dropped ones included."""
+    """How each group closed that has closed since the last update, dropped groups included."""
     lost: Counter[str] = field(default_factory=Counter)
     """Cause -> tapes of those groups that can't be trained on."""
 
@@ -83,7 +83,7 @@ class Taken:
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
     def line(self) -> dict[str, Any]:
-        """What the metrics say of it."""
+        """Its part of a line of metrics."""
         return {
             "groups": len(self.groups),
             "groups_aside": len(self.aside),
@@ -94,7 +94,7 @@ class Taken:
 
 
 class Rollouts:
-    """The groups of one loop. `feed` samples them for ever, `take` gives what the next update trains on."""
+    """The groups of one loop. `feed` samples them until cancelled; `take` returns the batch of the next update."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Rollouts:
         self.seed = seed
         self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
-        """Paths of all agents that are trained, by whichever policy; None: all."""
+        """Paths of all agents that are trained, by any policy; None: all."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups
         batch = config.groups * config.rollouts
@@ -133,28 +133,32 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
-        """Rows and episode of the tapes that wait for an update."""
+        """Rows and episode of each tape that waits for an update, converted once when its group closes."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0
         self._barren = 0
-        """Groups dropped in a row."""
+        """The number of groups dropped in a row."""
         self._unfinished: list[Group] = []
         self._closings: Counter[Closing] = Counter()
         self._lost: Counter[str] = Counter()
         self._changed = asyncio.Event()
-        """Set when more may be started."""
+        """Set when pacing may allow more groups."""
         self._closed = asyncio.Event()
         """Set when a group has closed."""
 
     def name(self, number: int) -> str:
-        """The id of a group."""
+        """The group's id on tape. Resume finds the groups of this loop by it."""
         return f"{self.history.lineage}/{self.phase}/{number:06d}"
 
     # From an earlier process
 
     def resume(self) -> None:
-        """Take up what is on tape: closed groups are ready, half-sampled ones go on."""
+        """Continue with the groups on tape: closed groups are ready, half-sampled groups get their missing attempts.
+
+        A group with a tape that a recorded update names is spent as a whole. Without that rule, its other attempts
+        would be trained on a second time.
+        """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use.info).every}
         spent: set[int] = set()
@@ -174,9 +178,11 @@ class Rollouts:
         self.history.cursor = self.next_group
         for number, group in sorted(groups.items()):
             if number not in spent:
-                self._take_up(group)
+                self._continue(group)
 
-    def _take_up(self, group: Group) -> None:
+    def _continue(self, group: Group) -> None:
+        # The age of a group is that of its oldest sampled token, not that of this process's start: pacing and
+        # staleness must be those of an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         if not group.open:
             self._fork(group)
@@ -188,10 +194,12 @@ class Rollouts:
             group.closed = Closing.COMPLETE if len(group.usable) == group.size else Closing.FAILED
             self._close(group)
         else:
-            # Dropped by the earlier process; it is not this one's first in a row, or nothing mended could go on.
+            # The earlier process dropped this group. It doesn't count toward the limit of groups dropped in a row:
+            # otherwise a run that stopped there could never be resumed, even after its cause was mended.
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
+        """The numbers of the policy's versions that sampled the group's tokens; other lineages are left out."""
         names = {
             version
             for tapes in group.tapes.values()
@@ -205,13 +213,17 @@ class Rollouts:
     # Sampling
 
     async def feed(self) -> None:
-        """Keep as many groups in flight as pacing allows, until cancelled."""
+        """Keep as many groups in flight as pacing allows, until cancelled.
+
+        Unfinished groups of an earlier process come first: they are the oldest, and their tokens grow stale.
+        """
         async with asyncio.TaskGroup() as jobs:
             while True:
                 while self.pacer.capacity > 0:
                     group = self._unfinished.pop(0) if self._unfinished else self._new_group()
                     self.pacer.start()
                     jobs.create_task(self._sample(group))
+                # No await stands between the check of the capacity and `clear`, so no wake-up is lost.
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -234,24 +246,26 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """Let the attempts earn what they do beside one another, where anything rewards that."""
+        """Add the rewards that depend on the other attempts of the group (relative rewards), where there are any."""
         beside = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
             tapes[:] = [next((t for t in beside if t.id == tape.id), tape) for tape in tapes]
 
     @property
     def rewards(self) -> Rewards[Tape] | None:
-        """What scores the episodes beside the environment."""
+        """The rewards that score episodes beside the environment; None without any."""
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Whether an attempt sampled now can be compared with those at the group's beginning."""
+        """Whether an attempt sampled now can still be compared with the group's first attempts: at most `max_lag`
+        updates lie between them."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations that the configuration asks for, each as an attempt of its own; true if there are any.
+        """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any.
 
-        Which attempts go on, and from which turns, follows from the seed and the attempts alone.
+        The seed and the attempts alone decide which attempts continue, and from which turns, so a resumed loop draws
+        the same continuations.
         """
         forks = self.config.forks
         if forks is None or group.prefixes:
@@ -268,7 +282,9 @@ class Rollouts:
             for tape in group.tapes.get(k, ()):
                 parent = tape.begin.parent
                 if parent is None or (parent.tape, parent.turn) != (prefix.id, prefix.turns):
-                    return False  # begun from other attempts, which a death or a deadline cut short: it stays as it is
+                    # An earlier process forked other attempts, because a crash or a deadline left other ones usable.
+                    # Continuations of different points can't be compared, so the group stays as it is.
+                    return False
         group.prefixes = dict(enumerate(prefixes, group.size))
         group.size += len(prefixes)
         return bool(prefixes)
@@ -329,14 +345,17 @@ class Rollouts:
             tapes = [tape for k in sorted(group.tapes) for tape in group.tapes[k]]
             end = _end(tapes[-1]) if tapes else "was cut off by its deadline"
             raise NothingUsable(
-                f"{self._barren} groups in a row have no attempt that can be trained on; the last one "
-                f"{end}. Mend that, and go on with the same run"
+                f"{self._barren} groups in a row have no attempt that can be trained on; the last attempt {end}. "
+                "Fix the cause, and resume the run"
             )
 
     # Updates
 
     async def take(self) -> Taken:
-        """Wait for the next update's batch, and take it off the queue: the oldest groups first."""
+        """Wait for the next update's batch, and take it off the queue: the oldest groups first.
+
+        Tokens of the oldest groups are the next to become stale; any other order would waste them.
+        """
         while not self.pacer.has_batch:
             self._closed.clear()
             await self._closed.wait()
@@ -353,8 +372,8 @@ class Rollouts:
         self.aside, self._closings, self._lost = [], Counter(), Counter()
         if short:
             log.warning(
-                "an update has %d of %d groups: %d more were flat (loop.extra_groups is %d); easier or harder "
-                "tasks teach more",
+                "an update has %d of %d groups: %d more groups were flat (loop.extra_groups is %d); easier or harder "
+                "tasks would give more groups whose rewards differ",
                 len(numbers),
                 self.pacer.batch,
                 len(taken.aside),
@@ -363,7 +382,7 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...]) -> None:
-        """The update on these tapes is recorded and published."""
+        """Forget these tapes and allow more groups: their update is recorded, and its weights are published."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()
@@ -371,9 +390,9 @@ class Rollouts:
 
 
 def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> bool:
-    """Whether all that is compared earned the same, or nothing is scored: what `flat = drop` drops. Attempts from
-    the beginning are compared with each other, and so are the continuations of one turn. earned: what counts in place
-    of the tapes' rewards."""
+    """Whether all tapes that are compared have the same reward, or none is scored; such groups have advantage 0, and
+    `flat = drop` drops them. Attempts from the first turn are compared with each other, and continuations of one turn
+    with each other. earned: rewards in place of the tapes' own."""
     rewards: dict[object, set[float]] = {}
     for tape, reward in zip(tapes, [tape.reward for tape in tapes] if earned is None else earned, strict=True):
         if reward is not None:
@@ -383,7 +402,7 @@ def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> boo
 
 
 def _end(tape: Tape) -> str:
-    """How it ended, and where what ended it was raised."""
+    """How the episode ended, with its error and the line that raised it."""
     cause = tape.cause
     why = [part for part in (cause.type.value, cause.error, cause.message) if part] if cause is not None else []
     where = f" ({cause.frame})" if cause is not None and cause.frame else ""

@@ -1,4 +1,4 @@
-"""Warm start: SFT on recorded tapes, through the same converter, trainer and ledger as everything else."""
+"""Warm start: SFT on recorded tapes, with the same converter, trainer and ledger as the loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .metrics import imitation_line
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """The tapes of SFT update `update`: shuffled epochs, cut into batches; the same at every call."""
+    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides, so a resumed run
+    draws the same batches."""
     if len(tapes) < batch:
-        raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or make the batch smaller")
+        raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch
     epoch, k = divmod(update, per_epoch)
     order = list(range(len(tapes)))
@@ -42,8 +43,8 @@ def warm_start(
 ) -> None:
     """Train until the history has `start + updates` updates (default: the configuration's), or `stop()` is true.
 
-    Goes on from where the history is. Each update is in the ledger; the last one is checkpointed and kept. `agents`:
-    paths of those whose words are imitated, None: of all.
+    Continues at the history's present update. Each update is in the ledger; the last one gets a checkpoint that is
+    kept. agents: paths of the agents that are imitated; None: all.
     """
     target = start + (config.updates if updates is None else updates)
     while history.updates < target and not stop():
@@ -55,6 +56,7 @@ def warm_start(
         if on_update is not None:
             on_update(done, imitation_line(stats, uses))
         if history.updates % checkpoint_every == 0 and history.updates < target:
+            # The records must be durable before the checkpoint: a checkpoint ahead of the ledger can't be resumed from.
             store.writer.sync()
             history.checkpoint()
     store.writer.sync()

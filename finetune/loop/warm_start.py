@@ -1,8 +1,7 @@
-"""Tapes of another run, brought in to be imitated.
+"""Copies tapes of another run into a run that imitates them.
 
-They are copied record by record, so each keeps its id and its digest, and the books of the run that trains on them
-close by themselves. Text that nobody tokenized gets its tokens here, once, as a layer. What is done with the tapes is
-not known here.
+Tapes are copied record by record, so each keeps its id and its digest, and every token of the copying run stays
+accounted for. Calls that were recorded as text get their tokens here, once, as a layer.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ TRAINABLE_SPLITS = ("train", "demo")
 def choose(
     source: str | Path, renderer: Any, *, split: str | None = None, min_reward: float | None = None
 ) -> list[str]:
-    """Ids of the tapes of the run `source` that may be imitated and fit, in the order of their begin.
+    """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
 
-    UsageError where nothing fits, where a tape was tokenized for another model, or where `split` is one that is held
-    out; NoRun where there is no such run.
+    UsageError where no tape matches, where a tape was tokenized for another model, or where `split` is held out; NoRun
+    where `source` is no run.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
-        raise UsageError(f"split {split!r} is held out: tapes to imitate are of {' or '.join(TRAINABLE_SPLITS)}")
+        raise UsageError(f"split {split!r} is held out: imitate tapes of {' or '.join(TRAINABLE_SPLITS)}")
     ids: list[str] = []
     with Store.open(source) as store:
         for tape in store.tapes(split=split, min_reward=min_reward, closed=True):
@@ -36,7 +35,7 @@ def choose(
                 _check_tokens(tape, renderer, source)
                 ids.append(tape.id)
     if not ids:
-        wanted = f"of split {split or ' or '.join(TRAINABLE_SPLITS)}, ended in a way that may be trained on"
+        wanted = f"of split {split or ' or '.join(TRAINABLE_SPLITS)}, which ended without an error"
         if min_reward is not None:
             wanted += f", with a reward of {min_reward:g} or more"
         raise UsageError(f"{source} has no tape to imitate: {wanted}")
@@ -44,9 +43,9 @@ def choose(
 
 
 def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any) -> list[str]:
-    """Copy these tapes of the run `source`; gives the ids of those that are whole there now, in the same order.
+    """Copy these tapes of the run `source`; returns the ids of those that `into` has whole now, in the same order.
 
-    What an earlier call copied is not copied again.
+    A tape that an earlier call copied is not copied again.
     """
     there = {summary.id for summary in into.summaries()}
     with Store.open(source) as store:
@@ -55,7 +54,8 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any)
             if name not in there:
                 _copy(store.tape(name, refresh=False), store, into, renderer, there)
     into.writer.sync()
-    # A process that was killed while it copied a tape has left it `crashed`; it can't be copied twice.
+    # A process that was killed while it copied a tape left that tape `crashed`. An id stands once in a store, so the
+    # tape can't be copied again, and its half must not be imitated.
     crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}
     return [name for name in ids if name not in crashed]
 
@@ -65,12 +65,13 @@ def _check_tokens(tape: Tape, renderer: Any, source: str | Path) -> None:
     if recorded is not None and recorded != renderer.tokenizer_hash:
         raise UsageError(
             f"tape {tape.id} of {source} was recorded with another tokenizer ({recorded[:12]}) than the "
-            f"model's ({renderer.tokenizer_hash[:12]}): its tokens mean other text to this model"
+            f"model's ({renderer.tokenizer_hash[:12]}): its token ids mean other text to this model"
         )
 
 
 def _copy(tape: Tape, source: Store, into: Store, renderer: Any, there: set[str]) -> None:
     parent = tape.begin.parent
+    # A fork holds only its own turns: its parent must be in the store first.
     if parent is not None and parent.tape not in there:
         _copy(source.tape(parent.tape, refresh=False), source, into, renderer, there)
     for body in tape.bodies:
@@ -81,7 +82,7 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Any, there: set[str]
 
 
 def _missing_tokens(tape: Tape, renderer: Any) -> Sequence[Tokens]:
-    """A layer for each call of text that has no tokens yet."""
+    """A layer of tokens for each call that was recorded as text and has none yet."""
     layered = {layer.call for layer in tape.layers if isinstance(layer, Tokens)}
     made = []
     for call in tape.calls:

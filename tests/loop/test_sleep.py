@@ -120,4 +120,4 @@ def test_the_command_line_says_so_too(folder: Path, capsys: pytest.CaptureFixtur
         str(folder / "run"),
     ]
     assert main(words) == 64
-    assert "max_lag=0, or leave sleep out" in capsys.readouterr().err
+    assert "max_lag=0, or remove sleep" in capsys.readouterr().err

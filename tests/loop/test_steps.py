@@ -78,7 +78,7 @@ def test_epochs_and_minibatches_are_in_the_record_and_made_again_bit_for_bit(tmp
 def test_64_prompts_of_8_in_batches_of_128_samples_are_4_steps_an_epoch() -> None:
     config = LoopConfig(groups=64, group_size=8, minibatches=4)
     assert config.groups * config.group_size // config.minibatches == 128
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="set one of them to 1"):
         LoopConfig(rollouts=2, minibatches=2)
 
 
@@ -234,7 +234,7 @@ def test_only_the_agents_that_are_named_are_trained_and_the_others_are_context(t
 def test_an_agent_that_never_speaks_can_t_be_trained(tmp_path: Path) -> None:
     with pytest.raises(UnknownAgent, match=r"'plannr'.*'planner', 'planner/searcher'"):
         run(tmp_path / "run", settings_of(agents=("plannr",)), agent=Planner(), env=Shifted)
-    with pytest.raises(ValueError, match="nobody would be trained"):
+    with pytest.raises(ValueError, match="no agent would be trained"):
         LoopConfig(agents=())
 
 

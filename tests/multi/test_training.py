@@ -356,7 +356,7 @@ def test_models_that_write_otherwise_are_refused_before_anything_is_written(mode
 
 def test_an_agent_that_nobody_is_stops_the_run(models: Path, tmp_path: Path):
     play = config(models, players={"seeker": {**learns(models), "agents": ["pair/seker"]}})
-    with pytest.raises(UnknownAgent, match="the player seeker names 'pair/seker', but those who spoke are"):
+    with pytest.raises(UnknownAgent, match="the player seeker names 'pair/seker', but the agents that spoke are"):
         train(play, tmp_path / "run")
 
 

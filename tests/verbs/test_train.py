@@ -150,7 +150,7 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
         (("warm.updates=3",), "warm.tapes is not set"),
         (("loop.forks={}",), "compares by group"),
         (("loop.demonstrations=3",), "no nll regulariser"),
-        (("loop.rollouts=2", "loop.minibatches=2"), "exclude each other"),
+        (("loop.rollouts=2", "loop.minibatches=2"), "set one of them to 1"),
         (("loop.sampling.top_p=0.9",), "can't be trained on"),
         (("loop.sampling.temperature=0",), "can't be trained on"),
     ],
