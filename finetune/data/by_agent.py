@@ -1,14 +1,14 @@
-"""Each agent of an episode for itself: compared with itself in the other attempts of the group, by what it earned.
+"""Per-agent training: each agent of an episode is compared with itself in the other attempts, by its own reward.
 
-A reward component that is named `name@path` is that agent's alone; all others are everybody's. An episode with two
-agents becomes two `Episode`s, whose rows hold the tokens of one agent each: so group means, deviations, weights and
-counts are per agent, and no term of an objective has to know of agents. Knows nothing of models.
+A reward component named `name@path` belongs to the agent at `path` alone; every other component is shared by all
+agents. An episode with two agents becomes two `Episode`s, whose rows hold the tokens of one agent each. So group means,
+deviations, weights and counts are per agent, and no term of an objective needs to know of agents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,38 +22,56 @@ AT = "@"
 
 
 def addressed(name: str) -> str | None:
-    """The path that a reward component belongs to; None where it is everybody's."""
+    """The path of the agent that a reward component belongs to; None where all agents share it."""
     _, at, path = name.rpartition(AT)
     return path if at and path else None
 
 
-def earned(tape: Tape) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64] | None]:
-    """(path -> rewards of each turn that are its alone, those of all agents or None where nothing is). Rewards of the
-    whole episode count on its last turn."""
+@dataclass(frozen=True, slots=True)
+class TurnRewards:
+    """The weighted rewards of one tape, laid out over its turns. A reward of the whole episode is on the last turn."""
+
+    whole: NDArray[np.float64]
+    """All rewards of each turn."""
+    alone: dict[str, NDArray[np.float64]]
+    """path -> rewards of each turn that only this agent gets."""
+    shared: NDArray[np.float64] | None
+    """Rewards of each turn that all agents get; None where there are none, which is not zero."""
+    components: dict[str, float]
+    """Unweighted sum of each component, by name."""
+
+
+def turn_rewards(tape: Tape) -> TurnRewards:
+    """The tape's rewards, laid out over its turns in one pass."""
     turns = max(tape.turns, 1)
+    whole = np.zeros(turns)
     alone: dict[str, NDArray[np.float64]] = {}
     shared: NDArray[np.float64] | None = None
+    components: dict[str, float] = {}
     for reward in counted(tape):
+        components[reward.name] = components.get(reward.name, 0.0) + reward.value
+        turn = min(tape.entries[reward.step].turn, turns - 1) if reward.step is not None else turns - 1
+        value = reward.weight * reward.value
+        whole[turn] += value
         if not reward.weight:
             continue
-        turn = min(tape.entries[reward.step].turn, turns - 1) if reward.step is not None else turns - 1
         path = addressed(reward.name)
         if path is not None:
-            alone.setdefault(path, np.zeros(turns))[turn] += reward.weight * reward.value
+            alone.setdefault(path, np.zeros(turns))[turn] += value
         else:
             shared = np.zeros(turns) if shared is None else shared
-            shared[turn] += reward.weight * reward.value
-    return alone, shared
+            shared[turn] += value
+    return TurnRewards(whole, alone, shared, components)
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
-    """What each of these agents earned; None for one that nothing was said of."""
-    alone, shared = earned(tape)
-    return {path: _total(_sum(alone.get(path), shared)) for path in paths}
+    """The reward of each of these agents; None for an agent without any reward."""
+    earned = turn_rewards(tape)
+    return {path: _total(_sum(earned.alone.get(path), earned.shared)) for path in paths}
 
 
 def apart(rows: Sequence[Row], episode: Episode) -> tuple[list[Row], list[Episode]]:
-    """The rows of one tape, those of each agent under an `Episode` of its own; agents that said nothing have none."""
+    """The rows of one tape cut by agent, and an `Episode` for each; an agent without own tokens has none."""
     parts: list[Row] = []
     paths: dict[str, None] = {}
     for row in rows:
@@ -78,13 +96,13 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """BadBatch where a reward is for an agent that nobody is: it would teach no one."""
+    """BadBatch where a reward is for a path that no agent has: no token would be trained by it."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:
         raise BadBatch(
-            f"a reward is for {sorted(wanted - there)[0]!r} alone, but those who speak are "
-            f"{', '.join(map(repr, sorted(there)))}: name a component `name{AT}path` by one of these"
+            f"a reward component is for agent {sorted(wanted - there)[0]!r} alone, but the agents of the batch are "
+            f"{', '.join(map(repr, sorted(there)))}: name the component `name{AT}path` with one of these paths"
         )
 
 

@@ -1,7 +1,7 @@
-"""What an update used: from tapes to its batch, and from its batch to the record in the ledger.
+"""Provenance of an update: which content of which tapes it read, and what each token of them counted.
 
-A pin says which content of a tape was read: the tape's own digest and that of every layer it had then. What is added
-to a tape later changes neither, so an update can be made again from the content that it was made from.
+A pin names the content of a tape that an update read: the tape's own digest, and the digest of each layer that it had
+then. A layer that is added later changes no pin, so an update can be applied again from the content that it read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ...envs.rewards.relative import counted, training_reward
+from ...envs.rewards.relative import training_reward
 from ...tapes import Tape
 from ...tapes.errors import TapereelError
 from ...tapes.records import Label, Record, Use
-from .by_agent import earned
+from .by_agent import turn_rewards
 from .rows import Row
 from .stream import Episode, Stream
 
@@ -30,19 +31,23 @@ Pin = tuple[str, ...]
 
 
 class ChangedTape(TapereelError, ValueError):
-    """A tape isn't what an update read: its records, or a layer of then, are others or gone."""
+    """A tape differs from what an update read: a record of it, or one of its layers then, was changed or removed."""
 
 
 def pin_of(tape: Tape) -> Pin:
-    """Which content of the tape is there to read now."""
+    """The pin of the tape as it is now."""
     return (tape.digest, *map(_layer_digest, tape.layers))
 
 
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
-    """The tape with the layers that `pin` names and no younger ones. ChangedTape where its content isn't the same."""
+    """The tape with the layers that `pin` names and none that were added later.
+
+    ChangedTape where its digest differs, or a layer of the pin is missing.
+    """
     if tape.digest != pin[0]:
         raise ChangedTape(
-            f"tape {tape.id} has digest {tape.digest} now; the update read it with {pin[0]}: a record of it was changed"
+            f"tape {tape.id} has digest {tape.digest} now and had {pin[0]} when the update read it: a record of it was "
+            "changed; restore the tape from a copy of the run"
         )
     if len(pin) == 1 and not tape.layers:
         return tape
@@ -50,8 +55,8 @@ def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
     gone = [digest for digest in pin[1:] if digest not in layers]
     if gone:
         raise ChangedTape(
-            f"tape {tape.id} has no layer of digest {gone[0]} any more, which the update read: a label, "
-            "reward or tokens layer was changed or removed"
+            f"tape {tape.id} has no layer of digest {gone[0]}, which the update read: a label, reward or tokens layer "
+            "was changed or removed since; restore it from a copy of the run"
         )
     return Tape.of(tape.bodies, layers=[layers[digest] for digest in pin[1:]], parent=tape.parent)
 
@@ -61,56 +66,39 @@ def _layer_digest(layer: Record) -> str:
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Pin of every tape with a token that one of these updates trained on, as the last of them read it."""
+    """Pin of every tape with a token that one of these updates trained on, from the last update that did."""
     taught: dict[str, Pin] = {}
     pins: dict[str, list[str]] = {}
     for use in uses:
         found: Any = use.info.get("pins")
-        pins = found if found is not None else pins  # the later epochs of an update read what its first one did
+        pins = found if found is not None else pins  # only the first epoch of an update records pins
         for tape in dict.fromkeys(item[0] for item in use.items):
             taught[tape] = tuple(pins.get(tape, ()))
     return taught
 
 
 def known(number: float) -> float | None:
-    """The number, or None where it is not finite: JSON has no NaN."""
+    """The number, or None where it isn't finite: JSON has no NaN."""
     return number if math.isfinite(number) else None
 
 
-def version_name(lineage: str, n: int) -> str:
-    """`lineage:n`, the policy after n updates."""
-    return f"{lineage}:{n}"
-
-
-def version_number(version: str, lineage: str) -> int | None:
-    """n of `lineage:n`; None for a version of another lineage."""
-    name, _, n = version.rpartition(":")
-    return int(n) if name == lineage and n.isdigit() else None
-
-
 def episode_of(tape: Tape) -> Episode:
-    """What the objective must know of a closed tape. Rewards of the whole episode count on its last turn."""
-    turns = max(tape.turns, 1)
-    per_turn = np.zeros(turns)
-    components: dict[str, float] = {}
-    for reward in counted(tape):
-        components[reward.name] = components.get(reward.name, 0.0) + reward.value
-        turn = tape.entries[reward.step].turn if reward.step is not None else turns - 1
-        per_turn[min(turn, turns - 1)] += reward.weight * reward.value
+    """What the objective must know of a closed tape."""
+    earned = turn_rewards(tape)
+    total = training_reward(tape)
     assert tape.status is not None
-    parent, total = tape.begin.parent, training_reward(tape)
-    alone, shared = earned(tape)
+    parent = tape.begin.parent
     return Episode(
         tape=tape.id,
         group=tape.begin.group or tape.id,
         reward=total,
-        turn_rewards=per_turn if total is not None else None,
-        components=components,
+        turn_rewards=earned.whole if total is not None else None,
+        components=earned.components,
         status=tape.status,
         cause=tape.cause.type if tape.cause is not None else None,
         fork=f"{parent.tape}/{parent.turn}" if parent is not None else None,
-        alone=alone,
-        shared=shared,
+        alone=earned.alone,
+        shared=earned.shared,
         kept_out=_kept_out(tape),
         pin=pin_of(tape),
     )
@@ -123,35 +111,14 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
     )
 
 
-def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """The rows with every token of a policy older than `lineage:oldest` made context, and what was dropped.
-
-    A token without a version (authored text) has no age. One of another lineage is refused by being stale: its policy
-    is none of this history's.
-    """
-    fresh: list[Row] = []
-    stale: list[Range] = []
-    for row in rows:
-        numbers = [version_number(version, lineage) for version in row.versions]
-        young = np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)
-        keep = young[row.version]
-        if keep.all():
-            fresh.append(row)
-            continue
-        stale.extend(_ranges(row, ~keep))
-        if keep.any():
-            fresh.append(row.where(keep))
-    return fresh, stale
-
-
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
-    """The rows with the tokens of every agent but these (by path) made context, and what was made so."""
+    """The rows with the tokens of all agents but `agents` (paths) made context, and the ranges of those tokens."""
     kept: list[Row] = []
     others: list[Range] = []
     for row in rows:
         mine = np.array([agent in agents for agent in row.agents], dtype=bool)[row.call]
         if not mine.all():
-            others.extend(_ranges(row, ~mine))
+            others.extend(ranges_of(row, ~mine))
             row = row.where(mine)
         if mine.any():
             kept.append(row)
@@ -160,11 +127,15 @@ def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], 
 
 def own_ranges(rows: Sequence[Row]) -> list[Range]:
     """All own tokens of the rows."""
-    return [entry for row in rows for entry in _ranges(row, np.ones(len(row.own), dtype=bool))]
+    return [entry for row in rows for entry in ranges_of(row, np.ones(len(row.own), dtype=bool))]
 
 
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
-    """Runs of equal weight inside a call, from the weights (T,) of the stream of `rows`."""
+    """Runs of consecutive tokens of equal weight within a call, from the weights (T,) of the stream of `rows`.
+
+    Tokens of weight 0 took no part and are left out. The ledger stores runs, not tokens: most recipes give all tokens
+    of a call the same weight.
+    """
     weight, call = weights.numpy(), stream.call.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
     used = np.flatnonzero(weight)
@@ -179,7 +150,8 @@ def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[
     ]
 
 
-def _ranges(row: Row, chosen: np.ndarray) -> list[Range]:
+def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
+    """The row's own tokens that `chosen` (n,) names, as runs of consecutive tokens within a call."""
     at = np.flatnonzero(chosen)
     c, o = row.call[at], row.offset[at]
     breaks = np.flatnonzero((np.diff(c) != 0) | (np.diff(o) != 1)) + 1

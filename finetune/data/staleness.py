@@ -1,21 +1,28 @@
-"""Pacing: how many groups of rollouts may be started, as a pure state machine.
+"""Staleness (off-policy lag): how many groups may be sampled ahead, and which tokens are too old to train on.
 
 capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding), where outstanding = running + closed and
-unused + in the update. Pacing makes stale samples rare; only the check at use makes them impossible (`stale_before`).
-Counted in groups: a group is sampled to be compared, so half of one is of no use.
+unused + in the update. `Pacer` makes stale samples rare: it counts groups that will be trained `max_lag` updates late
+at most, if no group is overtaken. Only `drop_stale`, when the batch is made, guarantees the bound for each token.
+Counts are in groups: a group is sampled to be compared, so half of one is of no use.
 
 Groups that teach nothing (flat ones, where the recipe drops them) are set aside, and others are sampled in their place:
-`extra` of them for one update. Beyond that each makes the update's batch one group smaller, so an update always comes.
+`extra` of them for one update. Each further one makes the update's batch one group smaller, so an update always comes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from .provenance import Range, ranges_of
+from .rows import Row
 
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts of groups in each place. The caller moves them; `capacity` says how many more may start."""
+    """Counts groups by their state. The caller reports each change; `capacity` says how many groups may start."""
 
     batch: int
     """Groups per update."""
@@ -24,27 +31,30 @@ class Pacer:
     max_lag: int
     """Updates that a sample's policy may be behind the one it trains; 0 is synchronous."""
     extra: int = 0
-    """Groups that may be sampled for one update in place of those set aside."""
+    """Groups that may be sampled for one update to replace groups that were set aside."""
     running: int = 0
     ready: int = 0
-    """Closed, not used yet."""
+    """Closed, not yet in an update."""
     aside: int = 0
     """Set aside since the last update began."""
     updating: int = 0
-    """In the update that runs now; those that it lacks included, as nothing may be sampled in their place."""
+    """In the update that runs now. Groups that it lacks count too: otherwise others would be sampled in their place."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_concurrent < 1 or self.max_lag < 0 or self.extra < 0:
-            raise ValueError(f"batch and max_concurrent are at least 1, max_lag and extra at least 0: {self}")
+            raise ValueError(f"batch and max_concurrent must be at least 1, max_lag and extra at least 0: {self}")
 
     @property
     def overdrawn(self) -> int:
-        """Groups set aside beyond `extra`; they count as if they were there, or there would be no end to them."""
+        """Groups set aside beyond `extra`.
+
+        They count as outstanding. Otherwise a policy whose groups are all flat would be sampled forever.
+        """
         return max(0, self.aside - self.extra)
 
     @property
     def lacking(self) -> int:
-        """Groups that the next update goes without."""
+        """Groups by which the next update is smaller."""
         return min(self.batch, self.overdrawn)
 
     @property
@@ -64,13 +74,16 @@ class Pacer:
         self.running += 1
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
-        """A group ended. One that is of no use (dropped, set aside) leaves the count, or pacing would deadlock."""
+        """A group ended. A group that can't be used (dropped, set aside) leaves the count.
+
+        If it stayed outstanding, capacity could reach 0 with no batch ready, and the loop would wait forever.
+        """
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
 
     def take(self) -> int:
-        """The next update begins; gives how many of the groups that are ready are in it."""
+        """The next update begins; returns how many of the ready groups it takes."""
         taken = min(self.ready, self.batch)
         self.ready -= taken
         self.aside = 0
@@ -78,10 +91,43 @@ class Pacer:
         return taken
 
     def applied(self) -> None:
-        """The update is done and its weights are published."""
+        """The update is applied and its weights are published."""
         self.updating = 0
 
 
 def stale_before(update: int, max_lag: int) -> int:
     """Tokens of policy versions below this one are too old for the update that makes version `update + 1`."""
     return update - max_lag
+
+
+def version_name(lineage: str, n: int) -> str:
+    """`lineage:n`, the policy after n updates."""
+    return f"{lineage}:{n}"
+
+
+def version_number(version: str, lineage: str) -> int | None:
+    """n of `lineage:n`; None for a version of another lineage."""
+    name, _, n = version.rpartition(":")
+    return int(n) if name == lineage and n.isdigit() else None
+
+
+def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
+    """The rows with every token of a policy older than `lineage:oldest` made context, and the ranges of those tokens.
+
+    A token without a version (authored text) has no age. A token of another lineage counts as stale: how far that
+    policy is from this one is unknown.
+    """
+    fresh: list[Row] = []
+    stale: list[Range] = []
+    for row in rows:
+        numbers = [version_number(version, lineage) for version in row.versions]
+        # The last entry stands for version -1 (authored text), which indexes the array from its end.
+        young = np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)
+        keep = young[row.version]
+        if keep.all():
+            fresh.append(row)
+            continue
+        stale.extend(ranges_of(row, ~keep))
+        if keep.any():
+            fresh.append(row.where(keep))
+    return fresh, stale

@@ -19,8 +19,9 @@ import torch
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
-from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, taught_by, version_name, weighed
+from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, taught_by, weighed
 from ..data.rows import Row, rows
+from ..data.staleness import version_name
 from ..data.stream import Episode
 from ..trainer.checkpoint import (
     Checkpoint,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..data.by_agent import apart, check_addresses
-from ..data.provenance import Range, drop_others, drop_stale, own_ranges
+from ..data.provenance import Range, drop_others, own_ranges
 from ..data.rows import Row
+from ..data.staleness import drop_stale
 from ..data.stream import Episode
 
 Source = Callable[[str], tuple[list[Row], Episode]]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic_core import to_json
 
-from ..data.provenance import Item, Range, _ranges, weighed
+from ..data.provenance import Item, Range, ranges_of, weighed
 from ..data.rows import Row
 from ..trainer.updates import PolicyTrainer, UpdateStats
 
@@ -52,7 +52,7 @@ def left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
             entry
             for row, part in zip(rows, np.split(chosen, cuts), strict=True)
             if part.any()
-            for entry in _ranges(row, part)
+            for entry in ranges_of(row, part)
         ]
         if rows
         else []

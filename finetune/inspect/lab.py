@@ -34,7 +34,8 @@ from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ...tapes.records import Use
 from ...tapes.store.store import Store
-from ..data.provenance import known, version_name
+from ..data.provenance import known
+from ..data.staleness import version_name
 from ..history.history import History, apply_again, as_read, with_threads
 from ..history.plan import Batch, Plan
 from ..history.update_facts import items

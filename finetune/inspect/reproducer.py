@@ -28,7 +28,8 @@ from ...tapes.records import Use
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from ..data.provenance import taught_by, version_name
+from ..data.provenance import taught_by
+from ..data.staleness import version_name
 from ..history.history import BrokenHistory, Differs, GoneTape, History, apply_again, elsewhere
 from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (

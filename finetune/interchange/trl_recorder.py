@@ -44,8 +44,9 @@ from ...tapes import Sampling, Tape, TapereelError, Task
 from ...tapes.log import new_tape_id
 from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
 from ...tapes.store.store import Store
-from ..data.provenance import Range, known, own_ranges, version_name
+from ..data.provenance import Range, known, own_ranges
 from ..data.rows import Row, rows
+from ..data.staleness import version_name
 from ..trainer.checkpoint import copied_weights
 from .trl_prompts import Ask, Asked
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...tapes import Tape
 from ...tapes.records import Use
-from ..data.provenance import version_number
+from ..data.staleness import version_number
 from ..trainer.trainer import UpdateStats
 
 

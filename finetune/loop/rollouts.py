@@ -34,9 +34,9 @@ from ...tapes import Tape, Task
 from ...tapes.errors import TapereelError
 from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
-from ..data.provenance import episode_of, version_number
+from ..data.provenance import episode_of
 from ..data.rows import Row, rows
-from ..data.staleness import Pacer
+from ..data.staleness import Pacer, version_number
 from ..data.stream import Episode
 from ..history.history import History, Plan
 from ..history.loop_config import LoopConfig

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.finetune.data.provenance import drop_stale, episode_of
+from tapereel.finetune.data.provenance import episode_of
 from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune.data.staleness import drop_stale
 from tapereel.finetune.history.update_facts import items
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer

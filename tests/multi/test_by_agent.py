@@ -104,7 +104,9 @@ def test_only_those_who_are_trained_are_in_the_batch() -> None:
 
 
 def test_a_reward_for_nobody_is_refused() -> None:
-    with pytest.raises(BadBatch, match=r"for 'duet/tenor' alone, but those who speak are .*'duet/alto', 'duet/bass'"):
+    with pytest.raises(
+        BadBatch, match=r"for 'duet/tenor' alone, but the agents of the batch are .*'duet/alto', 'duet/bass'"
+    ):
         batch(tape_of({"own@duet/tenor": 1.0}))
 
 
