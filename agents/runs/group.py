@@ -1,8 +1,7 @@
-"""Groups: the attempts at one task, sampled to be compared.
+"""Groups: the attempts at one task, sampled in order to be compared.
 
-A group closes when each of its attempts has ended in a way that can be trained on, when those that didn't have been
-sampled again in vain, or at its deadline, with what it has then. So it always closes, and says how. Attempts belong
-together by the group's id, never by the text of a prompt. Knows nothing of training.
+A group closes when each attempt has a usable episode, when retries failed too, or at its deadline with what it has. So
+it always closes, and `Closing` says how. The group id connects attempts, never the text of a prompt.
 """
 
 from __future__ import annotations
@@ -24,57 +23,56 @@ from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
+from .scheduler import needs_episode, run_all, run_attempt
 
 
 class Closing(StrEnum):
     """Why a group closed."""
 
     COMPLETE = "complete"
-    """Every attempt ended in a way that can be trained on."""
+    """Every attempt has an episode that can be trained on."""
     FAILED = "failed"
-    """Some attempt didn't, and was sampled again in vain."""
+    """Some attempt has none, and its retries failed."""
     LATE = "late"
-    """Some attempt didn't, and was not sampled again: the policy had moved on too far to be compared."""
+    """Some attempt has none and was not retried: the policy is too many updates ahead of the group's other attempts."""
     DEADLINE = "deadline"
-    """Time was up; what still ran was cancelled."""
+    """The deadline passed; the episodes in flight were cancelled."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The attempts at one task, as far as they have come."""
+    """The attempts at one task, and the episodes that they have so far."""
 
     number: int
-    """Place in the order of a loop's groups; its task follows from it."""
+    """Place in the order of a loop's groups; the task follows from it."""
     task: Any
     size: int
     """Attempts."""
     begun: int = 0
-    """The policy's version (updates) when it began: what is compared must not be of versions too far apart."""
+    """The policy's version (updates) when the group began: attempts are only compared within the allowed staleness."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
-    """attempt -> its closed tapes, those sampled again included."""
+    """attempt -> its closed tapes, retries included."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
-    """attempt -> the prefix that it goes on from; attempts that aren't here begin with the task."""
+    """attempt -> the prefix that it continues; an attempt without one begins with the task."""
     lost: Counter[str] = field(default_factory=Counter)
     """Cause -> tapes of this process that can't be trained on."""
     closed: Closing | None = None
-    """None while it is open."""
+    """None while the group is open."""
 
     @property
     def usable(self) -> list[Tape]:
         """The attempts that may be trained on, in order."""
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and tapes[-1].trains]
 
-    def wants(self, attempt: int) -> bool:
-        """Whether this attempt is to be sampled: until it can be trained on, but refilled once only. What the death of
-        a process or a deadline cut off was no try."""
-        tapes = self.tapes.get(attempt) or ()
-        tries = sum(tape.status not in (Status.CRASHED, Status.CANCELLED) for tape in tapes)
-        return not (tapes and tapes[-1].trains) and tries < 2
+    def usable_episodes(self, attempt: int) -> list[bool]:
+        """For each episode of the attempt that ended by itself, whether it can be trained on; see `needs_episode`."""
+        tapes = self.tapes.get(attempt, ())
+        return [tape.trains for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 
     @property
     def open(self) -> list[int]:
-        """The attempts that are to be sampled."""
-        return [k for k in range(self.size) if self.wants(k)]
+        """The attempts that need an episode."""
+        return [k for k in range(self.size) if needs_episode(self.usable_episodes(k))]
 
 
 async def fill(
@@ -84,39 +82,36 @@ async def fill(
     until: float | None = None,
     fresh: Callable[[], bool] = lambda: True,
 ) -> Closing:
-    """Sample what the group wants, all at once: `sample(attempt, number of its tapes so far)`. Sets `group.closed`.
+    """Sample the episodes that the group needs, all attempts at once, and set `group.closed`.
 
-    until: time of the event loop at which it closes with what it has; what runs then is cancelled, and its tape ends
-    as cancelled. fresh: asked before an attempt is sampled again; false: it isn't.
+    sample: called with (attempt, number of its tapes so far); the number is part of the seed, so a retry has another.
+    until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
+    fresh: asked before a retry; False: the attempt is not retried, because it would be too stale to be compared.
     """
-    late = False
 
-    async def attempt(k: int) -> None:
-        nonlocal late
+    async def attempt(k: int) -> bool:
         tapes = group.tapes.setdefault(k, [])
-        again = False
-        while group.wants(k):
-            if again and not fresh():
-                late = True
-                return
+
+        async def episode() -> Tape:
             tape = await sample(k, len(tapes))
             tapes.append(tape)
-            again = True
             if not tape.trains:
                 group.lost[tape.cause.type.value if tape.cause is not None else str(tape.status)] += 1
+            return tape
+
+        return await run_attempt(group.usable_episodes(k), episode, may_retry=fresh)
 
     timer = asyncio.timeout_at(until)
     try:
-        async with timer, asyncio.TaskGroup() as attempts:
-            for k in group.open:
-                attempts.create_task(attempt(k))
+        async with timer:
+            in_time = all(await run_all(group.open, attempt))
     except TimeoutError:
-        if not timer.expired():
+        if not timer.expired():  # a TimeoutError of the code inside, not the deadline
             raise
         group.closed = Closing.DEADLINE
     else:
         whole = len(group.usable) == group.size
-        group.closed = Closing.COMPLETE if whole else Closing.LATE if late else Closing.FAILED
+        group.closed = Closing.COMPLETE if whole else Closing.FAILED if in_time else Closing.LATE
     return group.closed
 
 
@@ -136,29 +131,29 @@ async def rollout_group(
     deadline: float | None = None,
     gate: asyncio.Semaphore | None = None,
 ) -> list[Tape]:
-    """Sample `n` attempts at one task, at once. They share the task, the group id and the environment's seed.
+    """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
-    An attempt that ends in a way that can't be trained on (environment, model or our error, seconds, cancelled) is
-    sampled once more with a new seed, until `deadline` (seconds from now); the group then closes with what it has, and
-    what still runs is cancelled. Every closed tape is given back, also those: read `tape.trains`. `gate` bounds the
-    episodes that run at once.
+    An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
+    retried once with a new seed. At `deadline` (seconds from now) the group closes with what it has, and episodes in
+    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `gate` bounds the
+    concurrent episodes.
     """
     if n < 1:
-        raise ValueError(f"a group has at least one attempt, not {n}")
+        raise ValueError(f"n is {n}: a group needs at least one attempt")
     check_factory(env)
     name = group or uuid.uuid4().hex
     made = Group(0, Task.of(task), n)
     env_seed = derive_seed(seed, name, "env")
     gate = gate or asyncio.Semaphore(n)
 
-    async def one(attempt: int, refill: int) -> Tape:
+    async def one(attempt: int, retry: int) -> Tape:
         async with gate:
             return await rollout(
                 agent,
                 env,
                 made.task,
                 engine=engine,
-                seed=derive_seed(seed, name, attempt, refill),
+                seed=derive_seed(seed, name, attempt, retry),
                 env_seed=env_seed,
                 group=name,
                 attempt=attempt,
@@ -172,6 +167,5 @@ async def rollout_group(
     await fill(made, one, until=until)
     every = [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
     append = None if journal is None else lambda record: journal.append(record.body())
-    beside = await compared(getattr(env, "rewards", None), made.usable, append)
-    by_id = {tape.id: tape for tape in beside}
-    return [by_id.get(tape.id, tape) for tape in every]
+    rewarded = {tape.id: tape for tape in await compared(getattr(env, "rewards", None), made.usable, append)}
+    return [rewarded.get(tape.id, tape) for tape in every]

@@ -1,12 +1,11 @@
-"""`run`: an agent rolled out over tasks into a run directory, as many episodes at once as are allowed.
+"""`run`: rolls an agent out over tasks into a run directory.
 
-Every (task, attempt) is one place to fill. A run that goes on looks at what is on tape, fills the places that are empty
-and no others, with the seeds that an uninterrupted run would have used.
+A resumed run reads which attempts already have a usable episode, and rolls out the others with the seeds that an
+uninterrupted run would have used.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -31,32 +30,34 @@ from ..setup.engine_config import EngineConfig
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import Partners, make_team
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
+from .scheduler import RETRIES, needs_episode, run_all, run_attempt
 
 
 class RunConfig(Setup):
     """What to roll out."""
 
     engine: EngineConfig
-    """What speaks for every agent that no player has."""
+    """The model of every agent that has no player."""
     players: Partners = Field(default={})
-    """Other models in the episodes, by names of your choice, each for agents of its own."""
+    """Further models in the episodes, by names of your choice, each for its own agents."""
     attempts: int = Field(default=1, ge=1)
-    """Episodes of each task; they are one group, and share the environment's seed."""
+    """Episodes of each task; they form one group and share the environment's seed."""
     split: str = "eval"
-    """What the tapes are recorded for; only `train` and `demo` may be trained on."""
+    """The purpose of the tapes; only `train` and `demo` may be trained on."""
     seed: int = 0
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     concurrency: int = Field(default=64, ge=1)
     """Episodes in flight."""
-    refills: int = Field(default=1, ge=0)
-    """How often an attempt is made again that the environment, the model, the clock or we ourselves broke."""
+    retries: int = Field(default=RETRIES, ge=0)
+    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
+    limit."""
     k: tuple[int, ...] = ()
-    """Report pass@k for each of these; it takes as many attempts."""
+    """Report pass@k for each k; no k may exceed `attempts`."""
     success: float = 1.0
     """The least reward of a success."""
     by: str | None = None
-    """Report by label as well: the value under this key in the public part of each task."""
+    """Also report by label: the value under this key in the public part of each task."""
 
     @model_validator(mode="after")
     def _enough(self) -> RunConfig:
@@ -65,21 +66,21 @@ class RunConfig(Setup):
 
 
 FREE = ("concurrency", "k", "success", "by")
-"""Settings that may change when a run goes on: they change no tape."""
+"""Settings that may change when a run is resumed: they change no tape."""
 
 
 class Ended(BaseModel):
-    """Episodes that ended alike."""
+    """How many episodes have one status and one cause."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     status: str
     cause: str | None
-    """Whose fault or which limit; None for an end that needs no cause."""
+    """The part at fault, or the limit; None for an end that needs no cause."""
     episodes: int
 
 
 class RunSummary(BaseModel):
-    """What a run came to: every tape of its split, whichever process recorded it."""
+    """The results of a run, from every tape of its split, including tapes of earlier processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
@@ -88,21 +89,21 @@ class RunSummary(BaseModel):
     """For each task."""
     episodes: int
     recorded: int
-    """Episodes of this process; the others were there."""
+    """Episodes that this process recorded."""
     ends: tuple[Ended, ...]
     faults: tuple[Fault, ...]
-    """Errors of this process, those that ended most episodes first; at most 10. One of a class, raised at one place, is
-    one, with the message that it had first."""
+    """Errors of this process, most frequent first; at most 10. Errors of one class raised at one line count as one
+    fault, which has the message of the first."""
     reward: float | None
-    """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None when there is none."""
+    """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None without a scored attempt."""
     error: float | None
     """Standard error of that mean over tasks; None below two."""
     scores: Scores
-    """Mean reward and pass@k over tasks, with their intervals; an attempt counts by its last usable episode."""
+    """Mean reward and pass@k over tasks, with their intervals. The last usable episode of an attempt counts."""
     scored: int
     """Attempts with a reward."""
     usable: int
-    """Episodes that ended as a result of the agent's own doing."""
+    """Episodes whose end the agent caused, so that their rewards count."""
     turns: float | None
     """Mean actions of an episode."""
     tokens: dict[str, int]
@@ -144,48 +145,71 @@ async def _run(
             if publish.version not in known:
                 store.append_layer(publish)
                 known.add(publish.version)
-        places = Places(config, setup, directory)
-        recorded = await _fill(places, engine, progress)
-        await _compare(places, store)
+        attempts = _Attempts(config, setup, directory)
+        try:
+            await attempts.run(engine, progress)
+        finally:
+            await engine.close()
+        await _compare(attempts, store)
         store.writer.sync()
-        return _summary(places, recorded, store, out, time.perf_counter() - started)
+        return _summary(attempts, store, out, time.perf_counter() - started)
 
 
-class Places:
-    """The episodes that the run is to have, and those it has."""
+class _Attempts:
+    """Every attempt that the run must have, and the episodes that exist."""
 
     def __init__(self, config: RunConfig, setup: LoadedSetup, directory: RunDir) -> None:
         self.config = config
         self.setup = setup
         self.journal = directory.store.writer
-        self.tapes: dict[tuple[str, int], list[bool]] = {}
-        """(group, attempt) -> for each tape there, in order: may it be trained on."""
+        self.usable: dict[tuple[str, int], list[bool]] = {}
+        """(group, attempt) -> for each of its episodes, in order, whether it can be trained on; see `needs_episode`."""
         self.faults = Faults()
+        self.recorded = 0
+        """Episodes of this process."""
         for summary in directory.store.summaries(split=config.split, closed=True):
             if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
-                self.tapes.setdefault((summary.group, summary.attempt), []).append(counts(summary))
+                self.usable.setdefault((summary.group, summary.attempt), []).append(counts(summary))
 
     def group(self, task: Task) -> str:
-        """The id of a task's group: the same whatever the order of the tasks."""
+        """The id of a task's group. It doesn't depend on the order of the tasks."""
         return f"{self.config.split}/{task.hash[:24]}"
 
     @property
     def open(self) -> list[tuple[Task, int]]:
-        """What is left to fill, task by task."""
+        """(task, attempt) of the attempts that need an episode, task by task."""
         every = ((task, k) for task in self.setup.tasks for k in range(self.config.attempts))
-        return [(task, k) for task, k in every if not self.full(self.group(task), k)]
+        return [
+            (task, k)
+            for task, k in every
+            if needs_episode(self.usable.get((self.group(task), k), []), self.config.retries)
+        ]
 
-    def full(self, group: str, attempt: int) -> bool:
-        """True when the attempt needs no more episodes."""
-        there = self.tapes.get((group, attempt), [])
-        return any(there) or len(there) > self.config.refills
+    async def run(self, engine: Engine, progress: Progress) -> None:
+        """Roll out the open attempts."""
+        todo = self.open
+        total = len(self.setup.tasks) * self.config.attempts
+        done, rewards = total - len(todo), list[float]()
+        progress("rolling out", done, total, "")
 
-    async def fill(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
-        """Roll out until the place is full."""
+        async def attempt(place: tuple[Task, int]) -> None:
+            nonlocal done
+            tapes = await self._run_attempt(*place, engine)
+            done, self.recorded = done + 1, self.recorded + len(tapes)
+            rewards.extend(tape.reward for tape in tapes if tape.reward is not None)
+            mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
+            progress("rolling out", done, total, mean)
+
+        await run_all(todo, attempt, concurrency=self.config.concurrency)
+
+    async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
+        """The attempt's further episodes: one, and retries where it can't be trained on."""
         config, group = self.config, self.group(task)
-        there = self.tapes.setdefault((group, attempt), [])
+        usable = self.usable.setdefault((group, attempt), [])
         tapes: list[Tape] = []
-        while not self.full(group, attempt):
+
+        async def episode() -> Tape:
+            # The number of earlier episodes is part of the seed: a resumed run draws what an uninterrupted one draws.
             tape = await rollout(
                 self.setup.agent,
                 self.setup.env,
@@ -194,74 +218,45 @@ class Places:
                 group=group,
                 attempt=attempt,
                 split=config.split,
-                seed=derive_seed(config.seed, group, attempt, len(there)),
+                seed=derive_seed(config.seed, group, attempt, len(usable)),
                 env_seed=derive_seed(config.seed, group, "env"),
                 limits=config.limits,
                 sampling=config.sampling,
                 journal=self.journal,
             )
-            there.append(tape.trains)
             tapes.append(tape)
-            self._count(tape)
+            if tape.status is Status.ERROR and tape.cause is not None:
+                self.faults.count(tape.id, tape.cause)
+            return tape
+
+        await run_attempt(usable, episode, retries=config.retries)
         return tapes
 
-    def _count(self, tape: Tape) -> None:
-        if tape.status is Status.ERROR and tape.cause is not None:
-            self.faults.count(tape.id, tape.cause)
 
-
-async def _fill(places: Places, engine: Engine, progress: Progress) -> int:
-    """Fill what is open; gives the number of episodes recorded."""
-    todo = places.open
-    of = len(places.setup.tasks) * places.config.attempts
-    done, recorded, rewards = of - len(todo), 0, list[float]()
-    progress("rolling out", done, of, "")
-    work = iter(todo)
-
-    async def worker() -> None:
-        nonlocal done, recorded
-        for task, attempt in work:
-            tapes = await places.fill(task, attempt, engine)
-            done, recorded = done + 1, recorded + len(tapes)
-            rewards.extend(tape.reward for tape in tapes if tape.reward is not None)
-            mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
-            progress("rolling out", done, of, mean)
-
-    workers = [asyncio.ensure_future(worker()) for _ in range(min(places.config.concurrency, len(todo)))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for one in workers:
-            one.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)  # what ended the first is raised; they all tell the same
-        await engine.close()
-    return recorded
-
-
-async def _compare(places: Places, store: Store) -> None:
-    """Let the attempts at each task earn what they do beside one another, where anything rewards that."""
-    rewards = getattr(places.setup.env, "rewards", None)
+async def _compare(run: _Attempts, store: Store) -> None:
+    """Add the rewards that compare the attempts at each task, where the environment has such rewards."""
+    rewards = getattr(run.setup.env, "rewards", None)
     if rewards is None or not rewards.relative:
         return
-    for attempts in attempts_of(store.summaries(split=places.config.split, closed=True)).values():
+    for attempts in attempts_of(store.summaries(split=run.config.split, closed=True)).values():
         tapes = [store.tape(attempt.id, refresh=False) for attempt in attempts if counts(attempt)]
         await compared(rewards, tapes, store.append_layer)
 
 
-def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: float) -> RunSummary:
-    config = places.config
+def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSummary:
+    config = run.config
     found = store.summaries(split=config.split)
     scores = scores_of(store, config.split, k=config.k, success=config.success, by=config.by)
     ends = Counter((s.status or "running", s.cause) for s in found)
     books = store.books()
     return RunSummary(
         run=str(out),
-        tasks=len(places.setup.tasks),
+        tasks=len(run.setup.tasks),
         attempts=config.attempts,
         episodes=len(found),
-        recorded=recorded,
+        recorded=run.recorded,
         ends=tuple(Ended(status=status, cause=cause, episodes=k) for (status, cause), k in ends.most_common()),
-        faults=places.faults.most(),
+        faults=run.faults.most(),
         reward=None if scores.reward is None else scores.reward.value,
         error=standard_error(rewards_of(store, config.split)),
         scores=scores,
@@ -274,8 +269,7 @@ def _summary(places: Places, recorded: int, store: Store, out: Path, seconds: fl
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """task hash -> the reward of each attempt at it: that of its last episode that ended by the agent's own doing, None
-    where that is unscored or there is none."""
+    """task hash -> the reward of each attempt's last usable episode; None where that is unscored or missing."""
     return {
         task: [s.reward if counts(s) else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
@@ -285,7 +279,7 @@ def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float |
 def scores_of(
     store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
 ) -> Scores:
-    """What the recorded episodes of `split` (None: all) come to. by: as in RunConfig."""
+    """Scores of the recorded episodes of `split` (None: all). by: as in RunConfig."""
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}

@@ -235,7 +235,8 @@ def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
     name = ".".join(keys) or "the configuration"
     if error["type"] == "extra_forbidden":
         present = moved_key(name)
-        if present is not None and present.split(".")[0] in cls.model_fields and "trainer" in cls.model_fields:
+        groups = present.split(".") if present is not None else []
+        if groups and groups[0] in cls.model_fields and ("trainer" not in groups or "trainer" in cls.model_fields):
             return f"{name} is now {present} ({layers.where(keys)})"
         return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
     if error["type"] == "missing":

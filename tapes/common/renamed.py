@@ -46,7 +46,9 @@ PATHS: Mapping[str, str] = {
 """Old path -> present path: of a module (`package.module`), or of one name in it (`package.module:Name`), which comes
 first. Only modules whose classes or functions can stand on a tape or in a recorded `config.yaml`."""
 
-KEYS: Mapping[str, str | None] = {}
+KEYS: Mapping[str, str | None] = {
+    "refills": "retries",  # of `run`
+}
 """Old configuration key -> present key, both dotted; None drops the setting. `*` stands for any one key, and each `*`
 of the present key is filled from the old one, in order: `{"players.*.engine.device": "players.*.trainer.device"}`."""
 
@@ -86,10 +88,10 @@ configuration of this version as it is."""
 
 
 def moved_key(name: str) -> str | None:
-    """The present key of a dotted setting that moved (`MOVED`); None for any other."""
+    """The present key of a dotted setting that was renamed or moved (`KEYS`, `MOVED`); None for any other."""
     keys = name.split(".")
     if keys[0] != "players" or len(keys) < 2:
-        return MOVED.get(name)
+        return KEYS.get(name) or MOVED.get(name)
     present = MOVED.get(".".join((keys[0], "*", *keys[2:])))
     return None if present is None else present.replace("*", keys[1])
 

@@ -186,7 +186,7 @@ def test_parallel_tool_calls_are_one_action_and_their_results_one_observation():
     assert engine.asked[1].messages[2]["tool_call_id"] == "c1"
 
 
-def test_a_group_shares_task_environment_seed_and_id_and_refills_once():
+def test_a_group_shares_task_environment_seed_and_id_and_retries_once():
     made: list[float] = []
 
     class Dice(GuessNumber):

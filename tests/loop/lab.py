@@ -51,7 +51,7 @@ class Letters(Environment[Answer]):
 
 
 class Flaky(Letters):
-    """Breaks at some step in about 30 % of its episodes; which ones is drawn per instance, so a refill may succeed."""
+    """Breaks at some step in about 30 % of its episodes; which ones is drawn per instance, so a retry may succeed."""
 
     luck = random.Random(0)
 

@@ -149,7 +149,7 @@ def test_old_keys_are_translated_in_a_record_and_refused_in_a_user_s_file(
 
     path = tmp_path / "config.yaml"
     path.write_text("width: 3\n")
-    with pytest.raises(ConfigError, match="unknown key width"):
+    with pytest.raises(ConfigError, match=r"width is now group\.size"):
         load_config(Whole, path)
     (tmp_path / "results.json").write_text("{}")
     assert load_config(Whole, path).group.size == 3

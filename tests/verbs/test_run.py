@@ -59,7 +59,7 @@ def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_what_the_world_broke_is_in_no_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], attempts: int, reward: float, scored: int
 ):
-    """The index has a reward of 0 for each of those episodes and their refills."""
+    """The index has a reward of 0 for each of those episodes and their retries."""
     out = tmp_path / "r"
     words = (
         "--agent",
@@ -161,9 +161,15 @@ def test_a_full_disk_is_told_once_however_many_episodes_meet_it(tmp_path: Path, 
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
+def test_the_old_name_of_retries_is_refused_with_the_new_one(tmp_path: Path, capsys):
+    scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Broken", "--tasks", f"{WORLD}:few")
+    refused = refusal_of(capsys, "run", *scene, *SCRIPT, "--set", "refills=0", "--out", str(tmp_path / "r"))
+    assert "refills is now retries (--set refills=0)" in refused
+
+
 def test_a_run_of_which_nothing_is_of_use_is_broken(tmp_path: Path, capsys):
     scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Broken", "--tasks", f"{WORLD}:few")
-    found = answer_of(capsys, "run", *scene, *SCRIPT, "--set", "refills=0", "--out", str(tmp_path / "r"), code=1)
+    found = answer_of(capsys, "run", *scene, *SCRIPT, "--set", "retries=0", "--out", str(tmp_path / "r"), code=1)
     assert found["ends"] == [{"status": "error", "cause": "environment", "episodes": 2}]
     assert (found["reward"], found["usable"]) == (None, 0)
 
