@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
 from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, TapereelError, UsageError
@@ -114,7 +114,7 @@ def _configure(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     parser.set_defaults(command=command, prog=parser.prog)
 
 
-def _texts(module: ModuleType, purpose: str) -> dict[str, object]:
+def _texts(module: ModuleType, purpose: str) -> dict[str, Any]:
     lines = cast(Verb, module).EXAMPLE.strip().splitlines()
     return {
         "description": f"{purpose[0].upper()}{purpose[1:]}.",

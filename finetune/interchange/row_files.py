@@ -119,7 +119,7 @@ def _with_tape_columns(dataset: Dataset, kept: list[tuple[Tape, list[Row]]]) -> 
 
     columns = {
         "reward": column(lambda tape: tape.reward),
-        "status": column(lambda tape: tape.status.value),
+        "status": column(lambda tape: None if tape.status is None else tape.status.value),
         "split": column(lambda tape: tape.begin.split),
         "task_hash": column(lambda tape: tape.begin.task_hash),
     }

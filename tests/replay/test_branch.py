@@ -412,6 +412,6 @@ def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there
     assert main(["branch", run, first, "--at", "1"]) == 0
     out = capsys.readouterr().out
     assert f"mean reward from that turn on {number(child.reward)} over 1 scored" in out
-    assert f"and the recorded one {number(child.reward)}" in out
+    assert f"the recorded tape earned {number(child.reward)}" in out
     assert main(["branch", run, "--tree"]) == 0
     assert f"{child.turns - 1} own turns" in capsys.readouterr().out

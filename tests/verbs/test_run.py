@@ -86,7 +86,7 @@ def test_a_run_without_any_sound_episode_has_no_mean(tmp_path: Path, capsys: pyt
     code = main(["run", *words, *settings('engine.answers=["6", "6"]'), "--out", str(tmp_path / "r")])
     out, _ = capsys.readouterr()
     assert code == 1
-    assert "nothing was scored" in out
+    assert "no attempt was scored" in out
     assert "mean reward" not in out
 
 
