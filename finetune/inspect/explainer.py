@@ -1,8 +1,7 @@
-"""Explain: what each token of a tape was to training, and why.
+"""Explain: the role of each token of a tape in training, and the reason.
 
-Rows are made by the same converter as in training, what was trained on is read from the ledger, and advantages are
-computed again from the batch that the ledger names, by the recipe that the run wrote down. Nothing is changed. Knows
-nothing of terminals.
+The converter of training makes the rows. The ledger says which tokens were trained on. Advantages are computed again
+from the batch that the ledger names, with the recipe that the run recorded. The run is only read.
 """
 
 from __future__ import annotations
@@ -37,43 +36,43 @@ class TokenLine(Value):
     """One token of a row."""
 
     position: int
-    """In the row."""
+    """Index in the row."""
     id: int
     text: str | None
     """None without a tokenizer."""
     own: bool
-    """True where it is a label: an agent's own. The fields below are None for context."""
+    """True for a label: a token that an agent produced. The fields below are None for context."""
     call: str | None = None
     offset: int | None = None
-    """Which of the call's completion tokens."""
+    """Index in the call's completion."""
     turn: int | None = None
     step: int | None = None
-    """Index of the step that was read from it."""
+    """Index of the step that was parsed from the token."""
     version: str | None = None
-    """Policy that sampled it; None for authored text."""
+    """Policy version that sampled the token; None for authored text."""
     temperature: float | None = None
-    """At which it was sampled; None for authored text."""
+    """Temperature at sampling; None for authored text."""
     logprob: float | None = None
-    """At sampling; None where unknown."""
+    """Log-prob at sampling; None where unknown."""
     reward: float | None = None
-    """Of its turn, what the whole episode earned counted on the last."""
+    """Reward of the token's turn; rewards of the whole episode count on its last turn."""
     fate: str | None = None
-    """What the last update that took the tape made of it (`trained`, `stale`, `filtered`, `context`); None: nothing."""
+    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`; None: no update."""
     advantage: float | None = None
-    """In that update; None where it had none or it can't be computed again."""
+    """Advantage in that update; None where it had none, or where it can't be computed again."""
     weight: float | None = None
-    """In that update's loss; None where it had no part in it."""
+    """Weight in that update's loss; None for a token outside the loss."""
 
 
 class RowLine(Value):
     """One token sequence that the trainer forwards."""
 
     begins: str
-    """Id of the call that begins it."""
+    """Id of the row's first call."""
     split: str | None
-    """Why that call doesn't go on in an earlier row; None for the first of its path."""
+    """Why that call doesn't extend an earlier row; None for the first call of its path."""
     repeated: int
-    """Leading tokens that an earlier call has too, and that are forwarded once more here."""
+    """Leading tokens that an earlier row has too, and that the trainer forwards again here."""
     own: int
     calls: tuple[str, ...]
     tokens: tuple[TokenLine, ...]
@@ -86,39 +85,39 @@ class UseLine(Value):
     update: int
     phase: str
     recipe: str | None
-    """None where the run doesn't say."""
+    """None where the run has no `recipes.json`."""
     trained: int
     """Tokens of this tape with a weight."""
     skipped: str | None
-    """Why the update was not applied; None: it was."""
+    """Why the update was not applied; None where it was."""
 
 
 class Explanation(Value):
-    """One tape."""
+    """The explanation of one tape."""
 
     tape: TapeSummary
     why: str
-    """Why it was chosen, or `asked for`."""
+    """Why the tape was chosen, or `asked for`."""
     verdict: str
-    """What became of it in training."""
+    """The use of the tape in training, as a sentence."""
     uses: tuple[UseLine, ...]
     group_rewards: tuple[float | None, ...]
-    """Of the tapes that it was compared with in its last update, itself included."""
+    """Rewards of the tapes in the tape's group in its last update, the tape included."""
     rows: tuple[RowLine, ...]
     forwarded: int
     """Tokens of all rows."""
     repeated: int
-    """Those of them that another row has too."""
+    """Tokens among them that another row has too."""
     own: int
     unlabelled: int
-    """Completion tokens that are no label in any row: of failed calls, or taken out by a label layer."""
+    """Completion tokens without a label in any row: tokens of failed calls, or removed by a label layer."""
     notes: tuple[str, ...]
-    """What could not be told, and why."""
+    """What could not be computed, and why."""
 
 
 @dataclass
 class Explainer:
-    """Reads one run. `decode` gives the text of a token id; `renderer` tokenizes text that has no tokens."""
+    """Explains the tapes of one run. decode: gives the text of a token id; renderer: tokenizes authored text."""
 
     store: Store
     decode: Callable[[int], str] | None = None
@@ -133,11 +132,11 @@ class Explainer:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """The recipe of each phase, as far as the run wrote it down."""
+        """The recipe of each phase that the run recorded."""
         return read_recipes(self.store.path)
 
     def explain(self, name: str, why: str = "asked for") -> Explanation:
-        """The tape of that id, or the only one whose id starts so."""
+        """Explain the tape with this id, or with the only id that begins with `name`."""
         tape = self.store.tape(name)
         notes: list[str] = []
         took = [use for use in self.uses if tape.id in Plan.of({"phase": "", "tapes": (), **use.info}).read]
@@ -184,6 +183,7 @@ class Explainer:
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
+        # Later fates overwrite earlier ones: FATES is in order of strength, so `trained` is written last.
         for fate in reversed(FATES):
             for name, call, start, end in (entry for use in uses for entry in ranges(use, fate)):
                 if name == tape.id:
@@ -273,8 +273,8 @@ class Explainer:
 
 
 def _lasts(took: list[Use]) -> list[Use]:
-    """The last update that took the tape and was applied, or else the last one, with those that other policies made of
-    the same batch."""
+    """The last applied update that took the tape (else the last one), and the updates of other policies on the same
+    batch: with several policies, each trains on its own tokens of one tape."""
     last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
     return [
         use
@@ -295,16 +295,16 @@ class _Taken:
     """The batch of one update."""
 
     advantages: dict[tuple[str, str, int], float]
-    """By (tape, call, offset)."""
+    """(tape, call, offset) -> advantage."""
     groups: dict[str, list[float | None]]
     """Group -> rewards of its tapes."""
     problem: str = ""
-    """Why there are no advantages; empty when there are, or when the recipe has none."""
+    """Why advantages can't be computed; empty where they can, or where the recipe has none."""
 
 
 @dataclass
 class _Facts:
-    """What is known of a tape's completion tokens, by (call, offset)."""
+    """Facts about a tape's completion tokens, by (call, offset)."""
 
     turn_rewards: NDArray[Any] | None
     steps: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -337,15 +337,15 @@ def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
 
 
 def _unknowable(recipe: Recipe | None, phase: str) -> str:
-    """Why a recipe's advantages can't be computed from the tapes alone; empty when they can."""
+    """Why a recipe's advantages can't be computed from the tapes alone; empty where they can."""
     if recipe is None:
-        return f"the run has no recipes.json that names its recipe of phase {phase!r}"
+        return f"the run has no recipes.json with the recipe of phase {phase!r}"
     if any(isinstance(term, Running) for term in recipe.shape):
-        return f"recipe {recipe.name} scales rewards by all that came before"
+        return f"recipe {recipe.name} scales rewards by statistics of all earlier updates"
     if any(term.needs_reference for term in recipe.shape):
-        return f"recipe {recipe.name} prices the distance to a reference model"
+        return f"recipe {recipe.name} subtracts a KL term to a reference model from the reward"
     return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
 
 
 def _no_trainer(phase: str) -> Any:
-    raise RuntimeError(f"a history that explains trains nothing (phase {phase!r})")
+    raise RuntimeError(f"explaining needs no trainer, and one was requested for phase {phase!r}")

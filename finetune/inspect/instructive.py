@@ -1,4 +1,4 @@
-"""Which tapes of a run are worth a look, and why. Reads summaries first, and few tapes."""
+"""Chooses the tapes of a run that `tapereel explain` shows first. Reads the summaries, and few tapes whole."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from ...tapes.store.store import Store, Summary
 
 LOOKED_AT = 200
-"""Newest tapes that are read in search of a split row."""
+"""Newest tapes that the search for a split row reads."""
 
 
 def instructive(store: Store) -> Iterator[tuple[str, str]]:
-    """(tape id, why) of tapes that are worth a look, the most telling first; each at most once."""
+    """(tape id, reason), the most instructive tape first; each tape at most once."""
     seen: set[str] = set()
-    for name, why in _telling(store):
+    for name, why in _candidates(store):
         if name not in seen:
             seen.add(name)
             yield name, why
 
 
-def _telling(store: Store) -> Iterator[tuple[str, str]]:
+def _candidates(store: Store) -> Iterator[tuple[str, str]]:
     closed = store.summaries(closed=True)
     yield from _opposites(store, {summary.id: summary for summary in closed})
     several = "(select tape from versions group by tape having count(*) > 1)"
@@ -53,5 +53,5 @@ def _opposites(store: Store, closed: Mapping[str, Summary]) -> Iterator[tuple[st
 def _split(store: Store, closed: Sequence[Summary]) -> Iterator[tuple[str, str]]:
     for summary in [summary for summary in reversed(closed) if summary.calls > 1][:LOOKED_AT]:
         if any(call.split for call in store.tape(summary.id, refresh=False).calls):
-            yield summary.id, "one of its calls could not go on in the row before"
+            yield summary.id, "one of its calls could not extend the row of the call before"
             return

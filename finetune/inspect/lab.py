@@ -1,16 +1,15 @@
-"""Lab: a past update under other recipes: what each would have done with the same tapes, at the same weights.
+"""Lab: computes a recorded update under other recipes, with the same tapes at the same weights, and compares them.
 
-The weights are those that the update was computed with, applied again to there from the nearest checkpoint; the batch
-is made of the tapes as the update read them. Nothing is trained: gradients are computed, compared and let go, and the
-run is only read. What is compared:
+The weights are those that the update began with, rebuilt from the nearest checkpoint. The batch has the tapes as the
+update read them. Gradients are computed and compared, no weights change, and the run is only read. What is compared:
 
-    pull      of a token: minus the loss's gradient by its log-prob, as a share of the sum of all |pulls|. Above 0 the
-              step makes the token likelier. It holds all that a recipe says of a token (weight, advantage, clip, ratio,
-              KL) but for an entropy bonus, which is not about what was sampled.
+    pull      of a token: minus the derivative of the loss by its log-prob, as a share of the sum of all |pulls|. Above
+              0 the step makes the token likelier. The pull contains weight, advantage, clip, ratio and KL. It leaves
+              out an entropy bonus, which does not depend on the sampled token.
     cosine    between the gradients of all weights: 1 where two recipes pull the same way.
 
-1. Norms are before clipping. An update of several mini-batches or epochs is taken whole, at the weights where it began.
-2. A recipe's running statistics (a reward scale) are the run's where it is the run's own, and begin anew otherwise.
+1. Norms are before clipping. An update of several mini-batches or epochs is computed whole, at its first weights.
+2. Running statistics of a recipe (a reward scale) are the run's for the run's own recipe, and begin anew otherwise.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from ..trainer.updates import UpdateStats
 from .rebuild import Past
 
 ROUNDING = 1e-6
-"""Shares of a pull that differ by less are the same."""
+"""Shares of a pull that differ by less count as equal."""
 OWN = "own"
-"""Names the recipe that the update was made by."""
+"""Name for the recipe of the run itself."""
 
 
 class RecipeFile(Config):
@@ -66,50 +65,50 @@ class _Value(BaseModel):
 
 
 class TokenShift(_Value):
-    """A token that one recipe pulls at more, or less, than the first one does."""
+    """A token that one recipe pulls more, or less, than the first recipe."""
 
     tape: str
     call: str
     offset: int
-    """In the call's completion."""
+    """Index in the call's completion."""
     id: int
     text: str
     first: float
-    """Its pull by the first recipe, as a share."""
+    """Pull by the first recipe, as a share."""
     pull: float
-    """By this one."""
+    """Pull by this recipe, as a share."""
 
 
 class RecipeLine(_Value):
-    """What one recipe makes of the update."""
+    """The update under one recipe."""
 
     recipe: str
     loss: float | None
     grad_norm: float | None
     """None where no token has a gradient."""
     cosine: float | None
-    """With the first recipe's gradient; None where either is missing."""
+    """Cosine with the first recipe's gradient; None where either gradient is missing."""
     mean_advantage: float | None
-    """Mean |advantage| of the tokens that enter; None for a recipe without advantages."""
+    """Mean |advantage| of the tokens that enter the loss; None for a recipe without advantages."""
     clipped: float | None
     """Share of live tokens whose surrogate is clipped; None where the recipe clips nothing."""
     tokens: int
     """Tokens with a weight in the loss."""
     dropped: int
-    """The agent's own tokens without one."""
+    """The agent's own tokens without a weight."""
     skipped: str | None
     """Why the update would not be applied."""
     recorded: bool | None
-    """Weights in the loss, loss and gradient norm are those in the ledger, bit for bit; None where that isn't to be
-    expected: it is not the run's recipe, or the update took several steps."""
+    """Whether token weights, loss and gradient norm equal the ledger bit for bit; None where they need not be equal:
+    for another recipe than the run's, or an update of several steps."""
     gained: tuple[TokenShift, ...]
     """Tokens whose |pull| grows most against the first recipe's."""
     lost: tuple[TokenShift, ...]
     pulls: tuple[float, ...]
-    """Of every own token, in the order of the batch."""
+    """Pull of every token of the agent's own, in the order of the batch."""
 
     def cells(self) -> list[str]:
-        """Itself as text, for the columns of a table."""
+        """The line as texts, for the columns of a table."""
         recorded = "" if self.recorded is None else "yes" if self.recorded else "NO"
         return [
             safe(self.recipe),
@@ -134,7 +133,7 @@ class Experiment(_Value):
     lineage: str
     update: int
     version: str
-    """Of the weights it was computed with."""
+    """Version of the weights that the update began with."""
     phase: str
     episodes: int
     tokens: int
@@ -143,7 +142,7 @@ class Experiment(_Value):
 
 
 class LabReport(_Value):
-    """What the recipes make of the updates."""
+    """The updates under all recipes."""
 
     run: str
     recipes: tuple[str, ...]
@@ -160,12 +159,12 @@ def lab(
     tokens: int = 5,
     progress: Progress = silent,
 ) -> LabReport:
-    """Compute past updates of the run again under each recipe, the first of which is what others are compared with.
+    """Compute recorded updates of the run under each recipe, and compare the others with the first recipe.
 
-    A recipe is a value, a name, `own` (the run's), or a file (`RecipeFile`). updates: their numbers, from 0; None: the
-    last one of the loop. policy: a player of the run that learned; None: the loop's own. tokens: how many to name that
-    gained most, and lost. UsageError where an update, a policy or a recipe isn't there; Unknown where the base weights
-    are gone.
+    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeFile`). updates: numbers from 0; None: the
+    loop's last. policy: a trained player of the run; None: the loop's own policy. tokens: number of tokens to list with
+    the largest gain, and with the largest loss. UsageError where an update, a policy or a recipe doesn't exist; Unknown
+    where the base weights are gone.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -189,7 +188,7 @@ def lab(
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """(what to call it, the recipe; None: the run's own)."""
+    """(name of the recipe, the recipe; None for the run's own)."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:
@@ -218,7 +217,7 @@ def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
 
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
-    """The records of each update that was asked for, in order."""
+    """The records of each requested update, in order."""
     known = {number: list(epochs) for number, epochs in groupby(uses, key=lambda use: use.update)}
     if updates is None:
         loop = [n for n, epochs in known.items() if not str(epochs[0].info["phase"]).startswith("sft")]
@@ -230,7 +229,10 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 
 def _go_to(history: History, update: int) -> None:
-    """Bring the weights to where `update` begins, from where they are or from the nearest checkpoint."""
+    """Bring the weights to the beginning of `update`, from the present weights or from the nearest checkpoint.
+
+    Applying recorded updates to the present weights is right only when they are before `update`, on the same lineage.
+    """
     saved = [
         one.update
         for one in checkpoints(history.directory)
@@ -245,7 +247,7 @@ def _go_to(history: History, update: int) -> None:
 
 
 class _Bench:
-    """Computes updates under every recipe, on one model."""
+    """Computes updates under every recipe, with one model in memory."""
 
     def __init__(self, past: Past, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
         self.history, self.recipes, self.tokens = past.history, recipes, tokens

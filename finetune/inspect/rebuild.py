@@ -1,8 +1,7 @@
-"""The past of a run: its base weights and the history that was made from them, as a reader without the agent, the
-environment and the tasks can have them again.
+"""Rebuilds the beginning of a training run: its base weights and the history that trains from them.
 
-What trained is not written a second time here: the parts are those that `demo` and `train` make of the configuration
-in the run directory. Nothing is written to the run. What is asked of the past is the caller's business.
+Agent, environment and tasks are not needed. `demo` and `train` build the parts from the configuration in the run
+directory, so no second training code exists. The run is only read. `reproduce` and `lab` use it.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ Settings = TypeVar("Settings", bound=Config)
 
 
 class Unknown(TapereelError, ValueError):
-    """The run's base weights, or how it was trained, can't be had again; says what is missing."""
+    """The run's base weights or its configuration can't be rebuilt; says what is missing."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """A run's beginning. The history's model has the base weights; it has no checkpoint to go on from."""
+    """The beginning of a run. The history's model has the base weights; the history has no checkpoint."""
 
     training: Training
     history: History
     base: str
-    """What the base weights are, in words."""
+    """A description of the base weights."""
 
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
-        """Of the run in the directory `run`, open as `store`. `scratch`: an empty directory. Unknown where it can't be
-        had."""
+        """Of the run in the directory `run`, open as `store`. scratch: an empty directory for what the history writes.
+        Unknown where the beginning can't be rebuilt."""
         if not (run / CONFIG).exists():
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)
-            raise Unknown(f"{run} has no {CONFIG} that says how its weights were trained")
+            raise Unknown(f"{run} has no {CONFIG}, which would say how its weights were trained")
         results = _results(run)
         player = next(
             (name for name in results.get("players", {}) if lineage_of(results.get("lineage", ""), name) == lineage),
@@ -58,18 +57,18 @@ class Past:
         if player is None:
             return cls(training, training.history, base)
         if player not in training.team.histories:
-            raise Unknown(f"{run / CONFIG} has no player {player!r} that is trained, and {run / RESULTS} has one")
+            raise Unknown(f"{run / RESULTS} has the trained player {player!r}, and {run / CONFIG} doesn't have it")
         return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
 
     @classmethod
     def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
-        """A control experiment of a demo begins with the weights that the demo had after its imitation."""
+        """A control of a demo begins with the weights that the demo had after its imitation."""
         demo = run.parent.parent
         directory = RunDir(scratch, {**_results(demo), "lineage": lineage}, store, resumed=True)
         training, _ = _begin(demo, directory)
         base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
         if base is None:
-            raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, from which {run} went on")
+            raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, with whose weights {run} began")
         training.model.load_state_dict(base.weights())
         return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
 
@@ -78,7 +77,9 @@ def _results(run: Path) -> dict[str, Any]:
     try:
         return json.loads((run / RESULTS).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError) as error:
-        raise Unknown(f"{run / RESULTS}, which says what the run began with, can't be read: {error}") from error
+        raise Unknown(
+            f"{run / RESULTS}, which names the weights that the run began with, can't be read: {error}"
+        ) from error
 
 
 def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
@@ -90,14 +91,14 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
         return _demo(run, directory)
     if "engine" in keys and "loop" in keys:
         return _train(run, directory)
-    raise Unknown(f"{run / CONFIG} is of no run that trains")
+    raise Unknown(f"{run / CONFIG} is not the configuration of `demo` or `train`, so nothing was trained there")
 
 
 def _read(kind: type[Settings], run: Path) -> Settings:
     try:
         return load_config(kind, run / CONFIG)
     except ConfigError as error:
-        raise Unknown(f"{run / CONFIG} says what this version of the library doesn't know: {error}") from error
+        raise Unknown(f"this version of the library can't read {run / CONFIG}: {error}") from error
 
 
 def _on_present_device(trainer: TrainerConfig) -> TrainerConfig:
@@ -129,10 +130,11 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
         training = train_training(config, directory)
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"the base weights are gone: {error}") from error
+    # A model folder may have been overwritten since: other base weights would make every later update differ.
     found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
     if begun not in (None, found):
         raise Unknown(
-            f"the base weights are gone: the run began with weights of digest {begun}, those in "
-            f"{config.engine.model} have {found} now"
+            f"the base weights are gone: the run began with weights of digest {begun}, and the weights in "
+            f"{config.engine.model} now have digest {found}"
         )
     return training, f"the model in {config.engine.model}"

@@ -1,13 +1,12 @@
-"""Reproduce: a checkpoint derived again, from the base weights and the recorded tapes, update by update.
+"""Reproduce: derives a checkpoint again, update by update, from the base weights and the recorded tapes.
 
-Nothing is sampled and no environment runs: every update is made from the tapes that its record names, by the code that
-made it, and compared with all that the record says of it, bit for bit; the weights after it are compared with the
-digest that was published. So the first update that differs is named, with what differed. The run is only read.
+No model samples and no environment runs. The training code makes every update again from the tapes that its record
+names, and compares the result with the record, bit for bit. The weights after an update are compared with the digest
+that was published. The report names the first update that differs, and what differs. The run is only read.
 
-1. `verified` needs no promise about the machine: the same digest is the same weights. A difference on another machine,
-   or with another version of torch, is `unverifiable`, since sums in another order have other last bits.
-2. What produced a tape isn't asked here: `verify` says whether its bytes are those that were written, `replay` and
-   `requery` whether agent and model say it again.
+1. `verified` holds on every machine: equal digests mean equal weights. A difference on another machine or with another
+   version of torch is `unverifiable`: a sum in another order differs in its last bits.
+2. Reproduce does not check how a tape came about: `verify` checks its bytes, `replay` the agent, `requery` the model.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from .rebuild import Past, Unknown
 
 
 class Difference(Value):
-    """The first thing that isn't as recorded."""
+    """The first difference to the record."""
 
     update: int
     """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
@@ -56,46 +55,46 @@ class Difference(Value):
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str
-    """What differs, for people."""
+    """The difference as a sentence."""
 
 
 class Reproduction(Value):
-    """What became of deriving a checkpoint again."""
+    """The result of deriving a checkpoint again."""
 
     run: str
     checkpoint: str | None
-    """Its directory; None where only the ledger was followed."""
+    """Directory of the checkpoint; None where only the ledger was compared."""
     lineage: str
     outcome: Literal["verified", "diverged", "unverifiable"]
     base: str
-    """What the weights began as, in words."""
+    """A description of the base weights."""
     updates: int
     """Updates applied again and found equal."""
     of: int
     """Updates in the checkpoint."""
     published: int = 0
-    """Versions on the way whose weights have the digest that was published."""
+    """Versions up to the checkpoint whose weights have the digest that was published."""
     checkpoints: int = 0
-    """Checkpoint files whose weights are those that were derived."""
+    """Checkpoint files whose weights equal the derived weights."""
     trainers: int = 0
-    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) is the one
-    that was derived; the base has none."""
+    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) equals the
+    derived state; the base has no such state."""
     tapes: int = 0
     """Tapes that were trained on, each with the digest that its updates pinned."""
     digest: str | None = None
-    """Of the weights that were derived; None where the end wasn't reached."""
+    """Of the derived weights; None where a difference ended the derivation."""
     difference: Difference | None = None
-    """None but for `diverged`."""
+    """Only for `diverged`."""
     reason: str | None = None
-    """Why it can't be told; None but for `unverifiable`."""
+    """Why the comparison is not possible; only for `unverifiable`."""
     seconds: float = 0.0
     players: dict[str, Reproduction] = Field(default={})
-    """Of the last checkpoints of the run's other policies, by name, where the run as a whole was asked for."""
+    """Results of the last checkpoints of the run's other policies, by name; empty where one checkpoint was named."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 verified, 1 diverged, 2 unverifiable; of several policies, that of one that diverged, else unverifiable."""
+        """0 verified, 1 diverged, 2 unverifiable; of several policies 1 if any diverged, else 2 if any is."""
         every = {self.outcome, *(one.outcome for one in self.players.values())}
         codes = {"diverged": 1, "unverifiable": 2}
         return next((code for outcome, code in codes.items() if outcome in every), 0)
@@ -108,16 +107,14 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of the run in the directory `run` again; default: its last, and every other on the way.
+    """Derive a checkpoint of the run in the directory `run` again; default: its last, and each one before it.
 
-    `checkpoint`: a checkpoint's directory, wherever it lies, its name (`update-000040`) or its update. Without it `run`
-    may be the directory of a checkpoint that lies in its run. UsageError where there is none.
+    checkpoint: the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Without
+    it, `run` may also be the directory of a checkpoint inside its run. UsageError where no such checkpoint exists.
     """
     run = Path(run)
     if not run.is_dir():
-        raise UsageError(
-            f"there is no folder {run}: name the directory of a run that trained, or of a checkpoint in one"
-        )
+        raise UsageError(f"there is no folder {run}: name the directory of a training run, or of a checkpoint in one")
     if checkpoint is None and (run / STATE).exists():
         run, checkpoint = _run_of(run.resolve()), run.resolve()
     found = _one(run, run / "checkpoints", checkpoint, progress)
@@ -128,7 +125,7 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
 
 
 def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress) -> Reproduction:
-    """Of one of the checkpoints in `folder`."""
+    """The reproduction of one policy, whose checkpoints are in `folder`."""
     found = checkpoints(folder)
     wanted = find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
@@ -157,15 +154,17 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """The run in which a checkpoint lies."""
+    """The run that contains a checkpoint."""
     return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 
 def find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint] | None = None) -> Checkpoint:
-    """The checkpoint that `name` means: a directory, `update-000040`, `40`; None: the last. UsageError if none is."""
+    """The checkpoint named by a directory, `update-000040` or `40`; None: the last. UsageError without one."""
     found = checkpoints(run / "checkpoints") if found is None else found
     if not found and name is None:
-        raise UsageError(f"{run} has no checkpoint: it is no training run, or it has not got to its first one")
+        raise UsageError(
+            f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
+        )
     if name is None:
         return found[-1]
     text = str(name)
@@ -175,7 +174,7 @@ def find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoi
     if (Path(text) / STATE).exists():
         return read_checkpoint(Path(text))
     there = ", ".join(one.path.name for one in found[-5:]) or "none"
-    raise UsageError(f"{run} has no checkpoint {text!r}; there are {'... ' if len(found) > 5 else ''}{there}")
+    raise UsageError(f"{run} has no checkpoint {text!r}; it has {'... ' if len(found) > 5 else ''}{there}")
 
 
 def retrace(
@@ -183,11 +182,11 @@ def retrace(
     *,
     until: int | None = None,
     files: Sequence[Checkpoint] = (),
-    base: str = "as given",
+    base: str = "the weights of the model",
     progress: Progress = silent,
 ) -> Reproduction:
     """Apply the recorded updates below `until` (default: all) to `history`, whose model has the base weights, and
-    compare what comes out with the records and with the weights in `files`."""
+    compare the results with the records and with the weights in `files`."""
     return _Walk(history, until, files, base, progress).report()
 
 
@@ -207,7 +206,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """What of torch and the machine is other than at some update so far."""
+        """How torch or this machine differs from those of an update so far; empty where they don't differ."""
 
     def report(self) -> Reproduction:
         uses = [use for use in self.ledger.uses if use.update < self.until]
@@ -236,26 +235,30 @@ class _Walk:
         if self.history.updates < self.until:
             return self._made(
                 "unverifiable",
-                reason=f"the ledger ends at update {self.history.updates}, the "
-                f"checkpoint has {self.until}: the tapes of the others are elsewhere",
+                reason=f"the ledger ends at update {self.history.updates}, the checkpoint has {self.until} updates: "
+                "the tapes of the missing updates are not in this run",
             )
         return self._made("verified")
 
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
         trainer = self.history.enter(str(epochs[0].info["phase"]))
+        # The threads are set to the recorded number while an update is applied, so they can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
         _, again = apply_again(self.history, epochs)
         if len(again) != len(epochs):
             raise BrokenHistory(
-                f"update {epochs[0].update} has {len(again)} epochs, {len(epochs)} are in the ledger; "
-                "the run is at work, or died there: resume it"
+                f"update {epochs[0].update} has {len(again)} epochs, and the ledger has {len(epochs)} of them: the run "
+                "is at work, or died there. Resume it"
             )
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the weights as they are now with all that says what they are."""
+        """Compare the present weights with the published digest and the checkpoint file of this update, if any.
+
+        Without the comparison after each update, a difference would show at the last checkpoint only, unlocated.
+        """
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
         last = n == self.until
@@ -265,14 +268,14 @@ class _Walk:
         if published is not None:
             if n == 0 and published != self.digest:
                 raise BrokenHistory(
-                    f"the base weights here ({self.base}) fold to {self.digest}, those that the run "
-                    f"began with to {published}"
+                    f"the base weights here ({self.base}) have digest {self.digest}, the run began with weights of "
+                    f"digest {published}"
                 )
             if published != self.digest:
                 raise _Other(
                     n - 1,
                     "weights",
-                    f"the weights after it fold to {self.digest}, version "
+                    f"the weights after it have digest {self.digest}, version "
                     f"{version_name(lineage, n)} was published with {published}",
                     published,
                     self.digest,
@@ -293,7 +296,7 @@ class _Walk:
             raise _Other(
                 file.update - 1,
                 "checkpoint",
-                f"the weights in {file.path} fold to {found}, base weights and tapes give {self.digest}",
+                f"the weights in {file.path} have digest {found}, base weights and tapes give {self.digest}",
                 self.digest,
                 found,
             )
@@ -310,7 +313,7 @@ class _Walk:
             )
 
     def _trainer(self, file: Checkpoint) -> None:
-        """Compare the state that the next update goes on from, but for random numbers, which no update draws."""
+        """Compare the trainer's state. Random number states are left out: no update draws from them."""
         phase, trainer = file.state["phase"], self.history.trainer
         if not phase:
             return
@@ -318,7 +321,7 @@ class _Walk:
             raise _Other(
                 file.update - 1,
                 "trainer",
-                f"{file.path} is of phase {phase!r}, its last update was of {self.history.phase!r}",
+                f"{file.path} has phase {phase!r}, and its last update has phase {self.history.phase!r}",
                 self.history.phase,
                 phase,
             )
@@ -341,7 +344,7 @@ class _Walk:
         if self.other and difference.field in ("loss", "grad_norm", "weights", "checkpoint", "trainer"):
             return self._made(
                 "unverifiable",
-                reason=f"update {difference.update} comes out otherwise, but here is "
+                reason=f"update {difference.update} differs, but here is "
                 f"{self.other}, where last bits may differ: {difference.sentence}",
             )
         return self._made("diverged", difference=difference)
@@ -370,7 +373,7 @@ class _Walk:
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """(place, saved, derived) of what isn't the same to the bit; of tensors their digests."""
+    """(place, saved, derived) of every value that is not bit-equal; tensors are given by their digests."""
     if isinstance(saved, dict) and isinstance(derived, dict):
         for key in dict.fromkeys([*saved, *derived]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
@@ -384,7 +387,7 @@ def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, st
 
 
 class _Other(TapereelError):
-    """Weights or files that aren't those derived."""
+    """Weights or files differ from the derived ones."""
 
     def __init__(self, update: int, field: str, sentence: str, recorded: Any, found: Any) -> None:
         super().__init__(sentence)

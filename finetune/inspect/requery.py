@@ -1,8 +1,8 @@
-"""Requery: recorded tokens are put to a model again, and its log-probs are compared with the recorded ones.
+"""Requery: scores recorded tokens with a model again, and compares its log-probs with the recorded ones.
 
-"This tape came from this policy": every token that was sampled is scored, teacher-forced, by the weights that the tape
-names for it, or by weights that are given. Tokens of several policy versions are each put to their own. The weights are
-read from checkpoints and model folders; a version that none holds can't be verified. This module writes nothing.
+It checks that a tape came from a policy: the weights that the tape names for a sampled token score that token,
+teacher-forced. The caller may name other weights. Tokens of several policy versions are scored by their own version.
+The weights come from checkpoints and model folders; a version without weights can't be verified.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import score
 
 TOLERANCE = 1e-4
-"""Nats that a log-prob may differ by, in float32: ten times what was seen, and less than one update moves tokens by."""
+"""Nats by which a log-prob may differ, in float32: ten times the observed rounding, less than one update's effect."""
 BATCH = 128
-"""Tapes that are scored at once."""
+"""Tapes scored in one call of `requery`."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Weights, and what is known of them."""
+    """Weights with their name and digest."""
 
     name: str
     """The folder."""
     digest: str
     """As in a `publish` record."""
     load: Callable[[], Any] = field(repr=False)
-    """() -> the model, ready to be scored with."""
+    """() -> the model, ready to score."""
 
 
 class Policies:
-    """From policy versions to weights: the run's checkpoints and model folders, or one that is given."""
+    """Finds the weights of a policy version: in the run's checkpoints and model folders, or in a named folder."""
 
     def __init__(
         self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
     ) -> None:
-        """only: a checkpoint or model folder that all tokens are put to, whatever the tapes say of them. begun: the
-        folders that the run was begun with."""
+        """only: a checkpoint or model folder that scores all tokens, whatever version the tapes name. begun: the model
+        folders that the run began with."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self.only = _folder(Path(only)) if only is not None else None
@@ -59,7 +59,7 @@ class Policies:
         self._loaded: tuple[str, Any] | None = None
 
     def of(self, version: str) -> Policy | str:
-        """The weights of that version, or why there are none."""
+        """The weights of a version, or the reason why there are none."""
         if self.only is not None:
             return self.only
         digest = self.digests.get(version)
@@ -72,7 +72,7 @@ class Policies:
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
     def model(self, policy: Policy) -> Any:
-        """The model with these weights. One at a time is kept."""
+        """The model with these weights. Only the last model stays in memory."""
         if self._loaded is None or self._loaded[0] != policy.digest:
             self._loaded = (policy.digest, policy.load())
         return self._loaded[1]
@@ -99,7 +99,7 @@ def _folder(path: Path) -> Policy:
 
 @dataclass(frozen=True)
 class Scored:
-    """One version's tokens of a row, and what its weights say of them."""
+    """The tokens of a row that one version sampled, with their log-probs by its weights."""
 
     row: Row
     logprob: NDArray[np.float64]
@@ -108,14 +108,14 @@ class Scored:
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """(n,) distance from the recorded log-prob; NaN where the weights give none."""
+        """(n,) |log-prob - recorded log-prob| in nats; NaN where the weights give no number."""
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
 def requery(
     tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE, renderer: Any | None = None
 ) -> list[Verdict]:
-    """The verdict on each tape. Many at once share forward passes."""
+    """The verdict on each tape. Tapes of one call share forward passes."""
     made = [rows(tape, renderer=renderer) if _tokens(tape) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
     missing: dict[int, list[str]] = defaultdict(list)
@@ -140,14 +140,15 @@ def _tokens(tape: Tape) -> bool:
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
-    """The row's sampled tokens whose log-prob is known, version by version."""
+    """(version, row with its tokens only) of the sampled tokens whose log-prob is known."""
     row = _as_recorded(tape, row)
     known = np.isfinite(row.old) & (row.version >= 0)
     return [(row.versions[v], row.where(known & (row.version == v))) for v in np.unique(row.version[known]).tolist()]
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """With the log-probs of what was drawn greedily, too: they are no RL data, but they are those at temperature 1."""
+    """The row with the log-probs of greedily drawn tokens added. Training ignores them, since they are not samples of
+    the policy; they are recorded at temperature 1, so the weights can be compared with them."""
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)
@@ -169,15 +170,15 @@ def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str], toleran
         more["measured"] = {"largest": float(every.max()), "mean": float(every.mean()), "tolerance": tolerance}
     notes = list(dict.fromkeys(missing))
     if known > n and not missing:
-        notes.append("log-probs of tokens that were drawn otherwise than by temperature (top-p, top-k, penalties)")
+        notes.append("log-probs of tokens that were drawn with top-p, top-k or penalties")
     for one in seen:
-        if not (one.gap <= tolerance).all():
+        if not (one.gap <= tolerance).all():  # written so that a NaN counts as a difference
             return diverged("requery", _divergence(tape, one), not_checked=tuple(notes), **more)
     if missing:
         return unverifiable("requery", tape.id, notes[0], not_checked=tuple(notes[1:]), **more)
     if not n:
         why = "its log-probs can't be compared" if known else "it holds no log-prob"
-        return unverifiable("requery", tape.id, f"{why}, so there is nothing to put to a model", **more)
+        return unverifiable("requery", tape.id, f"{why}, so a model has nothing to score", **more)
     return verified("requery", tape.id, not_checked=tuple(notes), **more)
 
 
@@ -197,6 +198,6 @@ def _divergence(tape: Tape, one: Scored) -> Divergence:
         recorded=old,
         observed=now,
         cause=Likely.WEIGHTS,
-        sentence=f"call {call.call}, token {at}: the tape says {old:.4f}, sampled by version {version}; the weights in "
-        f"{one.policy} say {now:.4f}, and are {one.gap.mean():.3g} nats off in the mean",
+        sentence=f"call {call.call}, token {at}: the tape has log-prob {old:.4f}, sampled by version {version}; the "
+        f"weights in {one.policy} give {now:.4f}, and differ by {one.gap.mean():.3g} nats in the mean",
     )

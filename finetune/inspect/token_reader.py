@@ -1,4 +1,4 @@
-"""The text of recorded token ids, by the tokenizer that a run was recorded with."""
+"""Decodes recorded token ids with the tokenizer that the run was recorded with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger("tapereel.inspect")
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """(text of a token id, renderer) by the tokenizer that the tapes were recorded with; (None, None) without it."""
+    """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) where that is missing or another."""
     folder = named or tokenizer_folder(run)
     if folder is None:
-        log.warning("the run keeps no tokenizer, so tokens are shown by number: give --tokenizer DIR")
+        log.warning("the run has no tokenizer, so tokens are shown as numbers: name its folder by --tokenizer DIR")
         return None, None
     tokenizer = load_tokenizer(folder)
     renderer = Renderer(tokenizer)
     recorded = {tape.begin.versions.get("tokenizer") for tape in tapes} - {None}
     if recorded - {renderer.tokenizer_hash}:
-        log.warning("the tokenizer in %s is not the one of these tapes, so tokens are shown by number", folder)
+        log.warning("tokens are shown as numbers: the tokenizer in %s is not the tokenizer of these tapes", folder)
         return None, None
     return lambda token: str(tokenizer.decode([token])), renderer

@@ -1,6 +1,6 @@
-"""What the viewer can't know from tapes alone: advantages, rows and verdicts of training, and the text of token ids.
+"""Facts of training for the viewer: advantages, rows, verdicts, the text of token ids, and ratios to named weights.
 
-An adapter from `Explainer`, and from `score` where weights are named, to what `tapes/view` asks for.
+An adapter from `Explainer` and `score` to the protocol `Insight` of `tapes/view`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .requery import Policies, Policy
 from .token_reader import token_reader
 
 LONGEST = 20_000
-"""Records of the longest tape that is explained: it is read whole for that."""
+"""Records of the longest tape that is explained, since an explanation reads the tape whole."""
 
 
 class TrainingInsight:
-    """Tells of one run. Reads the tokenizer that the run keeps, when it is made."""
+    """The facts of one run. Loads the run's tokenizer at once."""
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
-        """weights: a checkpoint or model folder whose probabilities are compared with those at sampling. tokenizer: its
-        folder, where it isn't the run's own."""
+        """weights: a checkpoint or model folder; its probabilities are compared with those at sampling. tokenizer: a
+        folder; None takes the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
@@ -35,18 +35,20 @@ class TrainingInsight:
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """The text of a token id; None without a tokenizer."""
+        """Gives the text of a token id; None without a tokenizer."""
         return self._decode
 
     def forget(self) -> None:
-        """Training went on: what was read of the ledger is old."""
+        """Drop what was read from the ledger: training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
     def explain(self, tape: str) -> dict[str, Any]:
-        """What became of the tape in training, with an advantage for each completion token that has one."""
+        """The tape's use in training, with an advantage for each completion token that has one."""
         records = len(self._store.index.places(tape))
         if records > LONGEST:
-            return {"missing": f"the tape has {records:,} records; only those of up to {LONGEST:,} are explained"}
+            return {
+                "missing": f"the tape has {records:,} records; only tapes of up to {LONGEST:,} records are explained"
+            }
         found = self._explainer.explain(tape)
         return {
             "verdict": found.verdict,
@@ -66,7 +68,7 @@ class TrainingInsight:
         }
 
     def _ratios(self, tape: str) -> dict[str, Any]:
-        """Probability by the named weights over that at sampling, for each sampled completion token."""
+        """exp(log-prob by the named weights - log-prob at sampling) for each sampled completion token."""
         policy = self._policies.of("") if self._policies is not None else None
         if self._policies is None or not isinstance(policy, Policy):
             return {}

@@ -1,15 +1,14 @@
-"""Trackers: the lines of metrics.jsonl, drawn elsewhere too, by TensorBoard, wandb, trackio or mlflow (`accelerate`).
+"""Trackers: sends the lines of metrics.jsonl to TensorBoard, wandb, trackio or mlflow, through `accelerate`.
 
-The file comes first and is always written; a tracker gets what it says, on three axes with a step of their own:
+The file is always written first. A tracker gets its numbers on three axes, each with its own step:
 
     rollout/   what was sampled              over the episodes so far (`rollout/episodes_so_far`)
     train/     what the update did           over the updates (`train/update`)
     eval/      held-out tasks                over the updates (`eval/update`)
 
-A tracker that fails costs its drawing and nothing else: the failure is said once, aloud, every line that it lost is
-counted, and training goes on. Only numbers are passed on, none of the configuration, so no secret is; and nothing
-leaves the machine unless the environment says so (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID): by default all of
-them write below the run directory.
+A tracker that fails never stops training: the failure is logged once, and the lost points are counted. Trackers get
+numbers only, never the configuration, so they get no secret. All trackers write below the run directory, unless an
+environment variable names a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
 """Below the run directory."""
 IDS = "ids.json"
-"""In that folder: tracker -> what it calls the run."""
+"""File in that folder: tracker -> its id of the run, so that a resumed run continues the same curves."""
 ROLLOUT = frozenset({"reward", "episodes", "turns", "lag", "truncated", "stale_tokens", "filtered_tokens"})
-"""Keys of a line that tell of what was sampled; so do those that begin with these and a slash."""
+"""Keys of a line that describe rollouts; keys that begin with one of these and a slash do too."""
 
 
 _UNNAMED = re.compile(r"[^\w.\- :/]")
-"""What no name of a metric may have in mlflow."""
+"""Characters that mlflow refuses in the name of a metric."""
 
 
 class Point(NamedTuple):
@@ -51,24 +50,24 @@ class Point(NamedTuple):
     axis: Literal["rollout", "train", "eval"]
     step: int
     values: dict[str, float]
-    """Each under its axis: `train/loss`; with the step itself, for trackers whose axes have steps of their own."""
+    """Name with its axis, as `train/loss`, -> number. The step is among them, for trackers that chart against it."""
 
 
 class Tracker(Protocol):
-    """What `accelerate.tracking` has of each."""
+    """The methods that each tracker of `accelerate.tracking` has."""
 
     def log(self, values: dict[str, float], step: int | None = None) -> None: ...
     def finish(self) -> None: ...
 
 
 class Axes:
-    """Lines of metrics.jsonl as points. It counts episodes, so it must be given every line, in order."""
+    """Converts lines of metrics.jsonl to points. It counts episodes, so it needs every line, in order."""
 
     def __init__(self) -> None:
         self.episodes = 0
 
     def points(self, line: Mapping[str, Any]) -> list[Point]:
-        """The points of a line; what is no finite number has none."""
+        """The points of a line; values that aren't finite numbers are left out."""
         update = int(line.get("updates", line["update"]))
         values = {
             k: float(v)
@@ -100,14 +99,14 @@ class Trackers:
         names: Sequence[TrackerName],
         directory: Path,
         *,
-        past: Iterable[Mapping[str, Any]] = (),
+        earlier: Iterable[Mapping[str, Any]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
-        """past: the lines that an earlier process of the run wrote; they are counted and not drawn again."""
+        """earlier: the lines that an earlier process of the run wrote; they are counted, and not sent again."""
         self.failures: dict[str, int] = {}
-        """tracker -> points that it did not take."""
+        """tracker -> points that it lost."""
         self._axes = Axes()
-        for line in past:
+        for line in earlier:
             self._axes.points(line)
         self._trackers: dict[str, Tracker | None] = {}
         make = make or start_tracker
@@ -115,7 +114,7 @@ class Trackers:
             self._trackers[name] = self._guarded(name, lambda name=name: make(name, directory), lost=0)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Draw one line of metrics.jsonl."""
+        """Send one line of metrics.jsonl."""
         for point in self._axes.points(line):
             for name, tracker in self._trackers.items():
                 if tracker is None:
@@ -124,7 +123,7 @@ class Trackers:
                     self._guarded(name, lambda tracker=tracker, point=point, name=name: _log(name, tracker, point))
 
     def close(self) -> None:
-        """End every tracker, and say what was lost."""
+        """End every tracker, and log the number of lost points."""
         for name, tracker in self._trackers.items():
             if tracker is not None:
                 self._guarded(name, tracker.finish, lost=0)
@@ -135,10 +134,10 @@ class Trackers:
     def _guarded(self, name: str, work: Callable[[], Any], lost: int = 1) -> Any:
         try:
             return work()
-        except Exception as error:  # whatever a tracker raises, a full disk or a server gone, training goes on
+        except Exception as error:  # trackers raise anything (full disk, lost server), and none may stop training
             if name not in self.failures:
                 log.warning(
-                    "tracker %s FAILED and training goes on without it (%s: %s); metrics.jsonl is complete",
+                    "tracker %s FAILED, and training continues without it (%s: %s); metrics.jsonl is complete",
                     name,
                     type(error).__name__,
                     error,
@@ -149,11 +148,11 @@ class Trackers:
 
 @contextmanager
 def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
-    """The run's metrics go to these trackers as well; what they lost is in `results["lost_points"]`."""
+    """Send the run's metrics to these trackers inside the block; `results["lost_points"]` counts what they lost."""
     if not names:
         yield
         return
-    trackers = Trackers(names, run.path, past=read_metrics(run.path / METRICS))
+    trackers = Trackers(names, run.path, earlier=read_metrics(run.path / METRICS))
     run.listeners.append(trackers.line)
     try:
         yield
@@ -165,7 +164,7 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:
-    """MissingExtra where a tracker's package is not installed: before a run begins, not at its first line."""
+    """MissingExtra where a tracker's package is not installed. Called before a run begins, so that it fails early."""
     for name in names:
         for package, extra in (("accelerate", "train"), (name, "track" if name == "tensorboard" else name)):
             if importlib.util.find_spec(package) is None:
@@ -173,23 +172,23 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """A tracker at work on the run in `directory`, offline unless the environment says otherwise. What an earlier
-    process of the run drew is gone on with."""
+    """Start a tracker for the run in `directory`, offline unless the environment names a server. It continues the
+    curves of an earlier process of the run."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # some of accelerate's trackers ask it which process they are in
+    PartialState()  # some trackers of accelerate read from it which process they run in
     folder = (directory / FOLDER).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     run, ids = directory.resolve().name, folder / IDS
     known: dict[str, str] = json.loads(ids.read_text()) if ids.exists() else {}
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     if name == "tensorboard":
-        given = {"run_name": "tensorboard", "logging_dir": str(folder)}
+        arguments = {"run_name": "tensorboard", "logging_dir": str(folder)}
     elif name == "wandb":
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry, which offline runs send too
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb sends telemetry from offline runs too
         known.setdefault("wandb", secrets.token_hex(4))
-        given = {
+        arguments = {
             "run_name": "tapereel",
             "name": run,
             "id": known["wandb"],
@@ -200,7 +199,7 @@ def start_tracker(name: str, directory: Path) -> Tracker:
         }
     elif name == "trackio":
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
-        given = {
+        arguments = {
             "run_name": "tapereel",
             "name": run,
             "resume": "allow",
@@ -209,13 +208,13 @@ def start_tracker(name: str, directory: Path) -> Tracker:
         }
     else:
         os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-        given = {
+        arguments = {
             "experiment_name": "tapereel",
             "run_name": run,
             "run_id": known.get("mlflow"),
             "logging_dir": str(folder / "mlflow"),
         }
-    tracker: Any = LOGGER_TYPE_TO_CLASS[name](**given)
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments)
     tracker.start()
     if name == "mlflow":
         known["mlflow"] = tracker.active_run.info.run_id
@@ -227,7 +226,8 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 
 
 def _log(name: str, tracker: Tracker, point: Point) -> None:
-    if name == "mlflow":  # it refuses a point whole for one name with another character, as of `reward@agent`
+    if name == "mlflow":  # mlflow refuses the whole point for one bad character, as in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one count of its own for all axes, which must never go back; each axis brings its step as a number.
+    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its step as a
+    # number instead.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

@@ -1,7 +1,7 @@
-"""View: what a browser is given of a run, as pages of plain values, and the static files that show them.
+"""The viewer: a run in the browser, from a server, as a folder of files, or as one file (`report.html`).
 
-`RunView` answers every question of the application, for a server or for a bundle on disk. Nothing is written to the
-run and nothing is run. It knows nothing of HTTP, models or training; what training alone can tell comes by a provider.
+`RunView` answers the page's questions; `overview` computes the page that `report.html` opens with. The viewer only
+reads the run. Facts of training come from a provider that `finetune` passes in. Imports `tapes` only.
 """
 
 from .run_view import RunView

@@ -1,8 +1,7 @@
-"""The view as files: opens from a disk or from any static host, needs no server and asks nothing of the network.
+"""Writes the viewer as a folder of files that opens from a disk or from any static host, without a server.
 
-Data are scripts that hand over JSON as text, since a page opened from a disk may load scripts and nothing else. They
-are cut into shards that are loaded when they are looked at; a long tape has files of its own. The run is verified
-while it is written, and the bundle says so.
+Data are scripts that pass JSON as text, since a page opened from a disk may load scripts and nothing else. Shards of
+data load when the page needs them; a long tape has its own files. Writing verifies the run, and the bundle says so.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from .view_files import BUNDLE_POLICY, WORKER, static_files
 log = logging.getLogger("tapereel.view")
 
 SHARD_BYTES = 512 * 1024
-"""A shard of tapes is closed when it is as large."""
+"""Size at which a shard of tapes is closed."""
 LONG = 2_000
-"""Items of a tape that gets files of its own."""
+"""Items above which a tape gets its own files."""
 CALLS = 50
-"""Calls in one page."""
+"""Calls in one part."""
 EXPLAINED = 200
-"""With more tapes than these, what only training can compute is left out, and said to be."""
+"""Tapes above which a bundle leaves out what only the training code computes, and says so: it costs seconds a tape."""
 
 
 def write_bundle(
     view: RunView, out: Path, *, tapes: Sequence[str] = (), last: int | None = None, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Write the view of all tapes, of these, or of the newest `last`, to the empty or missing folder `out`."""
+    """Write the viewer with all tapes, with `tapes`, or with the newest `last`, to the new or empty folder `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there and not empty; give --out a folder that is new or empty")
+        raise UsageError(f"{out} exists and is not empty: --out needs a new or an empty folder")
     overview = view.overview()
     rows = _chosen(view, tapes, last)
     progress("verifying", 0, len(rows), "")
@@ -61,7 +60,7 @@ def write_bundle(
     for name in sorted(media):
         try:
             files.write(f"media/{name}", view.store.media.get(f"media:{name}"))
-        except (TapereelError, OSError) as error:  # the page shows the hole; verify names it
+        except (TapereelError, OSError) as error:  # the page shows a hole, and `verify` names the file
             log.warning("%s", error)
     return {
         "index": str(out / "index.html"),
@@ -178,7 +177,7 @@ def _write_tapes(view: RunView, files: DataFiles, rows: Sequence[Summary], progr
 
 
 def _parts(view: RunView, tape: str, *, explained: bool, media: set[str]) -> Iterator[tuple[str, Any]]:
-    """Every page of one tape."""
+    """(name, answer) for every question about one tape."""
     head = view.head(tape)
     calls = [call for call, record in view.map(tape).calls.items()]
     pages = [calls[k : k + CALLS] for k in range(0, len(calls), CALLS)]

@@ -1,7 +1,7 @@
-"""One model call as the inspector shows it: its exact request, how that differs from the call before, its tokens.
+"""One model call for the inspector: its exact request, the difference to the call before, its tokens.
 
-A request is put together from the calls it is built on as far back as the window that is asked for, so a long
-conversation costs what is shown of it. Knows nothing of pages or files.
+A call stores only what it adds to its base call. `request` reads base calls only as far back as the window needs, so
+the cost of a long conversation is that of the part shown.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .items import call_line
 from .uses import TokenUse
 
 WINDOW = 40
-"""Messages of a request that are shown at first, counted from its end."""
+"""Messages of a request in the first answer, counted from its end."""
 MESSAGE = 40_000
-"""Characters of one message that are shown."""
+"""Characters of one message in an answer."""
 PROMPT_TOKENS = 2_000
-"""New prompt tokens that are shown, counted from the end."""
+"""New prompt tokens in an answer, counted from the end."""
 
 Find = Callable[[str], Call]
 
@@ -33,7 +33,7 @@ def call_detail(
     decode: Callable[[int], str] | None = None,
     start: int | None = None,
 ) -> dict[str, Any]:
-    """All that is known of `call`. `find` gives a call by its id, `before` is the one that its path made before."""
+    """Everything known about `call`. find: a call by its id; before: the call that the same path made before."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
     shown = request(call, find, low)
@@ -47,7 +47,7 @@ def call_detail(
         "diff": _difference(call, shown, low, before, find),
         "sampling": call.sampling.model_dump(mode="json"),
         "tools": _tools(call, find),
-        "seed": None if call.seed is None else str(call.seed),  # as text: JavaScript's numbers are too small for it
+        "seed": None if call.seed is None else str(call.seed),  # as text: a JavaScript number has 53 bits, a seed 64
         "tool_calls": _pretty(call.tool_calls),
         "usage": call.usage.model_dump(mode="json"),
         "attempts": [one.model_dump(mode="json") for one in call.attempts],
@@ -56,7 +56,12 @@ def call_detail(
 
 
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:
-    """The messages of a request from number `low` on."""
+    """The messages of a request from number `low` on.
+
+    Walks from the call to its bases, newest first. Each call gives its own messages above the prefix that it keeps of
+    its base (`keep_messages`); where it keeps more than the base's request, the base's reply follows that request.
+    `high` is the number of messages that the calls after this one keep, so that no message comes twice.
+    """
     pieces: list[list[Message]] = []
     high = call.keep_messages + len(call.messages)
     one: Call = call
@@ -66,7 +71,7 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
         if keep <= low or one.base is None:
             break
         base = find(one.base)
-        said = base.keep_messages + len(base.messages)  # the base's reply stands after its request
+        said = base.keep_messages + len(base.messages)  # the base's reply has this number
         if keep > said >= low:
             pieces.append([base.reply])
         one, high = base, min(keep, said)
@@ -74,7 +79,7 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
 
 
 def _difference(call: Call, shown: list[Message], low: int, before: Call | None, find: Find) -> dict[str, Any] | None:
-    """Against the request before: how many of the shown messages are the same, and what stood there instead."""
+    """The difference to the request before: the number of equal leading messages, and the messages that are gone."""
     if before is None:
         return None
     was = before.keep_messages + len(before.messages)
@@ -102,7 +107,7 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, Any] | None:
-    """The functions offered; spelled out on the first call that offered them, on which this one may be built."""
+    """The offered functions. Only the first call that offers them records their schemas; later calls name the hash."""
     if call.tools is None:
         return None
     one = call

@@ -1,6 +1,6 @@
-"""Items of a transcript as plain values: what stands in a record, long text cut and said to be cut.
+"""Items of a transcript as plain values: the content of a record, with long texts cut and marked as cut.
 
-A record that can't be read is an item too, a hole that says why: nothing is skipped. Knows nothing of pages or files.
+A record that can't be read is an item too, a hole with the reason: no record is skipped.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tok
 from ..transcript import kind_of, reads
 
 TEXT = 4_000
-"""Characters of one text that an item holds; the rest is asked for."""
+"""Characters of one text in an item; the page asks for the rest."""
 
 
 def item(record: int, body: bytes, step: int = -1, rewards: Sequence[tuple[str, float, float]] = ()) -> dict[str, Any]:
-    """The item of one record. `t` is the record's, or `hole`."""
+    """The item of one record. `t` is the type of the record, or `hole`."""
     try:
         read = parse_record(body)
         found = _SHAPES[type(read)](read)
@@ -34,7 +34,7 @@ def item(record: int, body: bytes, step: int = -1, rewards: Sequence[tuple[str, 
 
 
 def text_of(body: bytes) -> str:
-    """The whole text that the item of this record shows a part of; empty for a record that shows none."""
+    """The whole text of which the item shows the beginning; empty for a record without text."""
     try:
         read = parse_record(body)
     except ValueError:
@@ -51,7 +51,7 @@ def text_of(body: bytes) -> str:
 
 
 def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, Any]:
-    """`name` -> the text, and `cut` -> its whole length where that is more."""
+    """`name` -> the text up to `limit`, and `cut` -> the whole length of a longer text."""
     return {name: text} if len(text) <= limit else {name: text[:limit], "cut": len(text)}
 
 
@@ -128,7 +128,7 @@ def _identity(read: Identity) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str | None:
-    """A value as text to read; None for none."""
+    """A value as text to read; None for None."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)

@@ -1,7 +1,7 @@
-"""Which tapes changed since somebody last asked: the live tail of a run, by number of revision.
+"""The live tail of a run: which tapes have changed since a revision.
 
-A revision belongs to one `Live`; asked with another's, or with one that is forgotten, it says to begin anew. It knows
-nothing of who asks.
+A revision belongs to one `Live`. A revision of another `Live`, or one that is older than `REMEMBERED`, gives None: the
+page must reload.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REMEMBERED = 2_000
 
 
 class Live:
-    """The tail of one store that is open for reading."""
+    """The live tail of one store that is open for reading."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -25,18 +25,18 @@ class Live:
         self._rev = 0
         self._log: deque[tuple[int, frozenset[str]]] = deque(maxlen=REMEMBERED)
         self._lines: dict[str, tuple[int, str]] | None = None
-        """By segment: lines, and the hash of the first; None before the first look."""
+        """Segment -> (number of lines, hash of the first line); None before the first look."""
         self.breaks: dict[str, Break] = {}
         """Segments whose lines break, as of the last look."""
         self.training = False
         """Whether updates were recorded since this was last set to False."""
         self.replaced = False
-        """Whether another run stood here since this was last set to False."""
+        """Whether another run has replaced this run since this was last set to False."""
         self.grown: set[str] = set()
-        """Tapes with new records; whoever reads them takes them out."""
+        """Tapes with new records; the reader of a tape removes it."""
 
     def now(self) -> str:
-        """Look, and give the revision of what is there."""
+        """Read what is new on the disk; gives the revision after it."""
         # Not `Store.refresh`: a corrupt segment is shown as far as it reads, not raised.
         self.breaks = self._store.index.refresh()
         lines = {segment.name: (segment.n, segment.first) for segment in self._store.index.segments()}
@@ -46,7 +46,7 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """The tapes with new records since `rev`, and the revision of now; None: `rev` is none of ours."""
+        """(tapes with new records since `rev`, the present revision); (None, ...) where `rev` is unknown or too old."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:
@@ -54,7 +54,7 @@ class Live:
         return {tape for n, tapes in self._log if n > int(number) for tape in tapes}, now
 
     def touched(self, tapes: set[str]) -> None:
-        """Something beside their records is new."""
+        """Note a change of these tapes that is not in their records, such as a new verdict."""
         self._rev += 1
         self._log.append((self._rev, frozenset(tapes)))
 
@@ -63,7 +63,8 @@ class Live:
 
     def _note(self, before: dict[str, tuple[int, str]], lines: dict[str, tuple[int, str]]) -> None:
         if any(lines.get(name, (0, ""))[0] < n or lines[name][1] != first for name, (n, first) in before.items()):
-            self._era, self._rev = os.urandom(4).hex(), 0  # another run stands here now
+            # Lines never vanish and never change: fewer lines or another first hash mean another run in this folder.
+            self._era, self._rev = os.urandom(4).hex(), 0
             self._log.clear()
             self.replaced = True
             return

@@ -1,7 +1,7 @@
-"""RunView: every question that the viewer asks of a run, answered with plain values.
+"""RunView answers every question of the viewer about a run, with plain values. The server and the bundle call it.
 
-For one caller at a time; a server puts a queue before it. Content is read by the page, so a run of many tapes and a
-tape of many records cost what is shown of them. Nothing is written but the index, a cache. It knows nothing of HTTP.
+A RunView is for one caller at a time; the server queues its requests. Content is read page by page, so the cost of a
+large run or a long tape is that of the part shown. RunView writes nothing but the index, which is a cache.
 """
 
 from __future__ import annotations
@@ -33,44 +33,45 @@ from .uses import Uses
 PAGE = 100
 """Items, or turns, in one page."""
 PIECE = 100_000
-"""Characters of a long text in one piece."""
+"""Characters of a long text in one answer."""
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
-"""Records, and tapes, of the maps that are kept for tapes looked at before."""
+"""Records, and tapes, of all maps that stay in memory; the map used longest ago goes first."""
 SEARCHED = 1_000_000
-"""Characters of one text that a search looks at."""
+"""Characters of one text that a search reads."""
 SEARCHED_AT_ONCE = 4_000_000
-"""Characters of all the texts in one answer to a search; at least one tape is in it."""
+"""Characters of all texts in one answer to a search. An answer has at least one tape."""
 
 
 DIGESTED = 20_000
-"""Records of the longest tape that is read whole to see whether a check was of what it is now."""
+"""Records of the longest tape that is read whole to compare its digest with the digest that a check recorded."""
 CHECKS, DIFF = 20, 40
-"""Newest checks of a tape, and lines of what differs, that are shown."""
+"""Newest checks of a tape, and lines of a difference, that an answer has."""
 
 
 class Insight(Protocol):
-    """What only training can tell of a tape. Given by whoever stands above training; the view does without."""
+    """What only the training code knows about a tape. `finetune` provides it; the viewer works without it."""
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """The text of a token id; None without a tokenizer."""
+        """Gives the text of a token id; None without a tokenizer."""
         ...
 
     def explain(self, tape: str) -> dict[str, Any]:
         """`verdict`, `notes`, `rows`, and `advantages` and `ratios`: call -> a number or None for each completion
-        token; without weights to compare with, no `ratios`."""
+        token. `ratios` is missing where no weights were named."""
         ...
 
     def forget(self) -> None:
-        """Training went on: what was read of the ledger is old."""
+        """Drop what was read from the ledger: training has added updates."""
         ...
 
 
 class RunView:
-    """One run, open for looking. Use it as a context manager. Single use."""
+    """One run, open for reading. Use it as a context manager, once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` makes what tells of training, when it is first asked for. NoRun where no run is."""
+        """`insight` makes the provider of training facts, at the first question that needs it. NoRun where `run` holds
+        no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
@@ -88,7 +89,7 @@ class RunView:
     # The run
 
     def overview(self) -> dict[str, Any]:
-        """What the page needs before anything else."""
+        """Name, size and integrity of the run: the first answer that the page needs."""
         self._look_for_checks()
         rev = self.live.now()
         segments = self.store.index.segments()
@@ -120,7 +121,7 @@ class RunView:
         return {"from": shard * SHARD, **self.columns(rows)}
 
     def changes(self, rev: str) -> dict[str, Any]:
-        """What was written since `rev`: the rows that are new or differ, and the next `rev`. `reset`: begin anew."""
+        """The rows that changed since revision `rev`, and the present revision. `reset`: the page must reload."""
         self._look_for_checks()
         ids, now = self.live.since(rev)
         if ids is None:
@@ -136,19 +137,19 @@ class RunView:
         return found
 
     def columns(self, rows: Sequence[Summary]) -> dict[str, Any]:
-        """The columns of these rows of the table."""
+        """These rows of the table, as columns."""
         return columns(rows, self.store.index.versions(row.id for row in rows), self.checks.summary)
 
     @property
     def uses(self) -> Uses:
-        """The ledger's updates; read again when training went on."""
+        """The updates in the ledger; read again after training added some."""
         if self._uses is None:
             self._uses = Uses(self.store)
         return self._uses
 
     def curve(self) -> dict[str, Any]:
-        """A point for each update: the mean recorded reward of its tapes. Without updates, no points. Where several
-        policies learned, the phases of each are told apart."""
+        """A point for each update: the mean recorded reward of its tapes. A run without updates has no points. Where
+        several policies learned, the phase of a point names the policy's lineage."""
         rewards = self.store.index.rewards()
         several = len({update.lineage for update in self.uses.updates}) > 1
         points = []
@@ -170,10 +171,10 @@ class RunView:
         return {"points": points}
 
     def behind(self, k: int) -> dict[str, Any]:
-        """The tapes of point `k` of the curve."""
+        """The tapes of the update at point `k` of the curve."""
         updates = self.uses.updates
         if not 0 <= k < len(updates):
-            raise NoSuchTape(f"the run has {len(updates)} updates; there is no point {k}")
+            raise NoSuchTape(f"the curve has no point {k}: the run has {len(updates)} updates")
         return {"tapes": list(updates[k].tapes)}
 
     def report(self) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class RunView:
             return overview_of(store).model_dump()
 
     def verify(self) -> dict[str, Any]:
-        """Read every line of the run. Takes as long as that takes; safe to run in another thread."""
+        """Verify every byte of the run, which reads all of it. Safe to run in another thread."""
         found = whole(verify(self.store.path))
         found["holes"] += self.checks.problems
         return found
@@ -190,7 +191,7 @@ class RunView:
     # One tape
 
     def map(self, tape: str) -> TapeMap:
-        """The map of a tape, brought up to date. NoSuchTape for an id that the run does not hold."""
+        """The map of a tape, brought up to date. NoSuchTape for an id that is not in the run."""
         if self.live.replaced:
             self._maps.clear()
             self.live.replaced = False
@@ -212,7 +213,7 @@ class RunView:
         return made
 
     def head(self, tape: str) -> dict[str, Any]:
-        """What stands above a transcript."""
+        """The facts above a transcript."""
         tape_map = self.map(tape)
         (row,) = self.store.index.tapes("id = ?", (tape,))
         begin, end = self._record(tape_map, tape_map.begin_record), self._record(tape_map, tape_map.end_record)
@@ -236,8 +237,8 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, Any]]:
-        """What checks said of the tape, newest first; `fits`: whether of what is on it now, None where that was not
-        looked at."""
+        """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
+        checked; None where that is not known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [
@@ -273,7 +274,7 @@ class RunView:
         try:
             return self.store.tape(tape_map.tape, refresh=False).digest
         except (TapereelError, OSError):
-            return None  # the transcript shows what can't be read
+            return None  # the transcript shows the unreadable record as a hole
 
     def items(self, tape: str, page: int) -> dict[str, Any]:
         """One page of the transcript."""
@@ -317,7 +318,7 @@ class RunView:
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, Any]:
-        """The item of a step or of a call: what a link names, whatever its place in a list."""
+        """The item of a step or of a call. A link names a step or call, since items move when a run is indexed."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
@@ -327,7 +328,7 @@ class RunView:
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
     def call(self, tape: str, call: str, start: int | None = None) -> dict[str, Any]:
-        """A call for the inspector; its request from message `start` on, or the newest of them."""
+        """A call for the inspector, with its request from message `start` on (None: the newest messages)."""
         tape_map = self.map(tape)
         one = self._call(tape_map, call)
         uses = [use for use in self.uses.of(tape) if use.call == call]
@@ -337,10 +338,10 @@ class RunView:
         )
 
     def explain(self, tape: str) -> dict[str, Any]:
-        """What training alone can tell of the tape; `missing` says why where it can't. `decodes`: calls asked for from
-        now on have the text of their tokens. May be called from a thread of its own, one at a time."""
+        """What only the training code knows about the tape, or `missing` with the reason. `decodes`: answers of `call`
+        have the text of their tokens from now on. May run in another thread, one call at a time."""
         if self._make_insight is None:
-            return {"missing": "nothing here tells of training"}
+            return {"missing": "this page has no access to the training code"}
         if tape not in self.store.index.ids(tape):
             raise NoSuchTape(f"no tape {tape!r} is in {self.store.path}")
         try:
@@ -351,7 +352,7 @@ class RunView:
             return {"missing": str(error)}
 
     def text(self, tape: str, record: int, piece: int = 0) -> dict[str, Any]:
-        """A piece of the whole text of one record."""
+        """Piece number `piece` of the whole text of one record."""
         tape_map = self.map(tape)
         if not 0 <= record < len(tape_map.places):
             raise NoSuchTape(f"tape {tape} has {len(tape_map.places)} records; there is no record {record}")
@@ -360,7 +361,7 @@ class RunView:
         return {"text": text[piece * PIECE : (piece + 1) * PIECE], "length": len(text)}
 
     def texts(self, tape: str, page: int) -> dict[str, Any]:
-        """What a search looks at: (item, text) of one page; `short` counts texts that are longer than is searched."""
+        """(item, text) of one page, for a search. `short` counts the texts that were cut to `SEARCHED` characters."""
         tape_map = self.map(tape)
         first = page * PAGE
         records = tape_map.items[first : first + PAGE].tolist()
@@ -373,7 +374,7 @@ class RunView:
         return {"texts": found, "short": short, "pages": -(-len(tape_map.items) // PAGE)}
 
     def texts_of(self, tapes: list[str]) -> list[dict[str, Any]]:
-        """The first page of `texts` of each of these tapes, or of as many as one answer holds."""
+        """The first page of `texts` of each of these tapes, until the answer has `SEARCHED_AT_ONCE` characters."""
         answer, size = [], 0
         for tape in tapes:
             found = self.texts(tape, 0)
@@ -398,11 +399,13 @@ class RunView:
         (body,) = self._bodies(tape_map, [tape_map.calls[call]])
         read = parse_record(body)
         if not isinstance(read, Call):
-            raise NotATape(f"record {tape_map.calls[call]} of tape {tape_map.tape} is no call")
+            raise NotATape(
+                f"record {tape_map.calls[call]} of tape {tape_map.tape} is not a call, though the index says so"
+            )
         return read
 
     def _before(self, tape_map: TapeMap, call: Call) -> Call | None:
-        """The call that the same path made before in this conversation, as far back as a hundred calls."""
+        """The call that the same agent path made before in this conversation, within the last hundred calls."""
         record = tape_map.calls[call.call]
         earlier = (name for name, at in reversed(tape_map.calls.items()) if at < record)
         for name in itertools.islice(earlier, 100):
@@ -413,7 +416,7 @@ class RunView:
 
 
 def _position(tape_map: TapeMap, record: int) -> int:
-    """The item of a record; items are in the order of records."""
+    """The item of a record, by binary search: items are in the order of their records."""
     low, high = 0, len(tape_map.items)
     while low < high:
         middle = (low + high) // 2
@@ -442,7 +445,7 @@ def _row(row: Summary) -> dict[str, Any]:
 
 
 def _components(tape_map: TapeMap) -> list[list[Any]]:
-    """[name, weight * value over the whole tape, whether it counts]; metrics at their value."""
+    """[name, sum of weight * value over the tape, whether it is a reward]; a metric (weight 0) has its plain sum."""
     sums: dict[tuple[str, bool], float] = {}
     for name, value, weight in itertools.chain(tape_map.episode, *tape_map.rewards.values()):
         key = (name, bool(weight))

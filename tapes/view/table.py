@@ -1,4 +1,4 @@
-"""The run table in columns: short to send, quick to filter where it is shown. Words that repeat are sent once."""
+"""The table of tapes as columns: short to send and quick to filter in the page. Each repeated text is sent once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARD = 8_192
 def columns(
     summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The columns of these tapes; `versions` are those that sampled each, `checks` says what checks of it came to."""
+    """The columns of these tapes. versions: tape -> policy versions that sampled it; checks: tape -> its verdicts."""
     return {
         "n": len(summaries),
         "id": [s.id for s in summaries],
@@ -39,7 +39,7 @@ def columns(
 
 
 def coded(values: Iterable[str]) -> dict[str, Any]:
-    """`words`, each once, and `at`, the number of its word for each row."""
+    """`words`: the distinct texts; `at`: for each row the number of its text."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]
     return {"words": list(words), "at": at}

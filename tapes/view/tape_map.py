@@ -1,7 +1,7 @@
-"""Where each record of one tape stands and what the list of its items shows, in one pass that keeps no content.
+"""The map of one tape: the place of each record on the disk, and which items, turns and steps the records make.
 
-A tape of 300,000 records costs some tens of bytes for each; content is read by the page. A fork's map begins with the
-prefix that it was forked from. The map of a running tape grows: `extend` reads only what is new.
+The map is made in one pass and keeps no content, only tens of bytes a record. A fork's map begins with the prefix that
+the fork inherited. The map of a running tape grows: `extend` reads only new records.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 
 class TapeMap:
-    """One tape, mapped. `items` are what a transcript lists: its records but the rewards of single steps."""
+    """The map of one tape. `items` are the rows of a transcript: every record but the rewards of single steps."""
 
     def __init__(self, store: Store, tape: str) -> None:
         self.tape = tape
         self._store = store
         self.places: list[Place] = []
-        """Every record of the prefix that was inherited, then of the tape itself, layers after its end included."""
+        """Every record of the inherited prefix, then of the tape itself, with the layers after its end."""
         self.items = array("I")
         """Record of each item."""
         self.steps = array("i")
-        """For each record the index of its step; -1 for what is no step."""
+        """For each record the index of its step; -1 for a record that is not a step."""
         self.turns = array("I")
         """First item of each turn."""
         self.turn_of_item = array("I")
         self.actions = array("i")
-        """For each turn the record of its action; -1 while it has none."""
+        """For each turn the record of its action; -1 until the action is recorded."""
         self.calls: dict[str, int] = {}
         """Call id -> its record."""
         self.step_items = array("I")
         """For each step its item."""
         self.rewards: dict[int, list[tuple[str, float, float]]] = {}
-        """Step -> (component, value, weight), as recorded with the tape."""
+        """Step -> (component, value, weight), as recorded before the tape's end."""
         self.episode: list[tuple[str, float, float]] = []
         """Components that the episode earned as a whole."""
         self.inherited = 0
         """Records at the front that belong to ancestors."""
         self.holes: list[str] = []
-        """What of the tape isn't here, as sentences."""
+        """Missing parts of the tape, as sentences."""
         self.begin_record = -1
         self.end_record = -1
         self._in_turn = False
@@ -66,7 +66,7 @@ class TapeMap:
             name, records = above
             if name in seen or name not in self._store.index.ids(name):
                 self.holes.append(
-                    f"the first steps belong to tape {name}, which is not in this run: they are missing here"
+                    f"the first steps belong to tape {name}, which is not in this run, so they are missing here"
                 )
                 break
             seen.add(name)
@@ -82,13 +82,13 @@ class TapeMap:
                 try:
                     record = parse_record(body)
                 except ValueError:
-                    return None  # its page shows it as a hole
+                    return None  # the transcript shows the record as a hole
                 if isinstance(record, Begin) and record.parent is not None:
                     return record.parent.tape, record.parent.records
         return None
 
     def extend(self) -> bool:
-        """Take what was written since; True when there was anything."""
+        """Add the records that were written since; True where there were any."""
         have = len(self.places) - self.inherited
         fresh = self._store.index.places(self.tape, offset=have)
         if not fresh and not have:
@@ -135,6 +135,7 @@ class TapeMap:
         return step
 
     def _speak(self) -> None:
+        # A turn begins with the agent's first record (call, thought or action) after an observation or an action.
         if not self._in_turn:
             self._in_turn = True
             self.turns.append(len(self.items))
@@ -160,7 +161,7 @@ class TapeMap:
             self.episode.append(earned)
 
     def turn_reward(self, turn: int) -> float | None:
-        """What the turn's action earned, metrics left out; None where nothing was scored."""
+        """Reward of the turn's action, without metrics; None where the action has no reward."""
         record = self.actions[turn]
         earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
         return sum(earned) if earned else None
@@ -173,5 +174,5 @@ def _author(body: bytes) -> tuple[bytes, bytes]:
     try:
         read = read_body(body)
     except BadLine:
-        return b"", b""  # unreadable: an item all the same, which its page shows as a hole
+        return b"", b""  # an unreadable record stays an item, which the transcript shows as a hole
     return str(read.get("by")).encode(), str(read.get("role")).encode()

@@ -1,6 +1,6 @@
-"""What training made of each tape, read from the ledger: per update its tapes, per tape its token ranges.
+"""What training did with each tape, read from the ledger: the tapes of each update, the token ranges of each tape.
 
-Only living lineages count. Knows nothing of advantages: those are computed, not recorded.
+Only living lineages count. Advantages are not in the ledger: `finetune/inspect/explainer.py` computes them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class TokenUse(NamedTuple):
     end: int
     fate: Fate
     weight: float
-    """In the update's loss; 0 where it had no part in it."""
+    """In the update's loss; 0 for tokens outside the loss."""
     lineage: str
     update: int
 
 
 class Update(NamedTuple):
-    """One update, as the curve shows it."""
+    """One update, for the curve."""
 
     lineage: str
     update: int
     phase: str
     skipped: str | None
-    """Why it was not applied; None: it was."""
+    """Why the update was not applied; None where it was."""
     tapes: tuple[str, ...]
 
 
 class Uses:
-    """A run's updates as of when it was made."""
+    """The updates that a run has when this object is made."""
 
     def __init__(self, store: Store) -> None:
         self.updates: list[Update] = []
@@ -62,7 +62,8 @@ class Uses:
                 self._uses.append(use)
 
     def of(self, tape: str) -> list[TokenUse]:
-        """The tape's token ranges, update by update; of one update, the fate that counts most comes last."""
+        """The tape's token ranges, update by update. Within an update the strongest fate comes last, so that a reader
+        who lets later ranges overwrite earlier ones keeps `trained` over `stale`."""
         found: list[TokenUse] = []
         for k in self._of_tape.get(tape, ()):
             use = self._uses[k]

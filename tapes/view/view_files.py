@@ -1,6 +1,6 @@
-"""The static files of the viewer, the policy they live under, and the types that media are sent as.
+"""The static files of the viewer, their Content-Security-Policy, and the media types that are shown as images.
 
-They are plain HTML, JavaScript and CSS, as they are written here: nothing is built, nothing is fetched from elsewhere.
+The files are plain HTML, JavaScript and CSS without a build step. They load nothing from another host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPTS = (
 )
 """In the order in which the page loads them."""
 WORKER = "worker.js"
-"""Runs patterns away from the page, so that one that never ends can be stopped."""
+"""Runs search patterns in a worker, so that the page can stop a pattern that never ends."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -37,16 +37,16 @@ BUNDLE_POLICY = (
     "worker-src 'self' blob:; base-uri 'none'; form-action 'none'; "
     "require-trusted-types-for 'script'; trusted-types tapereel"
 )
-"""That of a bundle. Opened from a disk its files have no origin, and a worker must be made of a blob."""
+"""The same for a bundle. Files opened from a disk have no origin, so `file:` is named and the worker is a blob."""
 
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
-"""Media that are shown, by suffix; all others are only offered to be kept (an SVG can hold a script)."""
+"""Media shown as images, by suffix. All others are downloads: an SVG, for example, can hold a script."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 def static_files() -> dict[str, tuple[str, bytes]]:
-    """Name -> (content type, bytes) of every file that the page is made of."""
+    """Name -> (content type, bytes) of every file of the page."""
     names = ("index.html", "style.css", "icon.svg", *SCRIPTS, WORKER)
     folder = files(__name__.rpartition(".")[0]) / "static"
     return {name: (_KINDS[name[name.rindex(".") :]], (folder / name).read_bytes()) for name in names}

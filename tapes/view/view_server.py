@@ -1,8 +1,8 @@
 """The viewer's server: one run, read-only, over HTTP on this machine.
 
-Requests whose Host is not ours are refused (a page elsewhere must not read tapes by a name that it points here). Off
-loopback every request needs the token. Static files are named beforehand, so no path is ever taken from a request. The
-page may load nothing but what this server sends. What is shown is decided in `tapes/view`.
+The server refuses a request with another Host header: otherwise a page of another site could read tapes through a name
+that resolves to this machine (DNS rebinding). Off loopback every request needs the token. The set of static files is
+fixed, so no file path comes from a request. The policy lets the page load nothing but this server's files.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
-"""From what a path and a query name to the answer."""
+"""(parts of the path, query) -> the answer."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class Door:
-    """Who may come in."""
+    """Decides which requests are answered: by Host header and by token."""
 
     host: str
     port: int
-    """0 before the server has one."""
+    """0 before the server listens."""
     token: str | None
-    """None on loopback, where whoever can connect can read the files as well."""
+    """None on loopback: every process that can connect there can read the run's files anyway."""
 
     @property
     def loopback(self) -> bool:
@@ -61,7 +61,7 @@ class Door:
         return _is_loopback(self.host)
 
     def lets(self, host: str) -> bool:
-        """Whether a request for this `Host` header means us."""
+        """Whether this `Host` header names this server."""
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
         name = name.strip("[]").lower()
         if port != str(self.port):
@@ -70,26 +70,28 @@ class Door:
             return name in {"localhost", "127.0.0.1", "::1", self.host.lower()}
         if name in {self.host.lower(), "localhost", socket.gethostname().lower()}:
             return True
-        # A bare address can't be pointed here by somebody else's name server.
+        # No foreign name server resolves a bare address, so an address can't be used for DNS rebinding.
         return _is_address(name)
 
     def knows(self, request: web.Request) -> bool:
-        """Whether the request brings the token, where one is needed."""
+        """Whether the request has the token, or needs none."""
         if self.token is None:
             return True
-        given = bearer(request.headers.get("Authorization")) or request.cookies.get(COOKIE, "")
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+        sent = bearer(request.headers.get("Authorization")) or request.cookies.get(COOKIE, "")
+        # Comparing in constant time: the time of `==` would tell how many leading characters are right.
+        return hmac.compare_digest(sent.encode("utf-8", "replace"), self.token.encode())
 
 
 def choose_token(host: str, token: str | None) -> str | None:
-    """The token to ask for: the one given, none on loopback, else a new one."""
+    """The token that requests need: `token`, else None on loopback, else a new one."""
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isalnum()):
-        raise UsageError("--token must be at least 16 letters and digits; leave it out to have one made")
+        raise UsageError("--token must be at least 16 ASCII letters and digits; without --token a new one is made")
     return token if token is not None or _is_loopback(host) else secrets.token_hex(16)
 
 
 class Server:
-    """Answers for one `RunView`, whose methods it calls one at a time in a thread of its own."""
+    """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other; slow
+    answers, which open their own store, have a second thread."""
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.view = view
@@ -100,15 +102,15 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where to look, with the token where one is needed."""
+        """The address of the page, with the token where requests need one."""
         host = f"[{self.door.host}]" if ":" in self.door.host else self.door.host
         query = f"?token={self.door.token}" if self.door.token is not None else ""
         return f"http://{host}:{self.door.port}/{query}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Server]:
-        """Serves inside; `port` 0 takes a free one."""
-        guard_log("aiohttp.server")  # which quotes the headers that it can't read
+        """Serve inside the block; port 0 takes a free port."""
+        guard_log("aiohttp.server")  # aiohttp logs headers that it can't read, and a header may hold the token
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:
@@ -159,18 +161,22 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         if not self.door.lets(request.host):
-            return _refusal(403, f"this server answers for its own address only, not for {request.host[:80]!r}")
+            return _refusal(
+                403,
+                f"the Host header {request.host[:80]!r} doesn't name this server: open the address that "
+                "`tapereel view` printed",
+            )
         if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
-            return _refusal(403, "a page of another site asked")
+            return _refusal(403, "a page of another site sent this request, and only the viewer's own page may")
         token = request.query.get("token")
         if self.door.token is not None and token is not None and request.path == "/":
             if not hmac.compare_digest(token.encode("utf-8", "replace"), self.door.token.encode()):
-                return _refusal(401, "that is not the token; `tapereel view` printed the address with the right one")
+                return _refusal(401, "the token is wrong: open the address that `tapereel view` printed")
             found = web.Response(status=303, headers={"Location": "/", **_HEADERS})
             found.set_cookie(COOKIE, self.door.token, httponly=True, samesite="Strict")
             return found
         if not self.door.knows(request):
-            return _refusal(401, "a token is needed; `tapereel view` printed the address that holds it")
+            return _refusal(401, "the request has no token: open the address that `tapereel view` printed")
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -183,7 +189,7 @@ class Server:
             def work() -> bytes:
                 return to_json(ask(request.match_info, request.query), inf_nan_mode="strings")
 
-            return await _told(asyncio.get_running_loop().run_in_executor(thread, work))
+            return await _answer_or_error(asyncio.get_running_loop().run_in_executor(thread, work))
 
         return handler
 
@@ -192,10 +198,11 @@ class Server:
             self._verifying = asyncio.create_task(asyncio.to_thread(self.view.verify))
         running = self._verifying
 
+        # Several pages may wait for one verification: `shield` keeps it alive when one of them goes away.
         async def found() -> bytes:
             return to_json(await asyncio.shield(running))
 
-        return await _told(found())
+        return await _answer_or_error(found())
 
     async def _media(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -213,8 +220,8 @@ class Server:
         )
 
 
-async def _told(work: Awaitable[bytes]) -> web.StreamResponse:
-    """The answer, or the error as a sentence."""
+async def _answer_or_error(work: Awaitable[bytes]) -> web.StreamResponse:
+    """The answer as JSON, or the error's text with its HTTP status."""
     try:
         return web.Response(body=await work, content_type="application/json")
     except NoSuchTape as error:

@@ -110,7 +110,7 @@ from tapereel.finetune.report.trackers import Trackers
 
 run, done = Path(sys.argv[1]), int(sys.argv[2])
 lines = [{"update": k, "loss": k / 8, "reward": k / 4, "episodes": 2} for k in range(4)]
-trackers = Trackers(sys.argv[3:], run, past=lines[:done])
+trackers = Trackers(sys.argv[3:], run, earlier=lines[:done])
 for line in lines[done:done + 2]:
     trackers.line(line)
 trackers.close()

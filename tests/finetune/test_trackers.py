@@ -73,7 +73,7 @@ def test_each_axis_has_a_step_of_its_own():
 
 def test_a_resumed_run_counts_on():
     kept = Kept()
-    trackers = Trackers(("tensorboard",), Path(), past=LINES[:3], make=lambda name, path: kept)
+    trackers = Trackers(("tensorboard",), Path(), earlier=LINES[:3], make=lambda name, path: kept)
     trackers.line(LINES[3])
     trackers.close()
     assert [step for step, _ in kept.got] == [12, 3]

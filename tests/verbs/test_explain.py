@@ -114,7 +114,7 @@ def test_a_row_that_split_says_why_and_what_it_costs(model: str, tmp_path: Path,
     scene = ("--agent", f"{WORLD}:changes_its_mind", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{WORLD}:few")
     answer_of(capsys, "run", *scene, "--model", model, "--out", str(tmp_path / "r"), "--set", "split=train")
     found = explained(capsys, tmp_path / "r", "--n", "1")[0]
-    assert found["why"] == "one of its calls could not go on in the row before"
+    assert found["why"] == "one of its calls could not extend the row of the call before"
     first, second = found["rows"]
     assert first["split"] is None
     assert second["split"]
@@ -129,7 +129,7 @@ def test_text_of_a_script_has_rows_once_it_has_a_tokenizer(model: str, tmp_path:
     answer_of(capsys, "run", *SCENE, *settings(f"engine.policy={NEXT}", "count=1"), "--out", str(tmp_path / "r"))
     assert main(["explain", str(tmp_path / "r"), "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "the run keeps no tokenizer" in err
+    assert "the run has no tokenizer" in err
     assert '"rows": []' in out
     assert "has text but no token ids" in out
     assert "by --tokenizer DIR" in out
@@ -146,7 +146,7 @@ def test_a_tokenizer_of_another_model_is_not_used(trained: Path, tmp_path: Path,
     char_tokenizer("9876543210").save_pretrained(tmp_path)
     assert main(["explain", str(trained), "--n", "1", "--tokenizer", str(tmp_path), "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "is not the one of these tapes" in err
+    assert "is not the tokenizer of these tapes" in err
     assert '"text": null' in out
 
 

@@ -66,7 +66,7 @@ def test_one_checkpoint_is_found_by_path_name_and_update(
     away = shutil.copytree(path, tmp_path / "away")
     assert answer_of(capsys, "reproduce", str(demo), str(away))["checkpoint"] == str(away)
     said = refusal_of(capsys, "reproduce", str(demo), "update-000999")
-    assert "there are " in said
+    assert "it has " in said
     assert f"update-{WARM + UPDATES:06d}" in said
 
 

@@ -128,7 +128,7 @@ def test_a_pattern_that_never_ends_is_stopped_and_the_page_lives(page, tmp_path:
         page.locator("#bar .note", has_text="was stopped").wait_for()
         page.get_by_label("Find in this tape").fill("([")
         page.get_by_label("Find in this tape").press("Enter")
-        page.locator("#bar .note", has_text="no pattern").wait_for()
+        page.locator("#bar .note", has_text="invalid pattern").wait_for()
         page.get_by_label("Find in this tape").fill("a!")
         page.locator("#find-regex").uncheck()
         page.get_by_label("Find in this tape").press("Enter")
@@ -405,7 +405,10 @@ def test_the_banner_says_what_was_checked(page, server):
     banner = page.locator("#banner")
     assert "Not verified" in banner.inner_text()
     banner.locator("summary").click()
-    assert "pins, media files, the prefixes of forks and the books: verify does" in banner.inner_text()
+    assert (
+        "pins, media files, the prefixes of forks and the accounting of tokens: verify checks them"
+        in banner.inner_text()
+    )
     banner.get_by_role("button", name="Verify every byte").click()
     banner.locator(".verdict", has_text="Verified: every byte is as it was written").wait_for()
     assert "what agents, environments, models and training did" in banner.inner_text()
@@ -422,7 +425,7 @@ def test_a_changed_byte_opens_the_banner(page, tmp_path: Path):
         _open(page, server)
         banner = page.locator("#banner")
         assert banner.locator("details").get_attribute("open") is not None
-        assert "Broken: not everything is as it was written" in banner.inner_text()
+        assert "Broken: some bytes changed" in banner.inner_text()
         assert "is corrupt at line" in banner.inner_text()
 
 

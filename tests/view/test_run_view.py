@@ -157,7 +157,7 @@ def test_a_point_of_the_curve_leads_to_its_tapes(view: RunView):
     points = view.curve()["points"]
     assert [(p["update"], p["reward"], p["tapes"]) for p in points] == [(0, 0.75, 4), (1, 0.75, 4)]
     assert view.behind(1)["tapes"] == [f"g1a{k}" for k in range(4)]
-    with pytest.raises(NoSuchTape, match="there is no point 2"):
+    with pytest.raises(NoSuchTape, match="the curve has no point 2"):
         view.behind(2)
 
 
@@ -333,7 +333,7 @@ def test_pages_are_cut_where_they_say_and_cost_what_they_show(tmp_path: Path):
 
 
 def test_without_what_tells_of_training_the_page_says_so(view: RunView):
-    assert view.explain("g0a0") == {"missing": "nothing here tells of training"}
+    assert view.explain("g0a0") == {"missing": "this page has no access to the training code"}
     for ask in (view.head, lambda t: view.items(t, 0), lambda t: view.call(t, "x")):
         with pytest.raises(NoSuchTape):
             ask("nobody")

@@ -1,4 +1,4 @@
-// The application: where one is, the keys, the banner that says what was checked, and the live tail.
+// The application: the address and its view, the keys, the integrity banner, and the live tail.
 "use strict";
 
 const POLL_SECONDS = 1;
@@ -38,7 +38,7 @@ class App {
     this.bar();
     this.banner();
     try {
-      // A tape or a curve by its address need not wait for the table; the table is shown as soon as it fills a page.
+      // A page that the address names does not wait for the table; the table is shown as soon as it fills a page.
       if (!location.hash && document.documentElement.hasAttribute("data-report")) history.replaceState(null, "", "#/overview");
       const own = /^#\/(tape|curve|overview)/.test(location.hash);
       if (own) this.route();
@@ -54,7 +54,7 @@ class App {
     if (T.source.live) this.follow();
   }
 
-  // More rows are here than what is shown was drawn from.
+  // New rows have arrived: draw again what depends on them.
   filled() {
     if (!this.table.filters.contains(document.activeElement)) this.table.drawFilters();
     if (this.table.base) this.table.select();
@@ -76,7 +76,7 @@ class App {
       T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
   }
 
-  told(text) { this.found.textContent = T.plain(text); }
+  showFound(text) { this.found.textContent = T.plain(text); }
 
   // The integrity banner
 
@@ -84,7 +84,7 @@ class App {
     const found = this.integrity;
     const place = document.getElementById("banner");
     if (!found) { T.fill(place); return; }
-    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: not everything is as it was written, or can be read", "can't be told": "It can't be told whether this run is whole", "not verified": "Not verified: shown as it was read" };
+    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", "can't be told": "Unknown: the check could not decide whether this run is whole", "not verified": "Not verified: shown as it was read" };
     const kind = found.verdict === "holds" ? "good" : found.verdict === "broken" ? "bad" : "warn";
     const part = (title, lines) => (lines && lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
     const holes = found.holes.length ? T.chip(T.plural(found.holes.length, "hole"), "warn") : null;
@@ -93,7 +93,7 @@ class App {
     T.fill(place, T.h("details", { open: this.bannerOpen || found.broken.length > 0, ontoggle: (event) => { this.bannerOpen = event.currentTarget.open; } },
       T.h("summary", null, T.h("span", { class: "verdict" }, (titles[found.verdict] || found.verdict) + when), holes, T.h("span", { class: "note" }, `${T.plural(found.not_checked.length, "thing")} not checked`)),
       T.h("div", { class: "banner-body" }, T.h("div", null, part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked)),
-        T.h("div", null, part("Not checked", found.not_checked), found.live.length ? part("Not sealed: being written, or their writer died", found.live) : null, found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null))),
+        T.h("div", null, part("Not checked", found.not_checked), found.live.length ? part("Not sealed: still being written, or their writer died", found.live) : null, found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null))),
     T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null);
   }
 
@@ -124,7 +124,7 @@ class App {
     if (found.integrity && this.integrity.kind === "quick" && !this.verifying) { this.integrity = found.integrity; this.banner(); }
     else if (found.integrity && this.integrity.kind === "verify" && !this.stale) {
       this.stale = true;
-      this.integrity = { ...this.integrity, not_checked: ["what was written since", ...this.integrity.not_checked] };
+      this.integrity = { ...this.integrity, not_checked: ["records written since the verification", ...this.integrity.not_checked] };
       this.banner();
     }
     if (!found.n) { this.pulse.classList.toggle("quiet", true); return; }
@@ -137,7 +137,7 @@ class App {
     else for (const id of found.id) T.source.forget(id);
   }
 
-  // Where one is
+  // Addresses and views
 
   go(address) { if (location.hash === address) this.route(); else location.hash = address; }
 
@@ -158,7 +158,7 @@ class App {
     const inTape = view === this.tape;
     this.box.hidden = !inTape;
     this.regexLabel.hidden = !inTape;
-    if (!inTape) this.told("");
+    if (!inTape) this.showFound("");
     const name = view === this.overviewPage ? "overview" : view === this.curve ? "curve" : view === this.table ? "" : null;
     document.querySelectorAll("#bar nav a").forEach((link) => { if (link.dataset.view === name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current"); });
   }

@@ -1,5 +1,5 @@
-// The reward curve. Each point leads to the tapes behind it: of an update those that it took, else of a run without
-// training a stretch of tapes in the order in which they began.
+// The reward curve. A point is an update, and leads to the tapes that the update took. In a run without training a point
+// is a stretch of tapes, in the order in which they began.
 "use strict";
 
 const STRETCHES = 60;
@@ -40,14 +40,14 @@ T.Curve = class {
     if (!phases.includes(this.phase)) this.phase = phases.includes("rl") ? "rl" : phases[0];
     const trained = phases.length > 0;
     const points = trained ? this.points.filter((point) => point.phase === this.phase) : this.stretches();
-    if (!points.length) { T.fill(this.root, T.state("No point yet", "Nothing was recorded that a curve could show.")); return; }
+    if (!points.length) { T.fill(this.root, T.state("No point yet", "The run has no update and no scored tape yet.")); return; }
     const tabs = T.h("div", { class: "statuses", role: "group", "aria-label": "Phase" }, phases.map((phase) =>
       T.button(phase, () => { this.phase = phase; this.draw(); }, { class: "status-filter", "aria-pressed": String(phase === this.phase) })));
     const holes = points.filter((point) => point.reward === null).length;
     const skipped = points.filter((point) => point.skipped).length;
     const what = trained ? "Mean reward of the tapes that each update took" : "Mean reward of the tapes, in the order in which they began";
-    this.told = T.h("p", { class: "note", role: "status" }, "Point at the curve, or step along it with the arrow keys; Enter opens the tapes behind a point.");
-    T.fill(this.root, T.h("h2", null, what), tabs, this.chart(points, trained), this.told,
+    this.sentenceLine = T.h("p", { class: "note", role: "status" }, "Point at the curve, or step along it with the arrow keys; Enter opens the tapes behind a point.");
+    T.fill(this.root, T.h("h2", null, what), tabs, this.chart(points, trained), this.sentenceLine,
       T.h("p", { class: "note" }, `The thick line is the mean of ${MEAN_OF} points.`,
         holes ? ` ${T.plural(holes, "point")} without any scored tape: gaps.` : "", skipped ? ` ${T.plural(skipped, "update")} recorded but not applied: hollow.` : ""));
   }
@@ -90,7 +90,7 @@ T.Curve = class {
       at = Math.max(0, Math.min(points.length - 1, k));
       cursor.setAttribute("x1", x(at));
       cursor.setAttribute("x2", x(at));
-      this.told.textContent = this.sentence(points[at], trained);
+      this.sentenceLine.textContent = this.sentence(points[at], trained);
     };
     const place = (event) => {
       const box = chart.getBoundingClientRect();

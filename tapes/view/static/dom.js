@@ -1,5 +1,5 @@
-// Builds the page out of values. Text becomes text nodes, never markup; an address is a fragment of this page or a
-// media file of this run, never anything else. Control characters, and those that turn or hide text, are spelled out.
+// Builds the page from values. Text becomes text nodes, never markup. An address is a fragment of this page or a media
+// file of this run. Control characters, and characters that reverse or hide text, are spelled out (`U+202E`).
 "use strict";
 
 const T = {};
@@ -18,7 +18,7 @@ T.h = (tag, props, ...children) => {
 };
 
 T.address = (value) => {
-  if (!/^#|^media\/[0-9a-f]{64}(\.[a-z0-9]{1,12})?$/.test(value)) throw new Error(`no address of ours: ${value}`);
+  if (!/^#|^media\/[0-9a-f]{64}(\.[a-z0-9]{1,12})?$/.test(value)) throw new Error(`not an address of this page: ${value}`);
   return value;
 };
 
@@ -37,7 +37,7 @@ T.fill = (parent, ...children) => {
   return parent;
 };
 
-// Everything without a shape of its own, but line breaks, tabs and the two joiners that scripts and emoji need.
+// All invisible characters, except line breaks, tabs and the two joiners that scripts and emoji need.
 const HIDDEN = /(?:(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029])+/gu;
 const SPELLED = 24;
 
@@ -73,14 +73,14 @@ T.spelled = (text) => {
   let at = 0;
   for (const found of text.matchAll(HIDDEN)) {
     if (found.index > at) made.append(text.slice(at, found.index));
-    made.append(T.h("span", { class: "hidden-char", title: "a character without a shape" }, T.spell(found[0])));
+    made.append(T.h("span", { class: "hidden-char", title: "an invisible character" }, T.spell(found[0])));
     at = found.index + found[0].length;
   }
   if (at < text.length) made.append(text.slice(at));
   return made;
 };
 
-// The same as plain text, for places that take no nodes.
+// The same as plain text, for attributes, which take no nodes.
 T.plain = (text) => String(text).replace(HIDDEN, (found) => T.spell(found));
 
 T.number = (value, digits = 3) => {
@@ -114,7 +114,7 @@ T.plural = (n, word) => `${T.count(n)} ${word}${n === 1 ? "" : "s"}`;
 
 T.chip = (text, kind, title) => T.h("span", { class: `chip ${kind || ""}`, title }, T.spelled(String(text)));
 
-// What was earned: nothing is neither good nor bad.
+// A reward: zero has no colour.
 T.earned = (value, name, counts = true) => {
   const kind = !counts || value === null || Number(value) === 0 ? "" : value < 0 ? "low" : "reward";
   return T.chip(name === undefined ? T.number(value) : `${T.plain(name)} ${T.number(value)}`, kind, counts ? null : "a metric: weight 0");
@@ -126,12 +126,12 @@ T.status = (status, cause) => {
   return T.h("span", { class: `status ${kind}` }, T.spelled(cause ? `${status} · ${cause}` : String(status)));
 };
 
-// What a check of a tape came to.
+// The outcome of a check: its mark and its colour.
 const OUTCOMES = { diverged: ["✗", "bad"], unverifiable: ["?", "warn"], verified: ["✓", "good"] };
 
 T.check = (verb, outcome) => T.chip(`${verb} ${(OUTCOMES[outcome] || ["?"])[0]}`, (OUTCOMES[outcome] || ["", "warn"])[1]);
 
-// Of several, a mark each, in the colour of the worst; their names are in the title.
+// Several checks: a mark for each, in the colour of the worst outcome; the title names them.
 T.checks = (words) => {
   if (!words) return null;
   const outcomes = words.split(", ").map((one) => one.split(" ")[1]);

@@ -1,4 +1,4 @@
-// The attempts of a group side by side: reward by component, and turn by turn what each did.
+// The attempts of a group side by side: reward by component, and the action of each turn.
 "use strict";
 
 const ATTEMPTS = 16;

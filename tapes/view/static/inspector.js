@@ -1,5 +1,5 @@
-// What is known of one item: of a call its exact request, how that differs from the call before, its tokens and what
-// training made of them; of a step where it came from and what it earned.
+// Details of one item. Of a call: its exact request, the difference to the call before, its tokens and their use in
+// training. Of a step: its call and its reward.
 "use strict";
 
 const SIDES = 300;
@@ -18,7 +18,7 @@ T.Inspector = class {
     this.clear();
   }
 
-  clear() { T.fill(this.root, T.state("Nothing chosen", "Choose a step or a call to see its exact request, its tokens and what training made of them.")); }
+  clear() { T.fill(this.root, T.state("Nothing chosen", "Choose a step or a call to see its exact request, its tokens and their use in training.")); }
 
   async show(item) {
     const asked = (this.asked = {});
@@ -38,7 +38,7 @@ T.Inspector = class {
       const explained = this.explained();
       const call = await T.source.call(this.tape.id, last[0]);
       if (asked !== this.asked) return;
-      this.call(place, call, { asking: true, missing: "Still asking what training made of this tape." }, last[1]);
+      this.call(place, call, { asking: true, missing: "The facts of training for this tape are being computed." }, last[1]);
       const more = await explained;
       if (asked !== this.asked) return;
       if (!call.pieces && more.decodes) T.source.forget(this.tape.id);
@@ -46,7 +46,7 @@ T.Inspector = class {
     } catch (error) { if (asked === this.asked) T.fill(place, T.h("p", { class: "hole" }, T.spelled(error.message))); }
   }
 
-  // What training tells comes late, or not at all; nothing waits for it.
+  // The facts of training come late, or not at all; nothing waits for them.
   async explained() {
     try { return await T.source.explain(this.tape.id); } catch (error) { return { missing: error.message }; }
   }
@@ -54,7 +54,7 @@ T.Inspector = class {
   title(item) {
     const names = { begin: "Begin", call: "Call", end: "End", reward: "Reward layer", label: "Label layer", tokens: "Token layer", hole: "Hole" };
     const name = item.t === "step" ? `${item.role[0].toUpperCase()}${item.role.slice(1)} · step ${item.step}` : names[item.t] || item.t;
-    return T.h("h2", null, name, item.inherited ? T.chip("inherited", "", "belongs to the tape that this one was forked from") : null);
+    return T.h("h2", null, name, item.inherited ? T.chip("inherited", "", "belongs to the tape that this tape was forked from") : null);
   }
 
   step(item) {
@@ -62,7 +62,7 @@ T.Inspector = class {
       T.h("a", { href: `#/tape/${encodeURIComponent(this.tape.id)}/call/${encodeURIComponent(call)}` }, T.spelled(this.tape.short(call))), ` tokens ${start} to ${end} `]);
     return [
       T.facts(T.fact("kind", T.spelled(item.kind)), T.fact("by", T.spelled(item.by)), T.fact("turn", String(item.turn)), T.fact("at", T.time(item.at)),
-        T.fact("from", calls.length ? calls : item.by === "env" ? "the environment" : "no call: code wrote it"),
+        T.fact("from", calls.length ? calls : item.by === "env" ? "the environment" : "no call: written by code"),
         (item.rewards || []).map(([name, value, weight]) => T.fact(weight ? "reward" : "metric", T.spelled(name), ` ${T.number(value)}`, weight && weight !== 1 ? ` × ${T.number(weight)}` : ""))),
       item.fields ? T.fold("Fields", item.calls.length === 0, T.box(item.fields)) : null,
     ];
@@ -78,7 +78,7 @@ T.Inspector = class {
         item.parent ? T.fact("forked from", T.h("a", { href: `#/tape/${encodeURIComponent(item.parent.tape)}` }, T.spelled(item.parent.tape)), ` after turn ${item.parent.turn}`) : []),
       item.public === null ? null : T.fold("Task, as the agent saw it", true, T.box(item.public)),
       item.private === null ? null : T.fold("Task, the private part", false, T.h("p", { class: "note" }, "The agent never saw this."), T.box(item.private)),
-      item.sampling ? T.fold("Sampling that was asked for", false, T.box(item.sampling)) : null,
+      item.sampling ? T.fold("Requested sampling", false, T.box(item.sampling)) : null,
       item.limits ? T.fold("Limits", false, T.box(item.limits)) : null,
       item.agent.config ? T.fold("Agent's configuration", false, T.box(item.agent.config)) : null,
       item.env.config ? T.fold("Environment's configuration", false, T.box(item.env.config)) : null,
@@ -143,7 +143,7 @@ T.Inspector = class {
     return [place,
       T.h("h3", null, "Answer"), T.h("div", { class: "message assistant" }, T.h("div", { class: "body" }, T.spelled(call.text || "(no text)")), call.tool_calls ? T.box(call.tool_calls) : null),
       T.h("h3", null, "Asked with"), T.facts(T.fact("sampling", T.spelled(sampling.join(", "))), T.fact("seed", T.h("code", null, call.seed ?? "none"))),
-      call.tools ? T.fold("Tools", false, call.tools.schemas ? T.box(call.tools.schemas) : T.h("p", { class: "hole" }, "Their definitions stand on an earlier call that is not shown here: ", call.tools.hash.slice(0, 16))) : null,
+      call.tools ? T.fold("Tools", false, call.tools.schemas ? T.box(call.tools.schemas) : T.h("p", { class: "hole" }, "Their definitions are on an earlier call that is not in this page: ", call.tools.hash.slice(0, 16))) : null,
       call.new_total === null ? null : T.fold(`New prompt tokens (${T.count(call.new_total)})`, false,
         call.new_total > call.new_ids.length ? T.h("p", { class: "note" }, `the last ${T.count(call.new_ids.length)} of them`) : null,
         T.h("div", { class: "tokens" }, call.new_ids.map((id, k) => T.h("span", { class: `tok context${call.new_pieces ? "" : " id"}`, title: `id ${id}` }, T.spelled(call.new_pieces ? call.new_pieces[k] || "∅" : String(id))))))];
@@ -155,7 +155,7 @@ T.Inspector = class {
       T.h("div", { class: "body" }, T.visible(message.text, marks)), message.cut ? T.h("p", { class: "note" }, `cut: ${T.plural(message.cut, "character")}`) : null, message.more ? T.box(message.more) : null);
   }
 
-  // The same words at both ends of two texts, and what differs between.
+  // The equal words at both ends of two texts, and the difference between them.
   marks(text, other) {
     let start = 0;
     while (start < Math.min(text.length, other.length) && text[start] === other[start]) start += 1;
@@ -166,7 +166,7 @@ T.Inspector = class {
   }
 
   changes(call) {
-    if (!call.diff) return T.h("p", { class: "note" }, "The first call of its path: there is nothing to compare with.");
+    if (!call.diff) return T.h("p", { class: "note" }, "The first call of its path: there is no call to compare with.");
     const { same, removed, before } = call.diff;
     const added = call.messages.slice(Math.max(0, same - call.from));
     const pair = (k, own, other) => (other[k] && own[k] && other[k].role === own[k].role ? this.marks(own[k].text, other[k].text) : []);

@@ -1,12 +1,12 @@
-// A list that draws only what is seen of it. Rows have a height of their own, measured when they are drawn; where the
-// whole would be taller than a browser can scroll, the scroll bar is proportional and the wheel stays exact.
+// A list that draws only its visible rows. A row's height is measured when the row is drawn. Where all rows together are
+// taller than a browser can scroll, the scroll bar is proportional, and the wheel still moves by pixels.
 "use strict";
 
 const TALLEST = 8e6;
 const OVERSCAN = 400;
 
 T.List = class {
-  // `draw(k)` gives the element of row k; `height` is what a row is thought to take before it is measured.
+  // `draw(k)` gives the element of row k; `height` is the estimate for a row that is not measured yet.
   constructor(place, { draw, height, fixed = false, label, role = "list", onmove }) {
     Object.assign(this, { place, draw, height, fixed, onmove, count: 0, top: 0, drawn: new Map(), last: 0, moves: 0 });
     place.classList.add("list");
@@ -36,7 +36,7 @@ T.List = class {
     this.redraw();
   }
 
-  // Forget what was drawn, and draw again.
+  // Remove all drawn rows, and draw again.
   redraw() {
     for (const made of this.drawn.values()) made.remove();
     this.drawn.clear();
@@ -81,14 +81,14 @@ T.List = class {
     if (this.read() && !this.asked) this.asked = requestAnimationFrame(() => { this.asked = 0; this.paint(); });
   }
 
-  // Take the place where somebody scrolled to; true when that is another. Asked before anything else moves the list, for
-  // the browser tells of a scroll only some time after it.
+  // Read the scroll position; true where the user has moved it. Must run before this list sets the position itself: the
+  // scroll event comes later, and the user's move would be lost.
   read() {
     const now = this.place.scrollTop;
     const moved = now - this.last;
     if (moved === 0) return false;
     this.last = now;
-    this.moves += 1; // by somebody's hand: what this list does itself has set `last` already
+    this.moves += 1; // a move by the user: moves of this list have set `last` already
     if (!this.scaled) this.top = now;
     else if (Math.abs(moved) < 2 * this.view && now > 0 && now < TALLEST - this.view - 1) {
       this.top = Math.max(0, Math.min(this.total - this.view, this.top + moved));
@@ -98,7 +98,7 @@ T.List = class {
     return true;
   }
 
-  // Put the scroll bar where the shown rows are in the whole.
+  // Set the scroll bar to the place of the shown rows among all rows.
   settle() {
     const height = this.scaled ? TALLEST : this.total;
     this.canvas.style.height = `${Math.max(height, 1)}px`;
@@ -149,7 +149,7 @@ T.List = class {
       const made = this.draw(k);
       made.classList.add("row");
       if (this.fixed) made.style.height = `${this.height}px`;
-      // In the order of the list, for whoever reads it by ear or steps through it by Tab.
+      // Elements are in the order of the list, for screen readers and for the Tab key.
       const after = Math.min(...[...this.drawn.keys()].filter((other) => other > k));
       this.drawn.set(k, made);
       this.canvas.insertBefore(made, this.drawn.get(after) || null);
@@ -158,7 +158,7 @@ T.List = class {
     return fresh;
   }
 
-  // Bring row k into view, at the top when `where` is "top", else by as little as it takes.
+  // Bring row k into view: to the top where `where` is "top", else by the smallest move.
   show(k, where) {
     if (k < 0 || k >= this.count) return;
     this.read();

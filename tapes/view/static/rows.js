@@ -1,4 +1,4 @@
-// The run table in memory: columns, filters and order. A hundred thousand tapes are a few arrays.
+// The table of tapes in memory: columns, filters and order. Columns are arrays, so that 100,000 tapes stay small.
 "use strict";
 
 const CODED = ["status", "cause", "split", "task", "group", "agent", "env", "version", "parent", "checks"];
@@ -22,7 +22,7 @@ T.Rows = class {
 
   get length() { return this.ids.length; }
 
-  // Take a piece of the table: rows that are known are replaced.
+  // Add a shard of the table: a row with a known id is replaced.
   take(shard) {
     const codes = Object.fromEntries(CODED.map((name) => [name, shard[name].words.map((word) => this.columns[name].code(word))]));
     for (let k = 0; k < shard.n; k += 1) {
@@ -55,7 +55,7 @@ T.Rows = class {
     return column.words.map((word, k) => [word, counts[k]]).filter(([, n]) => n);
   }
 
-  // How bad the end of a row is: failures first, then what was cut short, what runs, what finished.
+  // Rank of a row's end: failures first, then limits and cancellations, running tapes, finished tapes.
   rank(row) {
     const status = this.value("status", row);
     if (status === "error" || status === "crashed") return 0;

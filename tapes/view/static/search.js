@@ -1,5 +1,5 @@
-// Search: texts go to a worker in batches; a batch that takes longer than it may ends the worker and the search, so no
-// pattern can hang the page.
+// Search: texts go to a worker in batches. A batch over its time limit ends the worker and the search, so no pattern can
+// hang the page.
 "use strict";
 
 const BATCH_SECONDS = 3;
@@ -7,7 +7,7 @@ const BATCH_SECONDS = 3;
 T.pattern = (text, isRegex) => {
   const source = isRegex ? text : text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const flags = /\p{Lu}/u.test(text) ? "gu" : "giu";
-  new RegExp(source, flags); // a SyntaxError says what is wrong with it
+  new RegExp(source, flags); // throws a SyntaxError for an invalid pattern
   return { source, flags };
 };
 

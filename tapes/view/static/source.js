@@ -1,5 +1,5 @@
-// Where the pages come from: a server on this machine, or the files of a bundle. Both answer the same questions with
-// the same values. Pages are kept for a while, so memory does not grow with what was scrolled by.
+// The sources of data: a server on this machine, the files of a bundle, or the data block of a report. All give the same
+// answers. The newest pages stay in memory, so memory does not grow while the user scrolls.
 "use strict";
 
 const KEPT_PAGES = 48;
@@ -7,7 +7,7 @@ const KEPT_PAGES = 48;
 T.policy = window.trustedTypes
   ? window.trustedTypes.createPolicy("tapereel", { createScriptURL: (address) => {
     if (address === "worker.js" || /^data\/[a-z0-9-]+(\/[a-z0-9-]+)?\.js$/.test(address) || address.startsWith("blob:")) return address;
-    throw new TypeError(`no script of ours: ${address}`);
+    throw new TypeError(`not a script of this page: ${address}`);
   } })
   : { createScriptURL: (address) => address };
 
@@ -32,7 +32,7 @@ class ServerSource {
     try {
       answer = await fetch(path, { headers: { Accept: "application/json" }, credentials: "same-origin" });
     } catch {
-      throw new Error("the viewer's server does not answer; start `tapereel view` again and reload this page");
+      throw new Error("the viewer's server does not answer: start `tapereel view` again and reload this page");
     }
     let read;
     try { read = await answer.json(); } catch { throw new Error(`the viewer's server failed (${answer.status}); its terminal says why`); }
@@ -67,7 +67,7 @@ class ServerSource {
   worker() { return new Worker(T.policy.createScriptURL("worker.js")); }
 }
 
-// A bundle's data files each hand over some keys with their values as JSON text: `T.take({"key": "…"})`.
+// A data file of a bundle passes values as JSON text by key: `T.take({"key": "…"})`.
 class BundleSource {
   constructor() { this.live = false; this.cache = new Cache(KEPT_PAGES); this.taken = new Map(); this.where = new Map(); }
   take(values) { for (const [key, text] of Object.entries(values)) this.taken.set(key, text); }
@@ -85,7 +85,7 @@ class BundleSource {
     const run = (this.waiting || Promise.resolve()).then(() => this.load(file), () => this.load(file));
     this.waiting = run.catch(() => null);
     const text = (await run).get(key);
-    if (text === undefined) throw new Error("that is not in this bundle");
+    if (text === undefined) throw new Error("this bundle does not have that");
     return JSON.parse(text);
   }
   async file(tape, part) {
@@ -141,7 +141,7 @@ class BundleSource {
   }
 }
 
-// A report is a bundle in one file: its data are a block of the page, by file and key.
+// A report is a bundle in one file: its data block maps file and key to JSON text.
 class ReportSource extends BundleSource {
   constructor() { super(); this.data = JSON.parse(document.getElementById("data").textContent); }
   async read(file, key) {

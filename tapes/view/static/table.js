@@ -1,4 +1,4 @@
-// The run: filters, and its tapes in a table, failures first.
+// The table of tapes with its filters, failures first.
 "use strict";
 
 const COLUMNS = [
@@ -66,7 +66,7 @@ T.Table = class {
     if (filter.text) await this.search(filter, asked);
   }
 
-  // Which rows are listed now; the row that was chosen stays so.
+  // Select the rows that fit the filters; the chosen row stays chosen.
   select() {
     const { rows } = this.app;
     const chosen = this.found[this.at] !== undefined ? rows.ids[this.found[this.at]] : null;
@@ -163,10 +163,10 @@ T.Table = class {
       COLUMNS.map(([name]) => T.h("span", { class: `c-${name}`, role: "gridcell" }, cells[name])));
   }
 
-  // Text search over the listed tapes, a few at a time, for as long as nobody asks for something else.
+  // Search the texts of the listed tapes, a few at a time, until the filters change.
   async search(filter, asked) {
     let search;
-    try { search = new T.Search(filter.text, filter.re === "1"); } catch (error) { this.searching = `no pattern: ${error.message}`; this.tell(); return; }
+    try { search = new T.Search(filter.text, filter.re === "1"); } catch (error) { this.searching = `invalid pattern: ${error.message}`; this.tell(); return; }
     this.running = search;
     this.hits = new Set();
     const ids = this.found.map((row) => this.app.rows.ids[row]);

@@ -1,4 +1,4 @@
-// One tape: outline, transcript and inspector. Links name steps and calls, so they hold when a run is indexed again.
+// One tape: outline, transcript and inspector. Links name steps and calls, so they stay valid when a run is indexed again.
 "use strict";
 
 T.Tape = class {
@@ -92,7 +92,7 @@ T.Tape = class {
       h.status === "running" ? T.h("p", { class: "hole" }, "This tape has no end yet: it is being recorded, or its writer died and no recovery has run.") : null);
   }
 
-  // What checks said of this tape: the newest of each verb, older ones folded.
+  // The verdicts of checks on this tape: the newest of each verb, older ones folded.
   checks(all) {
     const where = (one) => (one.call ? `call/${encodeURIComponent(one.call)}` : one.step !== null && one.step !== undefined ? `step/${one.step}` : null);
     const line = (one) => T.h("div", { class: "checked" }, T.check(one.verb, one.outcome), " ", T.spelled(one.says), " ",
@@ -207,7 +207,7 @@ T.Tape = class {
       const item = await this.item(k);
       if (this.at !== k || !item) return;
       this.list.read();
-      if (moves === this.list.moves) this.list.show(k, where); // its height is known now; but never against the reader
+      if (moves === this.list.moves) this.list.show(k, where); // its height is known now; but the list never moves after the user has scrolled
       this.chosen = item;
       this.inspector.show(item);
       if (rename) this.app.rename(this.address(item));
@@ -224,7 +224,7 @@ T.Tape = class {
     try { await navigator.clipboard.writeText(location.href); T.toast("The link is on the clipboard."); } catch { T.toast(location.href); }
   }
 
-  // The outline goes with the chosen item while that is in view, else with what is at the top.
+  // The outline follows the chosen item while that is in view, else the item at the top.
   follow(k) {
     const { list } = this;
     const chosen = this.at >= 0 && list.offset(this.at + 1) > list.top && list.offset(this.at) < list.top + list.view;
@@ -241,17 +241,17 @@ T.Tape = class {
 
   move(by) { this.choose(this.at + by); }
 
-  // Find in this tape: page by page, until all is read or another search begins.
+  // Find in this tape: page by page, until the end or until another search begins.
   async search(text, regex) {
     if (this.searching) this.searching.stop();
     this.query = text ? { text, regex } : null;
     this.hits.clear();
     this.order = [];
     this.list.redraw();
-    this.app.told("");
+    this.app.showFound("");
     if (!text) return;
     let search;
-    try { search = new T.Search(text, regex); } catch (error) { this.app.told(`no pattern: ${error.message}`); return; }
+    try { search = new T.Search(text, regex); } catch (error) { this.app.showFound(`invalid pattern: ${error.message}`); return; }
     this.searching = search;
     const id = this.id;
     let short = 0;
@@ -265,13 +265,13 @@ T.Tape = class {
         const first = !this.order.length && hits.length;
         for (const [k, marks] of hits) { this.hits.set(k, marks); this.order.push(k); this.list.refresh(k, k + 1); }
         if (first) this.choose(this.order[0]);
-        this.app.told(`${T.plural(this.order.length, "match").replace("matchs", "matches")}${page + 1 < pages ? `, ${T.count(page + 1)} of ${T.count(pages)} pages read` : ""}${short ? `; of ${T.plural(short, "long text")} the first part only` : ""}`);
+        this.app.showFound(`${T.plural(this.order.length, "match").replace("matchs", "matches")}${page + 1 < pages ? `, ${T.count(page + 1)} of ${T.count(pages)} pages read` : ""}${short ? `; of ${T.plural(short, "long text")} the first part only` : ""}`);
       }
-    } catch (error) { this.app.told(error.message); }
+    } catch (error) { this.app.showFound(error.message); }
     if (search === this.searching) search.stop();
   }
 
-  // The next place that was found, or the one before.
+  // Go to the next match, or to the one before.
   next(by) {
     if (!this.order || !this.order.length) return false;
     const after = by > 0 ? this.order.find((k) => k > this.at) : this.order.findLast((k) => k < this.at);

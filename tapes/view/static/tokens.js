@@ -1,10 +1,10 @@
-// Completion tokens, shaded by what is asked for. What is unknown is hatched, never shown as a number.
+// Completion tokens, shaded by the chosen quantity. An unknown value is hatched, never shown as a number.
 "use strict";
 
 const TOKENS_AT_ONCE = 1500;
 T.COLOURS = [["logprob", "log-prob"], ["ratio", "ratio"], ["advantage", "advantage"], ["label", "label"], ["version", "version"]];
 
-// [class, what the details say] of token k.
+// The class of token k for each quantity.
 const shade = {
   logprob: (call, k) => {
     const value = call.logprobs ? call.logprobs[k] : null;
@@ -88,12 +88,12 @@ T.tokenPane = (call, more, chosen, choose, range) => {
     const token = place.querySelector(`[data-k="${at}"]`);
     if (token) { token.classList.add("at"); tell(at); }
   });
-  if (!call.ids.length) T.fill(place, T.h("p", { class: "hole" }, call.completion === null ? "This engine gave text without token ids." : "The completion has no tokens."));
+  if (!call.ids.length) T.fill(place, T.h("p", { class: "hole" }, call.completion === null ? "This engine returned text without token ids." : "The completion has no tokens."));
   const why = missing[chosen] ? T.h("p", { class: "hole" }, T.spelled(chosen === "ratio"
     ? more.missing || "No ratio: a tape holds the log-probs at sampling only. `tapereel view RUN --weights CHECKPOINT` compares with those weights."
     : more.missing || "No advantage: no update has taken this call, or it can't be computed again.")) : null;
   return T.h("div", { class: "token-pane" },
     T.h("div", { class: "line" }, T.h("label", null, "colour by ", pick), T.h("span", { class: "legend" }, legend.map(([kind, label]) => T.h("span", null, T.h("i", { class: `tok ${kind}` }, " "), T.spelled(label))))),
     why, chosen === "ratio" && more.weights ? T.h("p", { class: "note" }, "probability by ", T.spelled(more.weights), " over that at sampling") : null, place, details,
-    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, more.asking ? "Tokens are shown by id until the run's tokenizer is loaded." : "Without the run's tokenizer tokens are shown by id."));
+    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, more.asking ? "Tokens are shown by id until the run's tokenizer is loaded." : "The run has no tokenizer here, so tokens are shown by id."));
 };

@@ -1,4 +1,4 @@
-// Runs a pattern over texts, away from the page. The page ends this worker when it takes too long.
+// Searches texts for a pattern in a worker. The page ends the worker where a batch takes too long.
 "use strict";
 
 const MATCHES = 20;
