@@ -1,25 +1,25 @@
-"""What looks odd in a run, each with tapes to look at: nothing here is a verdict.
+"""Anomalies: what looks unusual in a run, each with tapes to inspect. An anomaly is a hint, not a verdict.
 
-| kind | told when |
+| kind | reported when |
 |---|---|
 | constant reward | every score of a component has the same value (two scores at least) |
 | flat in groups | a component differs within no group, though it differs within the run |
 | flat groups | groups whose tapes have equal rewards: they teach nothing where rewards are compared within a group |
-| repeated actions | a path does the same action, content and all, so many times in a row |
+| repeated actions | a path does an equal action, content included, `repeats` times in a row |
 | cut completions | more than `OFTEN` of the completions reached their limit of tokens |
 | cut episodes | more than `OFTEN` of the episodes ended as truncated or at a limit |
 | impossible log-probs | above 0 by more than rounding |
 | unknown log-probs | sampled tokens without a log-prob |
 | log-prob mismatch | an update whose trainer and sampler differ on a token by more than its age explains (`MISMATCH`) |
 | reward without evidence | a component that has evidence elsewhere |
-| reward without action | a tape that earned something and did nothing |
+| reward without action | a tape without actions earned a reward other than 0 |
 | reward that is no number | NaN or an infinity |
 | group never closed | an attempt still runs, or a number below the highest is missing |
-| group closed short | an attempt ended, and never in a way that can be trained on |
+| group closed short | an attempt ended, and none of its episodes may be trained on |
 | retries, failed calls | calls that were tried again, calls whose last try failed |
 | failed tries | tries that failed, by error |
 
-It knows nothing of files; `AuditFold` feeds it.
+`AuditFold` feeds it with records.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ..records import Status
 from ..value import Value
 
 OFTEN = 0.1
-"""Share of all from which on cutting is told."""
+"""Share of all above which cut completions and episodes are reported."""
 MISMATCH = 0.1
-"""Nats; rounding stays far below, even in bfloat16 most of the time."""
+"""Nats. Differences by rounding stay far below, in bfloat16 almost always."""
 PER_UPDATE = 2.0
-"""Nats on top for each update of the oldest token's age, since updates move log-probs: twice the most that was seen in
-127 updates with `max_lag` 1."""
+"""Nats added for each update of the oldest token's age, because updates move log-probs. Twice the largest value
+measured in 127 updates with `max_lag` 1."""
 ROUNDING = 1e-6
-"""A log-softmax in float32 may come out so far above 0."""
+"""Nats. A log-softmax in float32 may exceed 0 by this much."""
 
 
 class Scored(NamedTuple):
@@ -52,24 +52,24 @@ class Scored(NamedTuple):
     value: float
     weight: float
     evidence: bool
-    """Whether it has any."""
+    """Whether the reward has evidence."""
 
 
 class Anomaly(Value):
-    """Something to look at."""
+    """One anomaly of a run."""
 
     kind: str
     """The first column of the table above."""
     what: str
-    """Which component, action or error; empty where there is no other."""
+    """The component, action or error; empty where the kind has only one."""
     count: int
     """How many times."""
     of: int | None
-    """Of how many that could have been so; None where that is no sensible question."""
+    """How many could have shown it; None where that number has no meaning."""
     detail: str
     """A sentence."""
     tapes: tuple[str, ...]
-    """Some that show it."""
+    """Some tapes that show it."""
 
 
 class _Odd:
@@ -82,7 +82,7 @@ class _Odd:
 
 
 class _Group:
-    """The attempts at one task, as far as they have come."""
+    """The attempts of one group so far."""
 
     __slots__ = ("equal", "first", "running", "tapes", "values")
 
@@ -90,28 +90,28 @@ class _Group:
         self.running: dict[int, int] = {}
         """attempt -> its tapes without an end."""
         self.tapes: dict[int, bool] = {}
-        """attempt -> whether some tape of it may be trained on."""
+        """attempt -> whether one of its ended tapes may be trained on."""
         self.first: list[str] = []
         self.values: dict[str, tuple[float, int, bool]] = {}
-        """Component -> (its first value, tapes, whether they all have it), of tapes that may be trained on."""
+        """Component -> (first value, number of tapes, whether all have that value), of tapes that may be trained on."""
         self.equal: tuple[float, int, bool] | None = None
-        """Likewise of the whole reward."""
+        """The same for the sum of all components."""
 
 
 class Anomalies:
-    """Counts what is odd. Fed by `AuditFold`; single use."""
+    """Counts anomalies while `AuditFold` feeds it one run."""
 
     def __init__(self, examples: int, repeats: int) -> None:
-        """examples: how many tapes each names. repeats: as of `AuditFold`."""
+        """examples: how many tapes each anomaly names. repeats: as for `AuditFold`."""
         self._examples, self._repeats = examples, repeats
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}
         self._tapes_of: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         self._oldest: dict[str, list[str]] = {}
-        """call -> the versions that it was sampled from."""
+        """call -> the versions that sampled it."""
         self._uses: list[tuple[str, int, float, list[str], list[str]]] = []
-        """(lineage, update, nats, its tapes, its calls)."""
+        """(lineage, update, mismatch in nats, its tapes, its calls)."""
         self._ended = self._completions = self._tokens = self._calls = self._updates = 0
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
@@ -158,6 +158,7 @@ class Anomalies:
         n = len(decode("i", body["completion"])) if body.get("completion") else 0
         self._tokens += n
         values = decode("f", text) if text is not None else None
+        # NaN is an unknown log-prob. A sum is NaN iff a value is: the slow count runs only where there is one.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)
@@ -166,24 +167,24 @@ class Anomalies:
             self._note("impossible log-probs", "", [tape], n=len(high), most=max(high))
 
     def update(self, body: Mapping[str, Any], only: Container[str] | None) -> None:
-        """A `use` record; counted when it trained on one of `only`."""
+        """A `use` record; counted when it trained on a tape in `only` (None: on any)."""
         tapes = [
             tape for tape in dict.fromkeys(item[0] for item in body.get("items") or ()) if only is None or tape in only
         ]
-        apart = (body.get("info") or {}).get("mismatch")
-        if not isinstance(apart, int | float) or not tapes:
+        mismatch = (body.get("info") or {}).get("mismatch")
+        if not isinstance(mismatch, int | float) or not tapes:
             return
         self._updates += 1
-        if apart > MISMATCH:
+        if mismatch > MISMATCH:
             calls = [item[1] for item in body.get("items") or ()]
-            self._uses.append((str(body.get("lineage")), int(body.get("update") or 0), apart, tapes, calls))
+            self._uses.append((str(body.get("lineage")), int(body.get("update") or 0), mismatch, tapes, calls))
 
     def _mismatches(self) -> None:
-        """Judged at the end: a use may be read before the calls that it trained on."""
-        for lineage, update, apart, tapes, calls in self._uses:
+        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on."""
+        for lineage, update, mismatch, tapes, calls in self._uses:
             ages = (_age(version, lineage, update) for call in calls for version in self._oldest.get(call, ()))
-            if apart > MISMATCH + PER_UPDATE * max(ages, default=0):
-                self._note("log-prob mismatch", lineage, tapes, most=apart)
+            if mismatch > MISMATCH + PER_UPDATE * max(ages, default=0):
+                self._note("log-prob mismatch", lineage, tapes, most=mismatch)
         self._uses.clear()
 
     def ended(
@@ -197,7 +198,7 @@ class Anomalies:
         repeats: tuple[int, str],
         rewards: Sequence[Scored],
     ) -> None:
-        """A tape ended; `repeats` is its longest row of equal actions, and their kind."""
+        """A tape ended; `repeats` is the length of its longest row of equal actions, and their kind."""
         self._ended += 1
         if status in (Status.TRUNCATED, Status.LIMIT):
             self._note("cut episodes", "", [tape])
@@ -229,13 +230,13 @@ class Anomalies:
                 group.values[name] = _same(group.values.get(name), value)
             group.equal = _same(group.equal, whole)
 
-    # Telling
+    # The result
 
     def found(self, components: Mapping[tuple[str | None, str, bool], Mapping[str, Any]]) -> tuple[Anomaly, ...]:
-        """All of them; `components` are the sums of each (layer, name, whether it is a metric)."""
+        """All anomalies; `components` has the sums of each (layer, name, whether it is a metric)."""
         recorded = {name: of for (layer, name, metric), of in components.items() if layer is None and not metric}
         self._mismatches()
-        made = [*self._rewards(recorded), *self._told(), *self._closing()]
+        made = [*self._rewards(recorded), *self._noted(), *self._unclosed_groups()]
         return tuple(sorted(made, key=lambda one: (one.kind, one.what)))
 
     def _rewards(self, components: Mapping[str, Mapping[str, Any]]) -> list[Anomaly]:
@@ -290,8 +291,8 @@ class Anomalies:
     def _first(self, groups: Sequence[_Group]) -> list[str]:
         return [tape for group in groups[: self._examples] for tape in group.first[:1]]
 
-    def _told(self) -> list[Anomaly]:
-        asked = {
+    def _noted(self) -> list[Anomaly]:
+        out_of = {
             "cut completions": self._completions,
             "cut episodes": self._ended,
             "unknown log-probs": self._tokens,
@@ -301,7 +302,7 @@ class Anomalies:
             "failed calls": self._calls,
             "repeated actions": self._ended,
         }
-        said = {
+        details = {
             "cut completions": "completions that reached their limit of tokens",
             "cut episodes": "episodes that ended as truncated or at a limit",
             "unknown log-probs": "sampled tokens without a log-prob",
@@ -316,32 +317,34 @@ class Anomalies:
             "reward without action": "scores other than 0 on tapes that did nothing",
         }
         return [
-            _anomaly(kind, what, odd.count, asked.get(kind), said[kind].format(most=odd.most), odd.tapes)
+            _anomaly(kind, what, odd.count, out_of.get(kind), details[kind].format(most=odd.most), odd.tapes)
             for (kind, what), odd in self._odd.items()
-            if kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * asked[kind]
+            if kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * out_of[kind]
         ]
 
-    def _closing(self) -> list[Anomaly]:
+    def _unclosed_groups(self) -> list[Anomaly]:
         never, short = [], []
         for group in self._groups.values():
             if any(group.running.values()) or len(group.running) <= max(group.running):
                 never.append(group)
             elif not all(group.tapes.values()):
                 short.append(group)
-        told = (
+        kinds = (
             ("group never closed", never, "an attempt still runs, or one before the last is missing"),
             ("group closed short", short, "an attempt never ended in a way that can be trained on"),
         )
         return [
             _anomaly(kind, "", len(groups), len(self._groups), why, self._first(groups))
-            for kind, groups, why in told
+            for kind, groups, why in kinds
             if groups
         ]
 
 
 def _age(version: str, lineage: str, update: int) -> int:
-    """Updates between a version and the weights that update `update` (from 0) changes; 0 where it isn't of that
-    lineage, so that nothing is known to explain a difference."""
+    """The staleness of a version: updates between it and the weights that update `update` (from 0) changes.
+
+    0 where the version is of another lineage: its staleness is unknown then, so it excuses no mismatch.
+    """
     name, _, n = version.rpartition(":")
     return max(0, update - int(n)) if name == lineage and n.isdigit() else 0
 

@@ -1,17 +1,16 @@
-"""What a run's tapes say of it, beside the books: attrition, what calls cost, what earned the reward, what looks odd.
+"""The audit of a run's tapes: attrition, what calls cost, which actions earned the reward, and anomalies.
 
-One pass over the records, in the order in which they stand, feeds everything; of a tape that ended nothing is kept but
-sums, of a group a few numbers. So memory grows with the open tapes and with the groups, not with tapes or tokens.
-Exactly:
+One pass over the records, in their order, feeds everything. Of a tape that ended only sums are kept, of a group a few
+numbers, so memory grows with open tapes and groups, not with tapes or tokens. The rules:
 
-1. Sums over rewards are of tapes that ended; what calls cost is of open tapes too.
-2. A call counts, with its prompt, at the version under which it began; its completion is divided among versions as it
-   was drawn, its seconds and dollars in proportion.
-3. Unknown is counted apart and is in no sum: tapes that nobody scored, calls without a price or a time, rewards that
-   are no number. A tape on which a reward failed is unscored: what its other components gave counts as metrics.
-4. A layer's rewards (later scorings) stand by themselves and have no share of the total.
+1. Sums over rewards include ended tapes only; the cost of calls includes open tapes.
+2. A call and its prompt count at the version under which it began. Its completion is divided among the versions that
+   sampled it, its seconds and dollars in proportion.
+3. Unknown values are counted apart and are in no sum: unscored tapes, calls without a cost or a time, rewards that are
+   NaN or infinite. A tape on which a reward source failed is unscored: its other components count as metrics.
+4. The rewards of a layer (a later scoring) are listed by themselves and have no share of the total.
 
-It knows nothing of files, and not whether an anomaly is a fault: that is for whoever looks at the tapes.
+The audit doesn't decide whether an anomaly is a fault: a person looks at the tapes.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from ..store.store import Store
 
 EXAMPLES = 5
-"""Tapes named with each line."""
+"""How many tapes each line of the audit names."""
 INHERITED = "(before the fork)"
-"""In place of a kind: an action of the tape that this one was forked from."""
+"""Stands for the kind of an action that a fork inherited from its parent."""
 
 
 class Ended(Value):
@@ -48,40 +47,40 @@ class Ended(Value):
     """Whether such an end may be trained on."""
     episodes: int
     unscored: int
-    """Of these, how many have no reward."""
+    """Episodes among these that have no reward."""
     sampled: int
-    """Completion tokens of their calls, as far as the engine gave ids."""
+    """Completion tokens of the calls whose engine returned token ids."""
     seconds: float
-    """Of all together, as their ends state them."""
+    """Sum over the episodes, as their `end` records state it."""
     turns: dict[str, int]
     """Episodes by length in actions: `0`, `1`, `2-3`, ... -> how many."""
     tokens: dict[str, int]
-    """Episodes by completion tokens, likewise."""
+    """Episodes by completion tokens, in the same buckets."""
     tapes: tuple[str, ...]
-    """Some of them."""
+    """Some of these episodes."""
 
 
 class Spent(Value):
-    """What the calls of one agent path to one engine, from one policy version, cost."""
+    """Cost of the calls of one agent path to one engine, sampled by one policy version."""
 
     by: str
     """The agents' path."""
     engine: str
-    """Empty where the call doesn't say."""
+    """Empty where the calls don't name it."""
     version: str | None
-    """None for calls that name none."""
+    """None for calls that name no version."""
     calls: int
     prompt: int | None
-    """Tokens; None when no call's are known."""
+    """Tokens; None when no call has a known number."""
     completion: int | None
-    """Tokens; None when no call's are known."""
+    """Tokens; None when no call has a known number."""
     uncounted: int
-    """Calls whose prompt or completion tokens nobody knows."""
+    """Calls with an unknown number of prompt or completion tokens."""
     seconds: float | None
-    """All tries together; None when no call was timed."""
+    """Sum over all tries; None when no call was timed."""
     untimed: int
     cost: float | None
-    """US dollars; None when no call has a price."""
+    """US dollars; None when no call has a known cost."""
     unpriced: int
 
 
@@ -92,46 +91,46 @@ class Component(Value):
     layer: str | None
     """None for what was recorded with the tapes."""
     metric: bool
-    """Of weight 0: reported, never part of a reward."""
+    """Has weight 0: reported, never part of a reward."""
     scores: int
     unknown: int
-    """Of these, values that are no number; they are in none of the sums."""
+    """Scores that are NaN or infinite; they are in no sum."""
     evidence: int
     """Scores with evidence."""
     low: float | None
     mean: float | None
-    """Of the values, before their weights."""
+    """Mean of the values without their weights."""
     high: float | None
     total: float
     """Sum of weight * value."""
     share: float | None
-    """Its |total| in the sum of all components' |total|; None for metrics, layers, and where that sum is 0."""
+    """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
 
 
 class Earned(Value):
-    """What one kind of action earned of one component."""
+    """What one kind of action earned from one component."""
 
     name: str
     kind: str | None
     """The action's kind; None for the episode as a whole."""
     scores: int
     mean: float
-    """Of weight * value."""
+    """Mean of weight * value."""
     total: float
     share: float | None
-    """Its |total| in the sum over the component's kinds of |total|; None where that sum is 0."""
+    """|total| divided by the sum of |total| over the component's kinds; None where that sum is 0."""
     tapes: tuple[str, ...]
-    """Some of those that earned most."""
+    """Some of the tapes that earned most."""
 
 
 class Audit(Value):
-    """What the tapes say."""
+    """The audit of a run's tapes."""
 
     tapes: int
-    """Begun."""
+    """Tapes that began."""
     open: int
     unscored: int
-    """Ended, with no reward."""
+    """Tapes that ended without a reward."""
     ends: tuple[Ended, ...]
     spent: tuple[Spent, ...]
     components: tuple[Component, ...]
@@ -139,7 +138,7 @@ class Audit(Value):
     anomalies: tuple[Anomaly, ...]
 
     def lost_by(self, length: str) -> dict[str, tuple[int, int]]:
-        """Bucket of `turns` or `tokens` -> (episodes that ended, those of them that are never trained on)."""
+        """Bucket of `turns` or `tokens` -> (episodes that ended, how many of them are never trained on)."""
         found: dict[str, tuple[int, int]] = {}
         for end in self.ends:
             for name, n in getattr(end, length).items():
@@ -161,12 +160,12 @@ class _Tape:
         """The kind of every step."""
         self.actions = self.sampled = 0
         self.last: dict[str, tuple[str, Any, int]] = {}
-        """By path: kind and content of its last action, and how often in a row it was done."""
+        """Path -> kind and content of its last action, and how often in a row the path did it."""
         self.repeats: tuple[int, str] = 0, ""
-        """The longest such row, and the action's kind."""
+        """Length of the longest row of equal actions, and their kind."""
         self.rewards: list[Scored] = []
         self.failed = False
-        """A part of what scored it failed: then it is unscored, and what the others gave is only reported."""
+        """True when a reward source failed: the tape is then unscored, and its other components are only reported."""
 
     def reward(self, body: dict[str, Any]) -> None:
         self.rewards.append(_scored(body, self.kind(body.get("step"))))
@@ -192,15 +191,15 @@ class _Tape:
 
 
 class AuditFold:
-    """Feed it every record of a run, in order; `audit()` when fed."""
+    """Feed it every record of a run, in order; then call `audit()`."""
 
     def __init__(
         self, *, only: Container[str] | None = None, repeats: int = 3, inherited: Callable[[str], int] | None = None
     ) -> None:
         """only: ids of the tapes that count; None for all.
 
-        repeats: how many equal actions in a row are told. inherited: how many steps a fork, by its id, has from its
-        parent; without it a fork's rewards can't be fed.
+        repeats: from how many equal actions in a row a tape is reported. inherited: gives, for the id of a fork, how
+        many steps it has from its parent; a run with forks needs it.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
@@ -231,14 +230,14 @@ class AuditFold:
             self._tapes += 1
             parent = body.get("parent") is not None
             if parent and self._inherited is None:
-                raise ValueError("it is a fork; give the fold `inherited`")
+                raise ValueError("the tape is a fork: construct AuditFold with `inherited`")
             steps = self._inherited(name) if parent and self._inherited is not None else 0
             self._open[name] = tape = _Tape(body, steps)
             self._odd.begun(tape.group, tape.attempt, name)
         elif t == "reward" and (body.get("layer") is not None or name not in self._open):
             self._component(_scored(body, None), body.get("layer") or "")
         elif (tape := self._open.get(name)) is None:
-            return  # after its end, or never begun: the books say so
+            return  # after its end, or of a tape that never began: the books report both
         elif t == "step":
             tape.step(body)
         elif t == "reward":
@@ -288,13 +287,18 @@ class AuditFold:
         tries = body.get("attempts") or []
         ids = body.get("completion")
         n = column_length(ids) if ids is not None else usage.get("completion_tokens")
-        given = body.get("prompt")
-        prompt = body.get("keep", 0) + column_length(given) if given is not None else usage.get("prompt_tokens")
+        ids_of_prompt = body.get("prompt")  # without the tokens that the call keeps of its base
+        prompt = (
+            body.get("keep", 0) + column_length(ids_of_prompt)
+            if ids_of_prompt is not None
+            else usage.get("prompt_tokens")
+        )
         tape.sampled += column_length(ids)
         seconds = math.fsum(one["seconds"] for one in tries) if tries else None
         spans: list[Any] = body.get("spans") or [[None, 0, n]]
         whole = sum(end - start for _, start, end in spans) if body.get("spans") else 0
         for k, (version, start, end) in enumerate(spans):
+            # An answer without tokens has no proportion to divide by: its spans share its cost equally.
             part = (end - start) / whole if whole else 1 / len(spans)
             self._spend(
                 (str(body.get("by")), body.get("engine") or "", version),
@@ -359,7 +363,7 @@ class AuditFold:
     # The account
 
     def audit(self) -> Audit:
-        """What everything fed so far comes to."""
+        """The audit of the records so far."""
         return Audit(
             tapes=self._tapes,
             open=len(self._open),
@@ -444,8 +448,11 @@ def audit_run(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> tuple[Books, Audit]:
-    """The books of the whole run, and the audit of its tapes: those of `split`, and of these the newest `limit` with
-    the others of their groups. Reads every record once."""
+    """The books of the whole run, and the audit of its tapes. Reads every record once.
+
+    `split`: audit the tapes of this split only. `limit`: audit the newest `limit` of these, and the other tapes of
+    their groups, without which comparisons within a group would be wrong.
+    """
     from ..store.books import BooksFold
 
     store.refresh()

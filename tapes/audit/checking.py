@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..tape import Tape
 
 PER_JOB = 250
-"""Tapes for which another process is worth its start."""
+"""Tapes that justify the start of another process."""
 
 Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
 """Picklable: makes, in each process, the check of a tape of an open store."""
@@ -42,8 +42,8 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes of a split.
 
-    `jobs`: processes; None: as many as pay for their start. Raises UsageError, NoRun or NoSuchTape where the
-    arguments name no tape.
+    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape where the arguments
+    name no tape.
     """
     from ..store.store import Store
 
@@ -72,21 +72,20 @@ def check_run(
 
 
 def chosen_tapes(store: Store, names: Sequence[str], split: str | None) -> list[str]:
-    """Ids of the named tapes, or of all of the split that ended. NoSuchTape, or UsageError for a split that no tape is
-    of."""
+    """Ids of the named tapes, or of all closed tapes of the split. NoSuchTape, or UsageError for an unknown split."""
     check_split(store, split)
     return [store.tape(name).id for name in names] or [one.id for one in store.summaries(split=split, closed=True)]
 
 
 def check_split(store: Store, split: str | None) -> None:
-    """UsageError where a split is named that no tape is of; says which there are."""
+    """UsageError where no tape has the split `split`; the error lists the splits."""
     if split is not None and not store.summaries(split=split):
         known = ", ".join(dict.fromkeys(one.split for one in store.summaries())) or "none: it holds no tape"
         raise UsageError(f"{store.path} has no tape of the split {split!r}; its splits are {known}")
 
 
 def torn_tails(store: Store) -> list[str]:
-    """A sentence for each segment whose last bytes can't be read: what they held is in no verdict."""
+    """A sentence for each segment whose last bytes can't be read: no verdict covers what they held."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, and what they held is left out here: "
         f"see tapereel verify {store.path}"

@@ -1,7 +1,4 @@
-"""Faults: the errors that ended episodes, each told once, with whose it is, its line and a tape to look at.
-
-Knows nothing of files; feed it causes.
-"""
+"""Faults: the errors that ended episodes, each listed once, with who caused it, its line and a tape to inspect."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ class Fault(Value):
     """An error that ended episodes."""
 
     cause: str
-    """Whose fault."""
+    """Who caused it: a `CauseType`."""
     error: str
     """Class and message."""
     raised_at: str | None
-    """`file:line in function`; None where that isn't known."""
+    """`file:line in function`; None where it isn't known."""
     episodes: int
     tape: str
-    """The first that it ended."""
+    """The first tape that it ended."""
 
     def __str__(self) -> str:
         at = f" ({self.raised_at})" if self.raised_at else ""
@@ -28,13 +25,13 @@ class Fault(Value):
 
 
 class Faults:
-    """A count of them. An error of a class, raised at one place, is one, with the message that it had first."""
+    """Counts faults. Errors of one class that were raised at one place are one fault, with the first one's message."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}
 
     def count(self, tape: str, cause: Cause) -> None:
-        """One more episode that an error ended."""
+        """Count an episode that an error ended."""
         key = (cause.type.value, cause.error, cause.frame)
         error = ": ".join(part for part in (cause.error, cause.message) if part)
         first = Fault(cause=cause.type.value, error=error, raised_at=cause.frame, episodes=0, tape=tape)
@@ -42,5 +39,5 @@ class Faults:
         self._found[key] = fault.model_copy(update={"episodes": fault.episodes + 1})
 
     def most(self, n: int = 10) -> tuple[Fault, ...]:
-        """Those that ended most episodes, first."""
+        """The `n` faults that ended most episodes, the most frequent first."""
         return tuple(sorted(self._found.values(), key=lambda fault: -fault.episodes)[:n])

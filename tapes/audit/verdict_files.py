@@ -1,9 +1,9 @@
-"""Kept verdicts: what `replay`, `reexec`, `rescore` and `requery` said of a run's tapes, for whoever looks at it later.
+"""Kept verdicts: what `replay`, `reexec`, `rescore` and `requery` found about a run's tapes, for later readers.
 
-Each check is one new file in `verdicts/` beside the tapes, named by verb, time and what it holds; none is ever written
-again. So the store isn't opened for writing and nothing in it changes: a verdict is what somebody said of a tape, not a
-part of it. Each names the digest of the tape that it speaks of; a tape that has no end yet gets none. A file that
-doesn't hold what its name says is not read. What the checks are is not known here.
+Each check writes a new file in the folder `verdicts/` of the run, named by verb, time and the hash of its bytes. No
+file is ever changed. The store is not opened for writing: a verdict is a statement about a tape, not a part of it.
+Each verdict names the digest of its tape; verdicts on open tapes, which have no digest yet, are not kept. A file whose
+bytes don't match the hash in its name is not read.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Check(BaseModel):
     at: float
     """Seconds since 1970."""
     turn: int | None = None
-    """The only turn of each tape that was looked at; None for all."""
+    """The only turn of each tape that was checked; None for all."""
     given: dict[str, str] = {}
-    """What the caller named: agent, environment, reward, model; what isn't here is the run's own."""
+    """What the caller named (agent, environment, reward, model); for all else the check used the run's own."""
 
 
 class _Line(NamedTuple):
-    """Where one verdict stands."""
+    """The place of one verdict in its file."""
 
     check: Check
     file: str
@@ -53,8 +53,10 @@ class _Line(NamedTuple):
 
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
-    """Write the verdicts on closed tapes to a file of their own, durable when this returns; None where there are none.
-    OSError where the run can't be written to."""
+    """Write the verdicts on closed tapes to a new file, durable when this returns; None where there are none.
+
+    `given`: what the caller named, as in `Check.given`. OSError where the run can't be written to.
+    """
     kept = [verdict for verdict in verdicts.verdicts if verdict.digest is not None]
     if not kept:
         return None
@@ -75,7 +77,7 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
 
 
 class Checks:
-    """The verdicts that a run keeps. `refresh()` reads what is new; content is read when it is asked for."""
+    """The verdicts that a run keeps. `refresh()` reads new files; a verdict's content is read on request."""
 
     def __init__(self, run: Path) -> None:
         self.problems: list[str] = []
@@ -85,7 +87,7 @@ class Checks:
         self._lines: dict[str, list[_Line]] = {}
 
     def refresh(self) -> set[str]:
-        """Read the files that came, or all where one is gone; gives the tapes that they speak of."""
+        """Read new files, or all files where one was removed; returns the tapes whose verdicts changed."""
         try:
             names = {name for name in os.listdir(self._folder) if _NAME.fullmatch(name)}
         except OSError:
@@ -100,8 +102,8 @@ class Checks:
         return changed
 
     def summary(self, tape: str) -> str:
-        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; empty where nobody
-        checked it."""
+        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; empty for a tape
+        that was not checked."""
         newest: dict[str, _Line] = {}
         for line in self._lines.get(tape, ()):
             if line.check.turn is None and (
@@ -119,11 +121,11 @@ class Checks:
                     file.seek(line.offset)
                     found.append((line.check, Verdict.model_validate_json(file.read(line.length))))
             except (OSError, ValidationError):
-                continue  # `refresh` says that it is gone
+                continue  # the file was removed or changed since: the next `refresh` reports it
         return found
 
     def _read(self, name: str) -> set[str]:
-        """Take one file whole, or say why not."""
+        """Read one file completely, or add a problem; returns its tapes."""
         path = self._folder / name
         try:
             size = path.stat().st_size

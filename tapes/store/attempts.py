@@ -1,4 +1,4 @@
-"""Which tapes of a run are the attempts at each task, told without reading a tape."""
+"""Which tapes of a run are the attempts at each task, from summaries alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..records import CauseType, Status, trains
 from .index import Summary
 
 GROUP_LAYER = "group"
-"""The layer of what a tape earned by comparison with its group. Training counts it with the reward on the tape."""
+"""The layer of rewards that compare a tape with its group. Training adds them to the reward on the tape."""
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
@@ -23,6 +23,6 @@ def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
 
 
 def counts(summary: Summary) -> bool:
-    """Whether the episode ended by the agent's own doing, so that its reward says something of the agent."""
+    """Whether the episode's reward measures the agent: no fault of the environment, model or machine ended it."""
     status = Status(summary.status) if summary.status is not None else None
     return trains(status, CauseType(summary.cause) if summary.cause is not None else None)

@@ -1,16 +1,17 @@
-"""The books: every sampled token in one place, every episode begun ended or open.
+"""The books: the accounting of tokens. Every sampled token is in exactly one place, every episode is ended or open.
 
-Each place has a fold of its own over the records, none is what is left of another; the sum is then compared with what
-was sampled, so a token counted twice (trained *and* held out, say) or nowhere shows. What the places mean, exactly:
+Each place is counted on its own; none is computed as the rest of the others. The sum of the places is then compared
+with the number of sampled tokens, which shows a token counted twice (trained *and* held out, say) or not at all.
+The places, exactly:
 
-1. Tokens of calls without versions and log-probs were written, not sampled (`authored`): counted beside the books.
-2. `held_out` are the tapes of every split but `train` and `demo`.
-3. `errored` is every end that is never trained on (limit of seconds; error of the environment, the model or ours;
-   crashed) but `cancelled`, which has a line of its own.
-4. A token named by several updates is `trained` if any trained on it, else `stale`, `filtered` or `context`, in this
-   order; `unscored` and `unused` are only tokens that no update named.
+1. Tokens of calls without versions and log-probs were authored, not sampled: they are counted beside the places.
+2. `held_out` has the tapes of every split except `train` and `demo`.
+3. `errored` has every end that is never trained on (limit of seconds; error of the environment, the model or ours;
+   crashed), except `cancelled`, which is a place of its own.
+4. A token named by several updates is `trained` if any update trained on it, else `stale`, `filtered` or `context`, in
+   this order. `unscored` and `unused` have only tokens that no update named.
 
-It knows nothing of files; feed it records.
+This module reads no files: feed it records.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLACES = (
 
 
 class Lost(Value):
-    """Episodes that ended the same way, by how long they were: attrition biases what is left to train on."""
+    """Episodes that ended the same way, by their length: attrition biases the episodes that are left to train on."""
 
     status: str
     cause: str | None
@@ -54,20 +55,20 @@ class Lost(Value):
 
 
 class Books(Value):
-    """The account of a run. `closes` is the promise; `findings` say where it is broken."""
+    """The accounting of a run. `closes` is true when every token is accounted for; `findings` say what is wrong."""
 
     sampled: int
-    """Completion tokens that some policy drew."""
+    """Completion tokens that a policy sampled."""
     tokens: dict[str, int]
     """Place -> tokens (the ten of `PLACES`)."""
     authored: int
-    """Completion tokens that nobody sampled: scripted answers, demonstrations."""
+    """Completion tokens that no model sampled: scripted answers, demonstrations."""
     authored_trained: int
-    """Those of them that some update trained on."""
+    """The authored tokens that an update trained on."""
     textual: int
-    """Calls of engines that give text without ids: their tokens are nobody's to count."""
+    """Calls of engines that return text without token ids: their tokens can't be counted."""
     applied: int
-    """Token-updates: each trained token as often as it was trained on."""
+    """Token-updates: each trained token counts once for each update that trained on it."""
     begun: int
     ended: int
     open: int
@@ -76,7 +77,7 @@ class Books(Value):
 
     @property
     def closes(self) -> bool:
-        """Nothing found, and both sums agree."""
+        """Whether every token and every episode is accounted for: no findings, and both sums agree."""
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
 
 
@@ -90,10 +91,10 @@ class _Tape:
         self.ended = False
         self.scored = False
         self.failed = False
-        """True once what scored it, or compared it with its group, failed: then it is unscored, whatever it earned."""
+        """True once a reward source failed, of the tape or of its group: the tape is then unscored as a whole."""
         self.actions = 0
         self.calls: dict[str, int] = {}
-        """Sampled calls -> completion tokens."""
+        """Sampled call -> its completion tokens."""
         self.authored: dict[str, int] = {}
         self.sampled = 0
 
@@ -107,7 +108,7 @@ class _Tape:
 
 
 class BooksFold:
-    """Feed it every record of a run, in order; `books()` at any time. Costs O(tapes) to ask, O(1) to feed."""
+    """Feed it every record of a run, in order; call `books()` at any time. O(1) per record, O(tapes) per account."""
 
     def __init__(self) -> None:
         self._tapes: dict[str, _Tape] = {}
@@ -118,7 +119,7 @@ class BooksFold:
         self._odd: list[str] = []
 
     def add(self, body: bytes) -> None:
-        """One record body. NotATape when it is none."""
+        """One record body. NotATape when it can't be read."""
         try:
             self._add(body)
         except (ValueError, TypeError, AttributeError) as error:
@@ -214,7 +215,10 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """For each call that an update named: its tokens, a bit for each fate. Says what was named that isn't there."""
+        """(marks, applied): for each call that an update named, one byte a token with a bit for each fate.
+
+        Bit k stands for `FATES[k]`. Names of tokens that don't exist are added to `odd`.
+        """
         marks: dict[tuple[str, str], bytearray] = {}
         applied = 0
         for use in self._effective(odd):
@@ -225,7 +229,10 @@ class BooksFold:
         return marks, applied
 
     def _effective(self, odd: list[str]) -> list[Use]:
-        """The updates of every living lineage's history, each once."""
+        """The updates in the history of every living lineage, each once.
+
+        Lineages share the updates before the `void` that parted them, so a plain sum would count those twice.
+        """
         found: dict[tuple[str, int, int], Use] = {}
         for lineage in self._lineages.living:
             try:
@@ -275,7 +282,7 @@ class BooksFold:
                 odd.append(f"{trained} tokens of call {call} were trained on, but tape {name} is {why}")
 
     def _by_fate(self, marks: dict[tuple[str, str], bytearray], bit: int) -> int:
-        """Sampled tokens whose first fate is this one."""
+        """Sampled tokens whose first fate, in the order of `FATES`, is this one."""
         below = (1 << bit) - 1
         return sum(
             sum(1 for m in mark if m & (1 << bit) and not m & below)
@@ -289,7 +296,7 @@ class BooksFold:
         )
 
     def _unnamed(self, marks: dict[tuple[str, str], bytearray], *, scored: bool) -> int:
-        """Tokens that no update named, of tapes that could be trained on."""
+        """Tokens that no update named, of tapes that may be trained on."""
         total = 0
         for name, tape in self._tapes.items():
             if tape.ended and (tape.scored and not tape.failed) == scored and not tape.held_out and tape.trainable:
@@ -341,7 +348,7 @@ class BooksFold:
 
 
 def bucket(length: int) -> str:
-    """The bucket that a length falls into: `0`, `1`, `2-3`, `4-7`, ..."""
+    """The bucket of a length, by powers of two: `0`, `1`, `2-3`, `4-7`, ..."""
     if length < 2:
         return str(length)
     low = 1 << (length.bit_length() - 1)

@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 class Fork(Value):
-    """A tape, and what was forked from it."""
+    """A tape, and the tapes that were forked from it."""
 
     tape: str
     parent: str | None
     """None for a tape that begins with its task."""
     turn: int | None
-    """Turns of the parent that it starts with; None without a parent."""
+    """Turns of the parent in its prefix; None without a parent."""
     unverified: str | None
-    """Why its prefix couldn't be verified, where somebody went on all the same."""
+    """Why its prefix couldn't be verified, where it was forked all the same; None otherwise."""
     status: str | None
     """None while it is open."""
     reward: float | None
     """None: not scored."""
     turns: int
-    """Its own actions, those of its prefix left out."""
+    """Its own actions, without those of its prefix."""
     split: str
     agent: str
     group: str | None
     attempt: int
     children: tuple[Fork, ...] = ()
-    """By turn, then in the order in which they began."""
+    """Sorted by turn, then by begin."""
 
 
 def tree(store: Store, tape: str | None = None) -> tuple[Fork, ...]:
-    """The trees of a run that have forks, or the one in which `tape` (or the start of its id) stands, whole.
+    """Every tree of a run that has forks, or the whole tree that contains `tape` (an id or the start of one).
 
-    A fork whose parent is in another run is the root of its tree. NoSuchTape where there is no such tape.
+    A fork whose parent is in another run is the root of its tree. NoSuchTape where no tape has that id.
     """
     tapes = {summary.id: summary for summary in store.summaries()}
     children: dict[str, list[str]] = defaultdict(list)

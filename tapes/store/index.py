@@ -1,8 +1,8 @@
-"""The index: where each tape's records stand, and what a list of tapes shows. A cache: delete it and it is made again.
+"""The index: where each tape's records stand, and a summary of each tape. A cache in SQLite: it may be deleted.
 
-It holds nothing that the segments don't, reads only what was added since it last looked, and checks each line's hash
-when it does. A record that is none hides nothing but itself, and is listed. Where the file can't be written or is busy,
-it lives in memory. It knows nothing of locks or recovery.
+It holds nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
+record that can't be read is listed in `unread`, and the tape's other records are indexed all the same. Where the file
+can't be written or is busy, the index lives in memory.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role
 
 
 class Segment(NamedTuple):
-    """What is known of one segment's intact part."""
+    """The intact part of one segment, as indexed."""
 
     name: str
     offset: int
     """Bytes."""
     last: int
-    """Where its last line starts."""
+    """Byte offset of its last line."""
     n: int
     """Lines."""
     first: str
@@ -91,7 +91,7 @@ class Segment(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a list of tapes shows of one, without reading it."""
+    """A tape as a list of tapes shows it, without reading the tape."""
 
     id: str
     segment: str
@@ -116,11 +116,11 @@ class Summary(NamedTuple):
     cause: str | None
     ended: float | None
     reward: float | None
-    """As recorded with the tape; None when nothing was scored, or a part of it failed."""
+    """As recorded with the tape; None when nothing was scored, or when a component failed."""
     calls: int
     actions: int
     sampled: int
-    """Completion tokens of its own calls, as far as the engine gave ids."""
+    """Completion tokens of its own calls whose engine returned token ids."""
 
 
 class Place(NamedTuple):
@@ -134,7 +134,7 @@ class Place(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A record with a true hash that can't be read, so that a summary lacks what it says."""
+    """A record whose hash is right but whose content can't be read, so the tape's summary lacks it."""
 
     segment: str
     n: int
@@ -162,11 +162,16 @@ class Index:
             self._db.close()
 
     def refresh(self) -> dict[str, Break]:
-        """Read what was added; gives the segments whose lines break before their file ends, live ones included."""
+        """Read the new lines; returns the segments whose lines break before the file ends, live ones included."""
         with self._lock:
             return self._refresh_at_once()
 
     def _refresh_at_once(self) -> dict[str, Break]:
+        """Refresh in one transaction, so that no reader sees a segment's offset without its records.
+
+        `begin immediate` takes the write lock at the start: two processes that both read first and then write would
+        deadlock on the upgrade of their locks.
+        """
         try:
             self._db.execute("begin immediate")
         except sqlite3.Error:
@@ -189,13 +194,14 @@ class Index:
         return breaks
 
     def _to_memory(self) -> None:
-        """The file is busy, read-only or damaged: go on without it."""
+        """Continue with an empty index in memory, because the file is busy, read-only or damaged."""
         self._db.close()
         self._db, self._path = _connect(None), None
 
     def _refresh(self) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
         names = segment_names(self.disk.names(self.folder))
+        # A segment that was cut by recovery, replaced from a copy or removed makes every row doubtful: start anew.
         if not all(name in names and self._still(row) for name, row in known.items()):
             for table in ("segments", "tapes", "versions", "records", "unread", "met"):
                 self._db.execute(f"delete from {table}")
@@ -208,7 +214,10 @@ class Index:
         return breaks
 
     def _still(self, row: Segment) -> bool:
-        """Whether the segment still holds what was indexed: its last line is where it was."""
+        """Whether the segment still has, at its place, the last line that was indexed.
+
+        That line's hash chains all lines before it, so one line is enough to compare.
+        """
         try:
             with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
                 file.seek(row.last)
@@ -273,7 +282,7 @@ class Index:
         if t == "begin":
             row = _stores(self._begin(tape, read_body(line.body), segment, line.n))
         if row is None:
-            return  # a record of a tape that never began: `verify` says so
+            return  # a record of a tape that never began: `verify` reports it
         self._tapes[tape] = row
         if t == "step":
             row["actions"] += _ACTION.match(line.body) is not None
@@ -283,7 +292,7 @@ class Index:
             body = read_body(line.body)
             value, weight = body.get("value"), body.get("weight", 1.0)
             if row["failed"] or unscores(value, weight, body.get("evidence")):
-                row["failed"], row["reward"] = True, None
+                row["failed"], row["reward"] = True, None  # for good: a partial sum is not a reward (`scoring.total`)
             elif weight and isinstance(value, int | float):
                 row["reward"] = (row["reward"] or 0.0) + float(weight * value)
         elif t == "end":
@@ -351,11 +360,11 @@ class Index:
         ]
 
     def among(self, tapes: Iterable[str]) -> list[Summary]:
-        """Summaries of those of these ids that are here, in the order in which they began."""
+        """Summaries of the tapes with these ids, as far as they are here, in the order in which they began."""
         return self.tapes("id in (select value from json_each(?))", [to_json(list(tapes)).decode()])
 
     def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
-        """The policy versions that sampled each of these tapes; a tape that none did is left out."""
+        """The policy versions that sampled each of these tapes; a tape without any is left out."""
         found: dict[str, list[str]] = {}
         for version, tape in self._ask(
             "select version, tape from versions where tape in (select value from json_each(?))",
@@ -365,7 +374,7 @@ class Index:
         return found
 
     def unread(self) -> list[Unread]:
-        """The records that can't be read, among those that summaries are made of."""
+        """The records of summaries that can't be read."""
         return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
 
     def rewards(self) -> dict[str, float | None]:
@@ -373,7 +382,7 @@ class Index:
         return dict(self._ask("select id, reward from tapes"))
 
     def written(self, segment: str, since: int) -> set[tuple[str, str]]:
-        """(tape, t) of a segment's records from line `since` on; the empty id where a record names no tape."""
+        """(tape, t) of a segment's records from line `since` on; an empty id for records without a tape."""
         return {
             (tape, t)
             for tape, t in self._ask(
@@ -382,7 +391,7 @@ class Index:
         }
 
     def ids(self, prefix: str) -> list[str]:
-        """Ids that start so, at most 3."""
+        """At most 3 ids that start with `prefix`: enough to tell none, one and several."""
         rows = self._ask(
             "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
             prefix,
@@ -393,7 +402,7 @@ class Index:
         return [row[0] for row in rows]
 
     def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:
-        """The records that name this tape, in order; of the empty id: those that name none."""
+        """The records of this tape, in order; for the empty id, the records without a tape."""
         return [
             Place(*row)
             for row in self._ask(
@@ -405,7 +414,7 @@ class Index:
         ]
 
     def met(self) -> set[tuple[str, str]]:
-        """Pins (segment, hash) inside segments that were found once and need no reading again."""
+        """Pins (segment, hash) of lines inside segments that were found before, so those needn't be read again."""
         return {(name, head) for name, head in self._ask("select name, head from met")}
 
     def note_met(self, pins: Iterable[tuple[str, str]]) -> None:
@@ -418,7 +427,7 @@ class Index:
 
 
 def _stores(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, when each of them is one that a column can hold; TypeError names the first that is not."""
+    """`values`, checked: TypeError names the first that SQLite can't hold (text, a float or a 64-bit integer)."""
     for name, value in values.items():
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")
@@ -442,14 +451,14 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         try:
             db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
         except sqlite3.OperationalError:
-            continue  # it can't even be created here
+            continue  # the file can't be created here
         try:
             if db.execute("pragma user_version").fetchone()[0] not in (0, _FORMAT):
                 raise sqlite3.DatabaseError("another format")
             db.executescript(f"{_SCHEMA} pragma user_version = {_FORMAT};")
             return db
         except sqlite3.OperationalError:
-            db.close()  # read-only or busy: the next attempts end in memory
+            db.close()  # read-only or busy: the last attempt is in memory
         except sqlite3.DatabaseError:
             db.close()
             if attempt is not None:

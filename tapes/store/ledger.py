@@ -1,8 +1,8 @@
 """The ledger: what a lineage has trained on, a fold over `use` and `void` records. It is the queue and the redo log.
 
-A lineage's history is its parent's up to the update at which a `void` cut it, then its own `use` records, in the order
-of (update, epoch). Applying that history to the base weights gives the lineage's weights; nothing in it happens twice.
-This module knows nothing of files, and not what an update computes.
+A lineage's history is its parent's history up to the update at which a `void` cut it, then its own `use` records in the
+order of (update, epoch). Applying that history to the base weights gives the lineage's weights. No update is in it
+twice: an update applied twice would give other weights than those that sampled the later tapes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""What an update can make of a token. A token that several updates name has the first of these that applies."""
+"""What an update can do with a token. A token that several updates name has the first fate here that applies."""
 Range = tuple[str, str, int, int]
 """(tape, call, start, end): completion tokens of a call, half-open."""
 
 
 def ranges(use: Use, fate: Fate) -> Iterator[Range]:
-    """The tokens of that fate in one update: `trained` are its items, the others are listed in its `info`."""
+    """The tokens with that fate in one update: `trained` ones are its items, its `info` lists the others."""
     if fate == "trained":
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end
@@ -48,7 +48,7 @@ class Ledger:
     uses: tuple[Use, ...] = ()
     """The redo log: every update that counts, inherited ones included, by (update, epoch)."""
     ended: Void | None = None
-    """The `void` after which another lineage goes on instead of this one; None while it is the living one."""
+    """The `void` that ended this lineage, and which another lineage continues; None while it lives."""
     _taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -57,12 +57,14 @@ class Ledger:
         return self.uses[-1].update + 1 if self.uses else 0
 
     def redo(self, after: int) -> tuple[Use, ...]:
-        """What a checkpoint made after update `after` lacks (-1: the base weights)."""
+        """The updates that a checkpoint made after update `after` lacks (-1: the base weights)."""
         return tuple(use for use in self.uses if use.update > after)
 
     def taught(self, before: int) -> dict[str, list[int]]:
-        """tape -> the updates below `before` that trained on a token of it, in the order of their first use: which
-        tapes taught the weights after `before` updates."""
+        """tape -> the updates below `before` that trained on a token of it, tapes in the order of their first use.
+
+        These tapes taught the weights after `before` updates.
+        """
         taught: dict[str, list[int]] = {}
         for use in self.uses:
             if use.update < before:
@@ -72,16 +74,16 @@ class Ledger:
 
     @property
     def taken(self) -> dict[str, set[str]]:
-        """tape -> its calls that some update trained on or set aside; what is in here is not to be taken again."""
+        """tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
         return self._taken
 
     def __contains__(self, tape: object) -> bool:
-        """Whether any token of the tape was taken."""
+        """Whether an update used or set aside a token of the tape."""
         return tape in self._taken
 
 
 class Lineages:
-    """All `use` and `void` records of a run, folded. Feed it in any order of segments; ask it when fed."""
+    """All `use` and `void` records of a run, folded. Feed them in any order, then ask."""
 
     def __init__(self, records: Iterable[Use | Void] = ()) -> None:
         self.uses: dict[str, list[Use]] = {}
@@ -108,7 +110,7 @@ class Lineages:
         return [name for name in self.names if name not in ended]
 
     def ledger(self, lineage: str) -> Ledger:
-        """The history of that lineage; empty when nothing names it. NotATape when it contradicts itself."""
+        """The history of that lineage; empty when no record names it. NotATape when its records contradict."""
         uses = self._history(lineage, ())
         taken: dict[str, set[str]] = {}
         for use in uses:
@@ -120,24 +122,24 @@ class Lineages:
 
     def _history(self, lineage: str, heirs: tuple[str, ...]) -> list[Use]:
         if lineage in heirs:
-            raise NotATape(f"lineage {lineage!r} goes on from itself: {' <- '.join([*heirs, lineage])}")
+            raise NotATape(f"lineage {lineage!r} continues itself: {' <- '.join([*heirs, lineage])}")
         above = [void for void in self.voids if void.into == lineage]
         if len(above) > 1:
-            raise NotATape(f"lineage {lineage!r} goes on from {len(above)} others; a lineage has one past")
-        past = self._history(above[0].lineage, (*heirs, lineage)) if above else []
+            raise NotATape(f"lineage {lineage!r} continues {len(above)} others; a lineage has one parent")
+        inherited = self._history(above[0].lineage, (*heirs, lineage)) if above else []
         cut = above[0].update if above else -1
-        history = [use for use in past if use.update <= cut]
+        history = [use for use in inherited if use.update <= cut]
         own = sorted(self.uses.get(lineage, ()), key=lambda use: (use.update, use.epoch))
         for use in own:
             if use.update <= cut and above:
                 raise NotATape(
-                    f"update {use.update} of lineage {lineage!r} lies in its past, which ends at update {cut}"
+                    f"update {use.update} of lineage {lineage!r} belongs to its parent, whose part ends at update {cut}"
                 )
         history += own
         for a, b in pairwise(history):
             if (a.update, a.epoch) == (b.update, b.epoch):
                 raise NotATape(
                     f"update {a.update}, epoch {a.epoch} of lineage {lineage!r} is recorded twice; "
-                    "it can have been applied once only"
+                    "it can have been applied only once"
                 )
         return history

@@ -1,7 +1,7 @@
-"""Media: images, sound and whatever else is too large for a line, in files named by their content.
+"""Media: images, sound and other content too large for a line, in files named by the hash of their bytes.
 
-A file is durable before `put` returns its reference, so a record that names it never outlives it. Nothing is removed
-but by `collect`, and that removes only what no record names. It knows nothing of formats.
+A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Only
+`collect` removes files, and only those that no record names. The bytes may have any format.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Media:
         self._durable: set[str] = set()
 
     def put(self, data: bytes, suffix: str = "") -> str:
-        """Keep `data`; gives the reference to write into a step: `media:<SHA-256><suffix>`, suffix as in `.png`.
+        """Store `data`; returns the reference to write into a step: `media:<SHA-256><suffix>`, suffix as in `.png`.
 
-        Returns when it would survive a power cut, so it blocks: in an event loop use `asyncio.to_thread(media.put, …)`.
+        Blocks until the file would survive a power cut: in an event loop use `asyncio.to_thread(media.put, …)`.
         """
         name = f"{sha256(data).hexdigest()}{suffix}"
         if not _REFERENCE.fullmatch(f"media:{name}".encode()):
-            raise ValueError(f"{suffix!r} is no suffix: a dot and up to 12 lower-case letters and digits")
+            raise ValueError(f"invalid suffix {suffix!r}: write a dot and up to 12 lower-case letters and digits")
         if name not in self._durable:
             self.disk.make_folder(self.folder)
             if self._holds(name):
-                self.disk.sync_dir(self.folder)  # whoever put it may have died before this
+                # The process that renamed the file may have died before it synced the folder.
+                self.disk.sync_dir(self.folder)
             else:
                 put_file(self.disk, self.folder / name, data)
             self._durable.add(name)
@@ -48,22 +49,22 @@ class Media:
             return False
 
     def get(self, reference: str) -> bytes:
-        """The bytes of a reference. Corrupt when they are not those that were put, NotATape when they are gone."""
+        """The bytes of a reference. Corrupt when the file's bytes changed, NotATape when the file is missing."""
         match = _REFERENCE.fullmatch(reference.encode())
         if match is None:
-            raise ValueError(f"{reference[:90]!r} is no reference to a media file: media:<64 hex digits><.suffix>")
+            raise ValueError(f"{reference[:90]!r} is not a media reference (media:<64 hex digits><.suffix>)")
         name = match[1].decode()
         try:
             with self.disk.open(self.folder / name) as file:
                 data = file.read()
         except FileNotFoundError:
-            raise NotATape(f"{self.folder / name} is gone, but a record names it; bring it back from a copy") from None
+            raise NotATape(f"{self.folder / name} is missing, but a record names it; restore it from a copy") from None
         if sha256(data).hexdigest() != name[:64]:
-            raise Corrupt(f"{self.folder / name} does not hold what was put there; bring the file back from a copy")
+            raise Corrupt(f"{self.folder / name} does not have the bytes of its name; restore the file from a copy")
         return data
 
     def names(self) -> list[str]:
-        """The media files that are there, unfinished ones left out."""
+        """The complete media files."""
         try:
             found = self.disk.names(self.folder)
         except FileNotFoundError:
@@ -71,9 +72,9 @@ class Media:
         return sorted(name for name in found if _REFERENCE.fullmatch(f"media:{name}".encode()))
 
     def collect(self, bodies: Iterable[bytes]) -> list[str]:
-        """Remove the files that none of these record bodies names, and unfinished ones; gives what was removed.
+        """Remove the files that none of these record bodies names, and unfinished ones; returns what was removed.
 
-        Call it through `Store.collect_media`, which knows that nobody is about to name one.
+        Call it through `Store.collect_media`, which makes sure that no writer is about to name one.
         """
         named = {name for body in bodies for name in references(body)}
         removed = [name for name in self.names() if name not in named]

@@ -1,9 +1,9 @@
-"""A run directory at work: its configuration, its results so far, its metrics and its store.
+"""The directory of a run: its configuration, its results so far, its metrics and its store.
 
-The configuration is written when the run begins, and a resumed run must have the same one. Where a setting may change
-nevertheless, the file has the value that holds now, below a line for each change with what it was. `results.json` is
-replaced as a whole whenever something is known that a later process must not find out again. What the results mean is
-the business of whoever runs.
+The configuration is written when the run begins, and a resumed run must have the same one. A few settings may change:
+the file then has the present value, and a comment line at its top for each change with the old value. `results.json` is
+replaced as a whole whenever a result is known that a resumed process must not compute again. The caller defines what
+the results mean.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
 
 
 Change = Callable[["RunDir", Any, Any], str]
-"""(the run, a setting's value so far, its value now) -> when that was, in words. It may bring the results in line with
-the new value, and raises UsageError where that can't be."""
+"""(run, old value of a setting, new value) -> a phrase for when the change was made, which the file records. It may
+adapt the results to the new value, and raises UsageError where the change is not allowed."""
 
 
 class RunDir:
-    """Made by `open_run`; holds the store open for writing."""
+    """A run directory with its store open for writing. Made by `open_run`."""
 
     def __init__(self, path: Path, results: dict[str, Any], store: Store, *, resumed: bool) -> None:
         self.path = path
         self.results = results
-        """What is known so far, as plain values; `save()` writes it."""
+        """The results so far, as plain JSON values; `save()` writes them."""
         self.store = store
         self.resumed = resumed
-        """True when an earlier process began it."""
+        """True when an earlier process began the run."""
         self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
-        """Called with every line of metrics, once it is in the file."""
+        """Called with each line of metrics after it was written to the file."""
 
     def save(self) -> None:
         """Write the results, durable when this returns."""
@@ -68,7 +68,7 @@ class RunDir:
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+        """Append one line to metrics.jsonl, and call the listeners."""
         append_metrics(self.path / METRICS, line)
         for listener in self.listeners:
             listener(line)
@@ -84,12 +84,12 @@ def open_run(
     changes: Mapping[str, Change] | None = None,
     begin: Callable[[], dict[str, Any]] = dict,
 ) -> Iterator[RunDir]:
-    """Begin the run at `path`, or go on with it.
+    """Begin the run at `path`, or resume it.
 
-    `begin()` gives the results that a new run starts from. The settings in `free` (dotted) may differ in a resumed
-    run, whose file keeps what it has. Those in `changes` may differ where theirs allows it, and are written down.
-    RunExists where a run is there and `resume` is false, or where the tapes there belong to no such run;
-    ConfigError where it was begun with another configuration. Leaving seals the store.
+    `begin()` returns the results of a new run. The settings in `free` (dotted keys) may differ in a resumed run; the
+    file keeps the old values. The settings in `changes` may differ where their function allows it; the file records
+    the change. RunExists where a run is there and `resume` is false, or where the tapes there are not of such a run;
+    ConfigError where the run has another configuration. Leaving the context seals the store.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -105,7 +105,8 @@ def open_run(
     if found:
         _drop_torn_line(path / METRICS)
     else:
-        # The results come first: a directory with a configuration has them.
+        # The results come first: a crash in between leaves no configuration, so the run is begun again. In the other
+        # order it would leave a run that looks begun and has no results to resume from.
         _replace(path / RESULTS, json.dumps(results, indent=1) + "\n")
         _replace(path / CONFIG, dump_config(config))
     with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
@@ -134,26 +135,26 @@ def recorded_config(path: str | Path) -> dict[str, Any]:
 
 
 def pin_line(path: str | Path) -> str:
-    """A sentence with the head of a closed run, to be kept where the run can't be edited along with it."""
+    """A sentence with the head of a closed run, for the user to keep outside the run."""
     heads: dict[str, str] = json.loads((Path(path) / "pins.json").read_text(encoding="utf-8"))
     segment, head = list(heads.items())[-1]
     return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
 
 
 def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
-    """One JSON line; a number that isn't finite is null."""
+    """Append one JSON line; NaN and infinities become null, which every JSON reader accepts."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(clean) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; none where there is no file."""
+    """The lines of a metrics.jsonl; empty where the file is missing."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
-    """Take the lines out of a metrics.jsonl for which `where(line)` holds."""
+    """Remove the lines of a metrics.jsonl for which `where(line)` is true."""
     lines = read_metrics(path)
     kept = [line for line in lines if not where(line)]
     if len(kept) < len(lines):
@@ -174,25 +175,26 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, A
 
 def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:
     recorded = load_config(type(config), run.path / CONFIG)
-    values, told = recorded.model_dump(mode="json"), list[str]()
+    values, notes = recorded.model_dump(mode="json"), list[str]()
     for key, change in changes.items():
         *above, last = key.split(".")
         then, now = (reduce(getattr, key.split("."), one) for one in (recorded, config))
         if then != now:
             when = change(run, then, now)
             reduce(lambda group, name: group[name], above, values)[last] = now
-            told.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
-    if not told:
+            notes.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
+    if not notes:
         return
-    # The results come first, as at the beginning: what they lose with a change is found out again without it.
+    # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
+    # that the change removed are then computed again.
     run.save()
     text = (run.path / CONFIG).read_text(encoding="utf-8")
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    _replace(run.path / CONFIG, head + "".join(told) + dump_config(type(config).model_validate(values)))
+    _replace(run.path / CONFIG, head + "".join(notes) + dump_config(type(config).model_validate(values)))
 
 
 def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The settings without those that `keys` name, dotted; what isn't there is without it already."""
+    """The settings without those that `keys` (dotted) name; missing ones are ignored."""
     for key in keys:
         *above, last = key.split(".")
         group: Any = values
@@ -211,14 +213,17 @@ def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Whatever a power cut left of the last line must not be glued to the next one."""
+    """Cut off a last line without its newline, which a crash left: the next line would be appended to it."""
     if path.exists():
         data = path.read_bytes()
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a small file as a whole."""
+    """Replace a small file so that a crash leaves either the old or the new content (as `disk.put_file`).
+
+    The folder isn't synced: after a power cut the old file is a valid state, too.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,8 +1,8 @@
-"""Verify: read every line of a run, trust no index, and say what holds, what is broken and what was not checked.
+"""Verify: read every line of a run without the index, and report what holds, what is broken and what was not checked.
 
-Broken: bytes below a frontier, a seal or a pin differ from what was written; a record names what is not there; the
-books don't close. Not to be told: a torn tail that no recovery has set aside, a segment missing that nothing pins. It
-runs no agent, environment or model, and it changes nothing.
+Broken: bytes below a frontier, a seal or a pin differ from what was written; a record names something that is missing;
+a token or episode is not accounted for (`books`). Undecidable: a torn tail that no recovery has set aside, or a missing
+segment that nothing pins. It runs no agent, environment or model, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class SegmentReport(Value):
     """Lines that the segment itself says were durable."""
     sealed: bool
     live: bool | None
-    """Whether a writer holds it; None when that can't be told here. Asked of segments without a seal only."""
+    """Whether a writer holds its lock; False for sealed segments, None where the lock can't be tested."""
     problem: str | None = None
 
 
 class Report(Value):
-    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 can't be told."""
+    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 can't be told (undecidable)."""
 
     run: str
     exit_code: int
     records: int
     episodes: int
     head: str | None
-    """`segment:hash` of the newest segment: print it, keep it elsewhere, give it as a pin."""
+    """`segment:hash` of the newest segment: keep it outside the run, and pass it as a pin later."""
     segments: tuple[SegmentReport, ...]
     broken: tuple[str, ...]
     """Each a sentence; any of them makes the exit code 1."""
@@ -63,7 +63,7 @@ class Report(Value):
     set_aside: tuple[str, ...]
     """Files with torn bytes that a recovery kept."""
     pins: int
-    """Pins that were compared, those among the segments included."""
+    """Pins that were compared, including those that segments hold of each other."""
     media: int
     """Media files that records name; each was read and compared with its name."""
     unnamed_media: int
@@ -78,7 +78,7 @@ class Report(Value):
 
 
 class _Fold:
-    """What is gathered while the lines go by."""
+    """What the lines so far say."""
 
     def __init__(self) -> None:
         self.books = BooksFold()
@@ -113,23 +113,23 @@ class _Fold:
 
 
 class _Pins:
-    """Hashes that must be found on the way."""
+    """Hashes that some line must have."""
 
     def __init__(self) -> None:
         self.of_segment: set[tuple[str, str]] = set()
         self.anywhere: set[str] = set()
         self.outside = 0
-        """How many were kept outside the segments."""
+        """Pins that did not come from the segments themselves."""
         self.problems: list[str] = []
 
     def add_file(self, disk: Disk, path: Path) -> None:
-        """The heads in a file like `pins.json`. ValueError where it holds none."""
+        """Add the heads in a file like `pins.json`. ValueError where the file holds no pins."""
         heads = read_pin_file(disk, path)
         self.of_segment |= set(heads.items())
         self.outside += len(heads)
 
     def add(self, disk: Disk, pin: str) -> None:
-        """One that was given: `segment:hash`, a hash, or a file."""
+        """Add one pin of the caller: `segment:hash`, a hash, or the path of a file of pins."""
         match = _PIN.fullmatch(pin)
         if match is not None:
             self.outside += 1
@@ -138,10 +138,12 @@ class _Pins:
         try:
             self.add_file(disk, Path(pin))
         except OSError:
-            raise ValueError(f"{pin!r} is no pin (segment:hash, or a hash of 64 hex digits) and no file") from None
+            raise ValueError(
+                f"invalid pin {pin!r}: give segment:hash, a hash of 64 hex digits, or the path of a file like {PINS}"
+            ) from None
 
     def see(self, name: str, line: Line) -> None:
-        """A sound line went by."""
+        """Count a sound line of segment `name`."""
         h = line.h.decode()
         self.anywhere.discard(h)
         self.of_segment.discard((name, h))
@@ -197,7 +199,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
 
 
 def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
-    """Those that were given, those kept beside the run, and those that each segment's first line states."""
+    """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
     wanted = _Pins()
     for pin in pins:
         wanted.add(disk, pin)
@@ -239,7 +241,10 @@ def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, t
 
 
 def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
-    """Whether a writer holds the segment. Under the folder's lock, so that nobody takes our asking for a writer."""
+    """Whether a writer holds the segment's lock; None where locks can't be tested.
+
+    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
+    """
     try:
         with FolderLock(disk, folder):
             handle = disk.edit(folder / f"{name}.jsonl")
@@ -248,11 +253,11 @@ def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
             finally:
                 disk.close(handle)
     except OSError:
-        return None  # a read-only copy, say
+        return None  # a read-only copy, for example
 
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
-    """Each fork's parent, as far as it is in this run, has the digest that the fork recorded."""
+    """Check that each fork's parent, where it is in this run, has the digest that the fork recorded."""
     wanted = {
         parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
         for _, parent in found.forks
@@ -283,7 +288,7 @@ def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -
 
 
 def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
-    """Read every file that a record names; gives how many others there are."""
+    """Check every media file that a record names; returns how many files no record names."""
     media = Media(folder / "media", disk=disk)
     for name in sorted(found.media):
         try:
@@ -303,11 +308,11 @@ def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
                 "if more were cut off, that does not show"
             )
         if report.live is None:
-            yield f"whether a writer is at work on segment {report.name}: its lock can't be asked for here"
+            yield f"whether a writer holds segment {report.name}: its lock can't be tested here"
     if not wanted.outside:
-        yield "no pin was given: last lines cut off, or everything rewritten from the start, would not show"
+        yield "no pin was given: lines cut off at the end, or a run rewritten from the start, would not show"
     elif not wanted.anywhere:
-        yield f"pins in {PINS} beside the tapes protect against accidents; against intent, give one kept elsewhere"
+        yield f"pins in the run's {PINS} show accidents only; against intent, give a pin that was kept elsewhere"
 
 
 def _first_line(error: Exception) -> str:

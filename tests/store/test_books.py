@@ -261,9 +261,9 @@ def test_a_lineage_goes_on_from_where_another_was_cut() -> None:
     ("what", "records"),
     [
         ("recorded twice", [use(0), use(0)]),
-        ("goes on from itself", [void("main", 0, "main")]),
-        ("one past", [void("a", 0, "main"), void("b", 0, "main")]),
-        ("lies in its past", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
+        ("continues itself", [void("main", 0, "main")]),
+        ("one parent", [void("a", 0, "main"), void("b", 0, "main")]),
+        ("belongs to its parent", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
     ],
 )
 def test_a_ledger_that_contradicts_itself_is_refused(what: str, records: list[Use | Void]) -> None:

@@ -53,7 +53,7 @@ def test_a_closed_run_is_sealed_pinned_and_verified(tmp_path: Path) -> None:
     assert report.head.split(":")[1] in (tmp_path / "run" / "pins.json").read_text()
     assert verify(tmp_path / "run", pins=[report.head, report.head.split(":")[1]]).exit_code == 0
     assert verify(tmp_path / "run", pins=["f" * 64]).exit_code == 1
-    with pytest.raises(ValueError, match="no pin"):
+    with pytest.raises(ValueError, match="invalid pin"):
         verify(tmp_path / "run", pins=["nonsense"])
 
 
@@ -249,7 +249,7 @@ def test_media_are_kept_by_content_and_collected_when_nobody_names_them(tmp_path
         write(store, lab.begin("a"), lab.step("a", f"look at {kept}", action=False), lab.end("a"))
         with pytest.raises(StoreFailed, match="close it first"):
             store.collect_media()
-        with pytest.raises(ValueError, match="no suffix"):
+        with pytest.raises(ValueError, match="invalid suffix"):
             store.media.put(b"x", "../../evil")
     assert (verify(run).media, verify(run).unnamed_media) == (1, 1)
     with Store.open(run) as store:
@@ -258,13 +258,13 @@ def test_media_are_kept_by_content_and_collected_when_nobody_names_them(tmp_path
         assert store.media.names() == [kept.removeprefix("media:")]
         path = run / "tapes" / "media" / kept.removeprefix("media:")
         path.write_bytes(b"else")
-        with pytest.raises(Corrupt, match="does not hold"):
+        with pytest.raises(Corrupt, match="does not have the bytes"):
             store.media.get(kept)
         assert verify(run).exit_code == 1
         path.unlink()
-        with pytest.raises(NotATape, match="is gone"):
+        with pytest.raises(NotATape, match="is missing"):
             store.media.get(kept)
-        with pytest.raises(ValueError, match="no reference"):
+        with pytest.raises(ValueError, match="not a media reference"):
             store.media.get("media:../../etc/passwd")
     assert verify(run).exit_code == 1
 
