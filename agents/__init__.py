@@ -1,4 +1,4 @@
-"""Agents: who acts, the door to a model, the engines behind it, and the rollout that records an episode.
+"""Agents, their model interface (`LLM`), the engines behind it, and the rollout that records an episode.
 
 Imports neither torch nor transformers until an engine that needs them is used.
 """

@@ -1,7 +1,6 @@
-"""Agent: a function from the tape so far to the next steps. Its state is its tape, and nothing else.
+"""Agent: a function from the tape so far to the next steps. An agent keeps no state except its tape.
 
-Locals inside one `act` are hidden state, so resume, fork and replay cut at turns. Knows nothing of engines' insides,
-files or training.
+Local variables inside one `act` are state that no tape records, so resume, fork and replay cut between turns.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Agent:
     name: str = ""
 
     patience: ClassVar[float] = 0.0
-    """Seconds for which a replay holds an answer back for one that was recorded before it: of an agent that asks from
-    elsewhere, and several things at once."""
+    """Seconds for which a replay holds an answer back for answers that were recorded before it. For an agent that asks
+    concurrently from another process, whose requests may arrive in any order."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         """One turn. Written as `async def act(...)` with `yield`, which makes it an async generator."""
@@ -39,7 +38,7 @@ class Agent:
 
     @property
     def path(self) -> str:
-        """The name under which this agent speaks when it is the outermost one."""
+        """The agent's path on the tape when no other agent delegates to it."""
         return self.name or type(self).__name__.lower()
 
     def identity(self) -> Identity:
@@ -74,12 +73,12 @@ def agent(function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> FunctionAgent
 
 
 async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-    """Let a sub-agent speak: `async for step in delegate("searcher", self.searcher, tape, llm): yield step`.
+    """Run a sub-agent's turn: `async for step in delegate("searcher", self.searcher, tape, llm): yield step`.
 
-    Its steps and calls carry the path `<this agent>/<name>`, so one agent of several can be told apart and trained.
+    Its steps and calls carry the path `<this agent>/<name>`, so each of several agents can be trained separately.
     """
     if not name or "/" in name or name == "env":
-        raise ValueError(f"a sub-agent's name must be non-empty, without '/', and not 'env': {name!r}")
+        raise ValueError(f"sub-agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
     path = f"{tape.scope}/{name}" if tape.scope else name
     steps = agent.act(tape.now().within(path), llm)
     try:
@@ -87,6 +86,8 @@ async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterat
             llm.spoke(step, path)
             yield step
     finally:
+        # An agent that stops reading early must not leave the sub-agent's generator open: its cleanup would run later,
+        # in whatever task the garbage collector happens to use.
         close = getattr(steps, "aclose", None)
         if close is not None:
             await close()
@@ -98,8 +99,8 @@ def qualified(thing: Any) -> str:
 
 
 def configuration(thing: Any) -> dict[str, JsonValue]:
-    """The public attributes of an instance that are plain values, without secrets; sub-agents and models by their own
-    configuration."""
+    """The public attributes of an instance that are plain values, without secrets. Sub-agents and pydantic models are
+    represented by their own configuration."""
     config: dict[str, JsonValue] = {}
     for key, value in vars(thing).items():
         if key.startswith("_") or key == "name":

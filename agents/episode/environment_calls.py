@@ -1,4 +1,4 @@
-"""Calls into an environment: in time, and off the event loop where the environment blocks it."""
+"""Calls an environment's methods with a time limit, and in a thread where the environment blocks the event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...envs.environment import Environment
 
 
 class Caller:
-    """`await caller("step", action)`: the environment's method, within `seconds`.
+    """`await caller("step", action)` calls the environment's method, for at most `seconds`.
 
-    A TimeoutError of the environment's own stays its own. A blocking environment runs in one daemon thread for the
-    whole episode; a call that outlasts its time leaves that thread behind, since Python can't stop it.
+    A TimeoutError that the environment itself raises passes unchanged. A blocking environment runs in one daemon thread
+    for the whole episode. A call that exceeds its time leaves that thread running, because Python can't stop a thread.
     """
 
     def __init__(self, env: Environment[Any], seconds: float | None) -> None:
@@ -26,7 +26,7 @@ class Caller:
     async def __call__(self, method: str, *args: Any) -> Any:
         coroutine: Coroutine[Any, Any, Any] = getattr(self._env, method)(*args)
         if not inspect.isawaitable(coroutine):
-            raise TypeError(f"{type(self._env).__qualname__}.{method} is not async; write `async def {method}`")
+            raise TypeError(f"{type(self._env).__qualname__}.{method} is not async: write `async def {method}`")
         if self._thread is not None:
             coroutine = self._thread.run(coroutine)
         timer = asyncio.timeout(self._seconds)
@@ -40,11 +40,11 @@ class Caller:
             if not timer.expired():
                 raise
             raise TimeoutError(
-                f"{type(self._env).__qualname__}.{method} gave no answer in {self._seconds} s "
+                f"{type(self._env).__qualname__}.{method} did not return within {self._seconds} s "
                 "(Limits.environment_seconds)"
             ) from error
 
     def stop(self) -> None:
-        """The episode is over; the thread ends when its call does."""
+        """Let the thread end after its current call. Called when the episode ends."""
         if self._thread is not None:
             self._thread.stop()

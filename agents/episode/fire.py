@@ -1,15 +1,13 @@
-"""FIRE: the first token of an answer at a temperature of its own (often 10), the rest as ever.
+"""FIRE sampling: the first token of an answer has its own temperature (often 10), the rest the usual one.
 
-A hot first token spreads the attempts of a group over more beginnings than their model alone would choose, at the price
-of some that it would never have begun with. As in the published algorithm, with these deviations:
+A high first temperature spreads the attempts of a group over more beginnings than the model would choose, at the cost
+of some beginnings that it would never choose. The published algorithm, with these deviations:
 
-1. It is two requests to the engine, prompt and prompt + first token, so any engine of tokens can do it; the second has
-   a seed of its own, or both would be drawn with the same random number.
-2. The log-prob of the first token is that at its own temperature, and training scores it there: both parts are drawn
-   exactly, so the answer is RL data like any other.
-3. A first token that ends the answer, or one that uses up the limit, is the whole answer, and nothing more is asked.
-
-Knows nothing of tapes.
+1. It makes two requests to the engine, prompt and prompt + first token, so every engine of tokens supports it. The
+   second request has its own seed; with the same seed both tokens would be drawn with the same random number.
+2. The log-prob of the first token is at its own temperature, and training scores it at that temperature. Both parts are
+   sampled exactly, so the answer is on-policy data like any other.
+3. A first token that ends the answer, or reaches the token limit, is the whole answer: there is no second request.
 """
 
 from __future__ import annotations
@@ -27,15 +25,17 @@ Spans = tuple[tuple[str, int, int], ...]
 
 
 async def complete(engine: Engine, request: Request) -> Completion:
-    """`engine.complete`, in two parts where the first token has a temperature of its own. One of a tape's answers is
-    given whole, as it was recorded."""
+    """`engine.complete`, with two requests where the first token has its own temperature.
+
+    Skipped for an engine that returns recorded answers: such an answer is returned whole.
+    """
     hot = request.sampling.first_temperature
     if hot is None or isinstance(engine, RecordedEngine):
         return await engine.complete(request)
     if request.prompt is None:
         raise EngineError(
-            f"first_temperature={hot:g}: {engine.name} takes and gives texts, and only an engine of "
-            "tokens can go on behind a first token; leave sampling.first_temperature out"
+            f"sampling.first_temperature={hot:g} needs an engine of tokens, and {engine.name} is an engine of texts: "
+            "remove sampling.first_temperature"
         )
     plain = request.sampling.model_copy(update={"first_temperature": None})
     first = await engine.complete(replace(_part(request, plain, temperature=hot, max_tokens=1), listener=None))
@@ -52,17 +52,20 @@ async def complete(engine: Engine, request: Request) -> Completion:
 
 
 class _Rest:
-    """Tells of the first token when the second is there."""
+    """Reports the first token together with the tokens of the second request.
+
+    So a retry of the second request voids the first token too, as the listener's `again` promises.
+    """
 
     def __init__(self, listener: Listener, first: array[int]) -> None:
-        self._listener, self._first, self._told = listener, first, False
+        self._listener, self._first, self._reported = listener, first, False
 
     def tokens(self, ids: array[int]) -> None:
-        self._listener.tokens(ids if self._told else self._first + ids)
-        self._told = True
+        self._listener.tokens(ids if self._reported else self._first + ids)
+        self._reported = True
 
     def again(self) -> None:
-        self._told = False
+        self._reported = False
         self._listener.again()
 
 
@@ -71,20 +74,21 @@ def _part(request: Request, sampling: Sampling, **changes: float) -> Request:
 
 
 async def _with_rest(engine: Engine, request: Request, first: Completion, rest: Request) -> Completion:
-    told = False
+    """The second request's completion behind the first token. A cancelled one keeps at least the first token."""
+    reported = False
 
     def on_partial(found: Completion) -> None:
-        nonlocal told
-        told = True
+        nonlocal reported
+        reported = True
         if request.on_partial is not None:
             request.on_partial(_joined(engine, first, found))
 
     try:
         return _joined(engine, first, await engine.complete(replace(rest, on_partial=on_partial)))
     except PromptTooLong:
-        return first  # which took the last place in the context
+        return first  # the first token filled the context
     except asyncio.CancelledError:
-        if not told and request.on_partial is not None:
+        if not reported and request.on_partial is not None:
             request.on_partial(replace(first, finish="cancelled"))
         raise
 
@@ -114,7 +118,7 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
 
 
 def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:
-    """One after the other; neighbours of one version are one span."""
+    """The spans of both parts, those of `rest` moved by `n` tokens; adjacent spans of one version are merged."""
     spans = list(first)
     for version, start, end in rest:
         if spans and spans[-1][0] == version and spans[-1][2] == start + n:

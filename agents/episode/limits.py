@@ -1,4 +1,4 @@
-"""Limits of one episode, and how reaching one stops it."""
+"""The limits of one episode, and the exception that ends it when one is reached."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from ...tapes.value import Value
 
 
 class Limits(Value):
-    """What one episode may use. Reaching a limit is an end, not a crash; the tape says which one."""
+    """What one episode may use. Reaching a limit ends the episode without an error, and the tape names the limit."""
 
     turns: int | None = Field(default=100, ge=1)
     """Actions; None for no limit."""
     calls: int | None = Field(default=None, ge=1)
-    """Questions to the model; reaching it counts as a limit of turns."""
+    """Calls of the model; reaching this limit is recorded as a limit of turns."""
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens over all calls; what is under way counts with all that it may still sample."""
+    """Sampled tokens over all calls; a call in flight counts with all tokens that it may still sample."""
     context: int | None = Field(default=None, ge=2)
-    """Prompt and completion of one call together; the engine's own limit holds too."""
+    """Tokens of prompt and completion of one call; the engine's own limit applies too."""
     seconds: float | None = Field(default=600.0, gt=0)
-    """Wall clock of the whole episode. An episode that ends so is never trained on."""
+    """Wall clock of the whole episode. An episode that reaches it is never trained on."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
-    """Wall clock of each `reset`, `step`, `finish` and `close`; beyond it the environment is at fault."""
+    """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
 
 
 class LimitReached(BaseException):
-    """Raised in the agent by the door when a limit is reached. Not an Exception, so that an agent's
-    `except Exception` doesn't swallow it; the door latches besides: every later call raises again."""
+    """`LLM` raises this in the agent when a limit is reached.
+
+    Not an Exception, so that an agent's `except Exception` doesn't swallow it. `LLM` also latches the limit: every
+    later call raises it again.
+    """
 
     def __init__(self, limit: CauseType, message: str) -> None:
         super().__init__(message)
@@ -38,25 +41,29 @@ class LimitReached(BaseException):
 
 
 class TokenBudget:
-    """Tokens that an episode may sample, shared by questions that are under way at once: never more are handed out
-    than there are, and whoever finds none waits, in turn, for those that others give back."""
+    """Tokens that an episode may sample, shared by its concurrent calls.
+
+    Invariant: `used` + tokens held by calls in flight never exceed `limit`. A call that finds no token left waits,
+    first come first served, until another call gives some back. Without the waiting, concurrent calls would together
+    sample more than the limit, or one would fail although tokens remain.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        """None: no bound, and nobody waits."""
+        """None: no limit, and no call waits."""
         self.used = 0
         """Sampled so far."""
         self._held = 0
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
-        """Whoever waits, and how many they want."""
+        """(future, tokens wanted) of each waiting call, in order."""
 
     @property
     def spent(self) -> bool:
-        """Whether all of it was sampled."""
+        """Whether all tokens of the limit were sampled."""
         return self.limit is not None and self.used >= self.limit
 
     async def take(self, wanted: int) -> int:
-        """At least one token and at most `wanted`, to be given back by `give`; 0 where all are spent."""
+        """Take at least one token and at most `wanted`; return them by `give`. 0 where all are spent."""
         if self.limit is None:
             return wanted
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -65,17 +72,18 @@ class TokenBudget:
         try:
             return turn.result() if turn.done() else await turn
         except asyncio.CancelledError:
+            # Cancelled after the tokens were assigned, but before the call ran: without this they would be lost.
             if not turn.cancelled():
                 self.give(turn.result())
             raise
 
     def hold(self, tokens: int) -> int:
-        """Take so many, whether they are there or not."""
+        """Take `tokens` without regard to the limit, as a replay does; returns them."""
         self._held += tokens
         return tokens
 
     def give(self, tokens: int) -> None:
-        """What was taken is over, and what it sampled is in `used`."""
+        """Return tokens that `take` or `hold` gave. Add the sampled ones to `used` before."""
         if self.limit is not None:
             self._held -= tokens
             self._next()
@@ -85,8 +93,8 @@ class TokenBudget:
         while self._waiting:
             left = self.limit - self.used - self._held
             if left < 1 and self._held:
-                return  # something under way may leave some
+                return  # a call in flight may give some back
             turn, wanted = self._waiting[0]
             self._waiting.popleft()
-            if not turn.done():  # else whoever waited has gone
+            if not turn.done():  # a done future was cancelled: its call no longer waits
                 turn.set_result(self.hold(max(min(wanted, left), 0)))

@@ -1,4 +1,4 @@
-"""The recorder: every record of an episode goes to the log in memory and, where there is one, to the journal."""
+"""The recorder writes every record of an episode to the log in memory and, where there is one, to the journal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...tapes.tape import TapeLog
 
 
 class Recorder:
-    """One episode's pen. Single use."""
+    """Writes the records of one episode. Single use."""
 
     __slots__ = ("_calls", "journal", "log")
 
@@ -26,13 +26,14 @@ class Recorder:
         return self.log.begin.tape
 
     def write(self, record: Record) -> None:
-        """Append to the log first: what can't stand on the tape never reaches the disk."""
+        """Append to the log, then to the journal. In this order a record that the log rejects never reaches the
+        disk."""
         body = self.log.append(record)
         if self.journal is not None:
             self.journal.append(body)
 
     def add_layer(self, record: Record) -> None:
-        """A fact about the tape that is no part of it, so that its digest doesn't hold it."""
+        """Write a record about the tape that is not part of it: the tape's digest doesn't cover it."""
         self.log.layers.append(record)
         if self.journal is not None:
             self.journal.append(record.body())
@@ -43,10 +44,10 @@ class Recorder:
 
     @property
     def every_turn(self) -> bool:
-        """Whether each action waits until it is durable, whatever the environment's effect."""
+        """Whether each action waits until it is durable, also where the environment is pure."""
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
-        """Return when all that was written would survive a power cut."""
+        """Return when everything written so far would survive a power cut."""
         if self.journal is not None:
             await self.journal.durable()

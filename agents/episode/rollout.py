@@ -1,8 +1,8 @@
-"""Rollout: one episode from `reset` to `end`, behind one boundary.
+"""Rollout: one episode from `reset` to `end`.
 
-A bad episode is data, not a crash: whatever the agent, the environment or the model does wrong becomes a typed end on
-the tape. Two things do raise: a failing store, since what can't be recorded must not go on; and cancellation by the
-caller, after the tape was closed as `cancelled`.
+Errors of the agent, the environment and the model don't raise: each becomes a typed end on the tape, because a failed
+episode is data. Two things do raise: a failing store, because an episode that can't be recorded must stop; and
+cancellation by the caller, after the tape was closed as `cancelled`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EnvironmentFactory = Callable[[], Environment[Any]]
 
 
 class AgentFault(Exception):
-    """The agent broke the contract of `act`: it yielded no Action, or something that is no step of its own."""
+    """The agent broke the contract of `act`: it yielded no Action, or an object that isn't a thought or an Action."""
 
 
 async def rollout(
@@ -72,13 +72,13 @@ async def rollout(
     tape_id: str | None = None,
     retries: int = 2,
 ) -> Tape:
-    """Run one episode of `agent` in `env` on `task`, and give its closed tape.
+    """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
-    `env` is an instance for this one episode, or a factory of one. A bare value as a task is its private part: `reset`
-    sees it, the agent never. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
-    `fork` is a view made by `tape.at_turn(k)`: the environment is restored to it and the episode goes on from there.
-    Where it doesn't come back to the recorded state, the episode ends with that, unless `unverified` says why it may go
-    on all the same, which is recorded.
+    `env` is an instance for this episode alone, or a factory. A bare value as a task is its private part: `reset` sees
+    it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
+    `fork` is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there.
+    Where the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
+    reason to continue, which is recorded.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
     is durable before it is carried out. Raises StoreFailed and CancelledError;
     nothing else comes out of an episode.
@@ -154,7 +154,7 @@ class Episode:
             parent=parent,
             versions=_versions(engine),
             sampling=sampling,
-            limits=_told(limits, engine),
+            limits=_recorded_limits(limits, engine),
             at=time.time(),
         )
         self.recorder = recorder(begin, journal, fork)
@@ -176,7 +176,7 @@ class Episode:
             status, cause, cancelled = Status.CANCELLED, None, error
         except StoreFailed:
             raise
-        except Exception as error:  # the boundary: the fault becomes the tape's end
+        except Exception as error:  # an error of Tapereel's own; those of others became ends further in
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.llm.close()
@@ -186,7 +186,7 @@ class Episode:
             status, cause, cancelled = Status.CANCELLED, None, error
         try:
             status, cause = await self._wind_up(status, cause)
-        except asyncio.CancelledError as error:  # in the midst of closing: the tape gets its end all the same
+        except asyncio.CancelledError as error:  # also while closing: without an `end` the tape would count as crashed
             status, cause, cancelled = Status.CANCELLED, None, error
         self.recorder.write(self._end(status, cause))
         if cause is not None and status is Status.ERROR:
@@ -197,9 +197,9 @@ class Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause) -> None:
-        """A warning for each distinct fault, not for each episode; an agent's own, scored, is training data."""
-        taught = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
-        if not taught and _first_time(cause.type.value, cause.error, cause.frame):
+        """Log each distinct fault once, not each episode. A scored error of the agent is training data: no warning."""
+        scored = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
+        if not scored and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning(
                 "an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
                 cause.type.value,
@@ -232,6 +232,8 @@ class Episode:
                 return ended
             assert action is not None
             if self.env.effect != "pure" or self.recorder.every_turn:
+                # The action is durable before it is carried out: after a crash the tape shows every effect on the
+                # world.
                 await self.recorder.durable()
             ended = await self._react(action)
             if ended is not None:
@@ -257,7 +259,7 @@ class Episode:
                 raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
-        """One turn of the agent: its Action, or how the episode ends."""
+        """One turn of the agent: (its Action, None), or (None, how the episode ends)."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
             action = await self._turn(self.agent.act(view, self.llm))
@@ -281,19 +283,19 @@ class Episode:
         if not hasattr(steps, "__aiter__"):
             close = getattr(steps, "close", None)
             if close is not None:
-                close()  # a coroutine that will never be awaited
+                close()  # a coroutine: without this Python warns that it was never awaited
             raise AgentFault(
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
         try:
             async for step in steps:
                 if not isinstance(step, Step) or isinstance(step, Observation):
-                    raise AgentFault(f"act yielded {step!r}; it may yield thoughts and one Action")
+                    raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
                 path, calls = self.llm.attribute(step, self.agent.path)
                 self._record(step, path, calls)
                 if isinstance(step, Action):
                     return step
-        except SystemExit as error:  # would end the process, and every other episode with it
+        except SystemExit as error:  # it would end the process and all other episodes
             raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
         finally:
             close = getattr(steps, "aclose", None)
@@ -333,7 +335,10 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """The last word on scoring: the environment's own, then that of the sources that look at the whole tape."""
+        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape.
+
+        Only an episode that can be trained on is scored.
+        """
         if not trains(status, cause.type if cause is not None else None):
             return status, cause
         try:
@@ -354,7 +359,7 @@ class Episode:
         return status, cause
 
     async def _wind_up(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """Let the environment close. Its failure is the episode's end only where nothing worse was."""
+        """Close the environment. An error while closing is the episode's end, unless it already ended by an error."""
         try:
             await self.call("close")
         except Exception as error:
@@ -379,11 +384,12 @@ class Episode:
             )
 
 
-def _told(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
-    """The limits as the tape tells them: those that are set, the engine's own context among them."""
-    told = limits.model_dump(exclude_none=True)
+def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
+    """The limits as `begin` records them: those that are set; `context` is the smaller of the limit and the
+    engine's."""
+    recorded = limits.model_dump(exclude_none=True)
     contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
-    return {**told, "context": min(contexts)} if contexts else told
+    return {**recorded, "context": min(contexts)} if contexts else recorded
 
 
 def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
@@ -392,14 +398,14 @@ def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
 
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
-    # What a library refused is mended where the user's code asked for it.
+    # The innermost line of the user's code: a library's error is corrected where the user called the library.
     at = next((f for f in reversed(frames) if is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
 
 
 def _clean(text: str) -> str:
-    """At most 2,000 characters, and no lone surrogates, which JSON can't hold."""
+    """At most 2,000 characters, without lone surrogates, which JSON can't encode."""
     return text[:2000].encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Texts that end an answer, for engines that know ids only: the completion is cut behind the token that completed one.
+"""Stop strings, for engines that only know stop ids: cuts a completion after the token that completes a stop string.
 
-Sampling goes from left to right, so what is kept is what an engine that looks at the text would have sampled. The text
-of the answer ends before the stop; its ids hold it, since the model chose them.
+Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
+text ends before the stop string; the ids include it, because the model chose them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..engines.engine import Completion
 
 
 def cut(completion: Completion, stops: Sequence[str], decode: Callable[[Any], str] | None) -> Completion:
-    """The completion up to the first of `stops`. `decode`: ids -> text; None for an engine of texts."""
+    """The completion up to the first stop string. decode: ids -> text; None for an engine of texts."""
     at = _first(completion.text or "", stops)
     if at is None:
         return completion
@@ -37,7 +37,10 @@ def _first(text: str, stops: Sequence[str]) -> int | None:
 
 
 def _length(ids: Any, stops: Sequence[str], decode: Callable[[Any], str]) -> int:
-    """The fewest leading ids whose text holds a stop."""
+    """The smallest number of leading ids whose text contains a stop string, by bisection.
+
+    Bisection is right because a longer prefix contains every stop string of a shorter one.
+    """
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2

@@ -169,7 +169,7 @@ def test_an_environment_that_hangs_ends_in_time(where, blocking):
     finally:
         release.set()
     assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "TimeoutError")
-    assert f"{where} gave no answer in 1.0 s" in tape.cause.message
+    assert f"{where} did not return within 1.0 s" in tape.cause.message
 
 
 def test_a_blocking_environment_runs_in_one_thread_of_its_own():
