@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +21,10 @@ from ...tapes.records import Label, Record, Use
 from .by_agent import turn_rewards
 from .rows import Row
 from .stream import Episode, Stream
+from .update_info import Range, UpdateInfo
 
 Item = tuple[str, str, int, int, float]
 """(tape, call, start, end, weight) over a call's completion tokens."""
-Range = tuple[str, str, int, int]
 Pin = tuple[str, ...]
 """(digest of the tape, digest of each layer that it was read with)."""
 
@@ -68,12 +67,12 @@ def _layer_digest(layer: Record) -> str:
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
     """Pin of every tape with a token that one of these updates trained on, from the last update that did."""
     taught: dict[str, Pin] = {}
-    pins: dict[str, list[str]] = {}
+    pins: dict[str, Pin] = {}
     for use in uses:
-        found: Any = use.info.get("pins")
+        found = UpdateInfo.of(use).pins
         pins = found if found is not None else pins  # only the first epoch of an update records pins
         for tape in dict.fromkeys(item[0] for item in use.items):
-            taught[tape] = tuple(pins.get(tape, ()))
+            taught[tape] = pins.get(tape, ())
     return taught
 
 

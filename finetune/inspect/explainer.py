@@ -25,6 +25,7 @@ from ...tapes.value import Value
 from ..data.provenance import ChangedTape, episode_of
 from ..data.rows import Row, rows
 from ..data.stream import Stream
+from ..data.update_info import UpdateInfo
 from ..history.history import History, Plan, as_read
 from ..objective import Context, Running
 from ..objective.batches import prepare
@@ -165,9 +166,10 @@ class Explainer:
         )
 
     def _use(self, use: Use, tape: Tape) -> UseLine:
-        phase = str(use.info.get("phase", ""))
+        info = UpdateInfo.of(use)
+        phase = info.phase
         recipe = self.recipes.get(phase)
-        skipped = use.info.get("skipped")
+        skipped = info.skipped
         return UseLine(
             lineage=use.lineage,
             update=use.update,
@@ -275,7 +277,7 @@ class Explainer:
 def _lasts(took: list[Use]) -> list[Use]:
     """The last applied update that took the tape (else the last one), and the updates of other policies on the same
     batch: with several policies, each trains on its own tokens of one tape."""
-    last = next((use for use in reversed(took) if not use.info.get("skipped")), took[-1] if took else None)
+    last = next((use for use in reversed(took) if not UpdateInfo.of(use).skipped), took[-1] if took else None)
     return [
         use
         for use in took
@@ -284,7 +286,7 @@ def _lasts(took: list[Use]) -> list[Use]:
             use is last
             or (
                 use.lineage != last.lineage
-                and (use.update, use.info.get("tapes")) == (last.update, last.info.get("tapes"))
+                and (use.update, UpdateInfo.of(use).tapes) == (last.update, UpdateInfo.of(last).tapes)
             )
         )
     ]

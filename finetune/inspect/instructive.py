@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ...tapes.store.store import Store, Summary
+from ..data.update_info import UpdateInfo
 
 LOOKED_AT = 200
 """Newest tapes that the search for a split row reads."""
@@ -38,8 +38,7 @@ def _opposites(store: Store, closed: Mapping[str, Summary]) -> Iterator[tuple[st
     lineages = store.lineages()
     for use in reversed([use for lineage in lineages.living for use in lineages.ledger(lineage).uses]):
         groups: dict[str, list[tuple[float, str]]] = {}
-        tapes: Any = use.info.get("tapes") or ()
-        for summary in (closed[name] for name in tapes if name in closed):
+        for summary in (closed[name] for name in UpdateInfo.of(use).tapes if name in closed):
             if summary.reward is not None:
                 groups.setdefault(summary.group or summary.id, []).append((summary.reward, summary.id))
         widest = max(groups.values(), key=lambda group: max(group)[0] - min(group)[0], default=[])

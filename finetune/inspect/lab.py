@@ -35,6 +35,7 @@ from ...tapes.records import Use
 from ...tapes.store.store import Store
 from ..data.provenance import known
 from ..data.staleness import version_name
+from ..data.update_info import UpdateInfo
 from ..history.history import History, apply_again, as_read, with_threads
 from ..history.plan import Batch, Plan
 from ..history.update_facts import items
@@ -220,7 +221,7 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
     """The records of each requested update, in order."""
     known = {number: list(epochs) for number, epochs in groupby(uses, key=lambda use: use.update)}
     if updates is None:
-        loop = [n for n, epochs in known.items() if not str(epochs[0].info["phase"]).startswith("sft")]
+        loop = [n for n, epochs in known.items() if not UpdateInfo.of(epochs[0]).phase.startswith("sft")]
         updates = [(loop or list(known))[-1]]
     missing = [n for n in updates if n not in known]
     if missing:
@@ -258,9 +259,8 @@ class _Bench:
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history
-        info: Any = use.info
-        plan = Plan.of(info)
-        with with_threads((info.get("on") or {}).get("threads")):
+        plan, on = Plan.of(use.info), UpdateInfo.of(use).on
+        with with_threads(on.threads if on is not None else None):
             own = history.enter(plan.phase)
             assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
             batch = history.batch(plan, as_read(history, use))
@@ -391,5 +391,5 @@ def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
     recorded = [list(item) for item in use.items]
     if stats.applied and stats.shown is not None:
         recorded = recorded[: len(weights)]  # what was imitated beside the batch follows
-    info = use.info
-    return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info["loss"], info["grad_norm"])
+    info = UpdateInfo.of(use)
+    return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info.loss, info.grad_norm)

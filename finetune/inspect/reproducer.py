@@ -29,6 +29,7 @@ from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.provenance import taught_by
 from ..data.staleness import version_name
+from ..data.update_info import UpdateInfo
 from ..history.history import BrokenHistory, Differs, GoneTape, History, apply_again, elsewhere
 from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (
@@ -242,7 +243,7 @@ class _Walk:
 
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
-        trainer = self.history.enter(str(epochs[0].info["phase"]))
+        trainer = self.history.enter(UpdateInfo.of(epochs[0]).phase)
         # The threads are set to the recorded number while an update is applied, so they can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other

@@ -8,6 +8,7 @@ from typing import Any
 from ...tapes import Tape
 from ...tapes.records import Use
 from ..data.staleness import version_number
+from ..data.update_info import UpdateInfo
 from ..trainer.trainer import UpdateStats
 
 
@@ -15,7 +16,7 @@ def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
     """The line of an update on recorded tapes (SFT). uses: its records, one for each epoch."""
     use = uses[0]
     return {
-        "phase": use.info["phase"],
+        "phase": UpdateInfo.of(use).phase,
         "update": use.update + 1,
         "loss": stats.loss,
         "lr": stats.lr,
@@ -29,12 +30,12 @@ def rollout_line(
 ) -> dict[str, Any]:
     """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
     use = uses[0]
-    info: Any = use.info
+    info = UpdateInfo.of(use)
     trained = sum(end - start for one in uses for _, _, start, end, _ in one.items)
     # The reward of a continuation counts its own turns only, so it is not comparable with that of a whole episode.
     scored = [tape.reward for tape in tapes if tape.reward is not None and tape.begin.parent is None]
     line = {
-        "phase": info["phase"],
+        "phase": info.phase,
         "update": use.update + 1,
         "reward": sum(scored) / len(scored) if scored else None,
         "episodes": len(tapes),
@@ -47,8 +48,8 @@ def rollout_line(
         "ess": stats.ess,
         "lag": _lag(tapes, use),
         "trained_tokens": trained,
-        "stale_tokens": sum(r[3] - r[2] for r in info["stale"]),
-        "filtered_tokens": sum(r[3] - r[2] for r in info["filtered"]),
+        "stale_tokens": sum(r[3] - r[2] for r in info.stale),
+        "filtered_tokens": sum(r[3] - r[2] for r in info.filtered),
         "train_seconds": seconds,
         "truncated": sum(t.status != "finished" for t in tapes) / max(len(tapes), 1),
     }
