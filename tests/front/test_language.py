@@ -1,0 +1,52 @@
+"""Words of a private dialect that stay out of code and of the pages that have been rewritten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .test_rooms import ROOT, files
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/write_an_engine.md", "docs/write_a_recipe.md")
+"""Pages that keep to the rules; the other pages of docs/ follow."""
+BANNED = (
+    r"whoever",
+    r"somebody",
+    r"nobody",
+    r"told",
+    r"taken up",
+    r"gone on (?:with|from)",
+    r"lies beside",
+    r"is none",
+    r"of its own doing",
+    r"crew",
+    r"the door",
+    r"books close",
+)
+BAD = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
+
+
+def _lines(name: str) -> Iterator[str]:
+    for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1):
+        found = BAD.search(line)
+        if found:
+            yield f"{name}:{number}: {found[0]!r}"
+
+
+def test_no_module_uses_a_banned_word():
+    assert [place for name in files() for place in _lines(name)] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_uses_a_banned_word(name: str):
+    if not (ROOT / name).exists():
+        pytest.fail(f"{name} is not there")
+    assert list(_lines(name)) == []
+
+
+def test_a_banned_word_is_found(tmp_path: Path):
+    assert BAD.search("Nobody was told.")
+    assert not BAD.search("A number is nonetheless fine; toldo is no word.")
