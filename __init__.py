@@ -1,7 +1,8 @@
-"""Tapereel: one record of an agent's episode that is what you replay, what you audit and what you train on.
+"""Tapereel: LLM agents act in environments, and each episode is one record that is replayed, audited and trained on.
 
-The names below are the front door; each is imported from its package at first use, so that `import tapereel` costs
-next to nothing. Everything else lives one level down: `tapereel.tapes`, `.envs`, `.agents`, `.finetune`.
+`import tapereel as tr` gives `tr.run`, `tr.train`, `tr.evaluate`, `tr.open` and the classes that a script needs. Each
+name is imported at its first use, so `import tapereel` stays fast. Everything else is one level down: `tapereel.tapes`,
+`.envs`, `.agents`, `.finetune`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ if TYPE_CHECKING:
         Agent,
         ChatAgent,
         Limits,
-        ReplayEngine,
         ScriptedEngine,
         agent,
         delegate,
         rollout,
-        rollout_group,
     )
     from .agents.engines.embedded.embedded_engine import EmbeddedEngine
-    from .agents.rendering.renderer import Renderer
     from .envs import Environment, Outcome, Taskset, check_env
-    from .finetune import Loop, Trainer, get_recipe, rows
+    from .finetune import get_recipe, rows
+    from .finetune.api import Run, evaluate, open, run, save_tiny_model, train
     from .tapes import Action, Observation, Sampling, Tape, Task, Thought
     from .tapes.common.config import load_config
     from .tapes.store.store import Store
@@ -38,11 +37,9 @@ __all__ = [
     "EmbeddedEngine",
     "Environment",
     "Limits",
-    "Loop",
     "Observation",
     "Outcome",
-    "Renderer",
-    "ReplayEngine",
+    "Run",
     "Sampling",
     "ScriptedEngine",
     "Store",
@@ -50,24 +47,27 @@ __all__ = [
     "Task",
     "Taskset",
     "Thought",
-    "Trainer",
     "agent",
     "check_env",
     "delegate",
+    "evaluate",
     "get_recipe",
     "load_config",
+    "open",
     "rollout",
-    "rollout_group",
     "rows",
+    "run",
+    "save_tiny_model",
+    "train",
 ]
 
 _HOME = {
-    **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ReplayEngine", "ScriptedEngine"), "agents"),
-    **dict.fromkeys(("agent", "delegate", "rollout", "rollout_group"), "agents"),
+    **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ScriptedEngine"), "agents"),
+    **dict.fromkeys(("agent", "delegate", "rollout"), "agents"),
     "EmbeddedEngine": "agents.engines.embedded.embedded_engine",
-    "Renderer": "agents.rendering.renderer",
     **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
-    **dict.fromkeys(("Loop", "Trainer", "get_recipe", "rows"), "finetune"),
+    **dict.fromkeys(("get_recipe", "rows"), "finetune"),
+    **dict.fromkeys(("Run", "evaluate", "open", "run", "save_tiny_model", "train"), "finetune.api"),
     **dict.fromkeys(("Action", "Observation", "Sampling", "Tape", "Task", "Thought"), "tapes"),
     "load_config": "tapes.common.config",
     "Store": "tapes.store.store",

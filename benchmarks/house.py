@@ -1,4 +1,4 @@
-"""Counts of the package's structure: files, lines, statements, rooms, circles, verbs, settings, and what an update runs.
+"""Counts of the package's structure: files, lines, statements, rooms, settings, and the files that an update runs.
 
     python benchmarks/house.py             this checkout
     python benchmarks/house.py --update    also the files that one bare update of the loop executes (needs `train`)
@@ -70,7 +70,8 @@ root = Path(sys.argv[1])
 seen = set()
 def note(frame, event, argument):
     file = frame.f_code.co_filename
-    if event == "call" and file.startswith(str(root)) and "/tests/" not in file and "/.venv/" not in file and frame.f_code.co_name != "<module>":
+    ours = file.startswith(str(root)) and "/tests/" not in file and "/.venv/" not in file
+    if event == "call" and ours and frame.f_code.co_name != "<module>":
         seen.add(file)
 from tests.loop import lab
 import threading

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..tapes.common.extras import raise_missing
 
-try:
-    # Not lazy: a function and its module share a name, and whoever imports the module first would hide the function.
-    from .data.rows import Row, rows
-    from .loop.held_out import Evaluation, evaluate
-except ModuleNotFoundError as _error:
-    raise_missing(_error, "tapereel.finetune")
-
 if TYPE_CHECKING:
+    from .data.rows import Row, rows
     from .data.stream import Episode, Stream
     from .history.history import History
     from .history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
@@ -32,6 +26,7 @@ if TYPE_CHECKING:
         to_dataset,
         update_rewards_and_advantages,
     )
+    from .loop.held_out import Evaluation, evaluate
     from .loop.loop import Loop
     from .loop.sft import warm_start
     from .objective.recipe import Recipe
@@ -70,11 +65,13 @@ _HOME = {
         "interchange.classic",
     ),
     **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "history.loop_config"),
+    **dict.fromkeys(("Evaluation", "evaluate"), "loop.held_out"),
     "History": "history.history",
     "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
     "warm_start": "loop.sft",
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
+    **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
 """name -> module inside this package."""

@@ -120,14 +120,14 @@ class Setup(Config):
         return name
 
 
-def load_agent(name: str) -> Agent:
-    """The agent called `name`."""
-    return _load_agent(name, name)
+def load_agent(source: AgentSource) -> Agent:
+    """The agent that `source` is, makes or names."""
+    return _load_agent(source, source if isinstance(source, str) else _name_of(source))
 
 
-def load_env(name: str) -> Callable[[], Environment[Any]]:
-    """A factory of the environment called `name`: each episode gets an instance of its own."""
-    return _load_env(name, name)
+def load_env(source: EnvSource) -> Callable[[], Environment[Any]]:
+    """The factory that `source` is or names: each episode gets an instance of its own."""
+    return _load_env(source, source if isinstance(source, str) else _name_of(source))
 
 
 def load_tasks(source: TasksSource, row: str | None = None, count: int | None = None) -> Taskset:

@@ -212,7 +212,7 @@ sys.modules["torch"] = None
 import tapereel
 from tapereel.tapes.common.extras import extra_of
 from tapereel.tapes import MissingExtra
-for get in (lambda: tapereel.Trainer, lambda: tapereel.finetune.Trainer):
+for get in (lambda: tapereel.rows, lambda: tapereel.finetune.Trainer):
     try:
         get()
     except MissingExtra as error:

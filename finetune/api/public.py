@@ -1,0 +1,177 @@
+"""`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions that a script starts with.
+
+They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in a script
+and in a notebook. What they record is what the command line records.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from ...agents.engines.embedded.tiny_model import ALPHABET
+from ...agents.episode.agent import Agent
+from ...agents.runs.pass_at_k import Scores
+from ...agents.runs.runner import RunConfig
+from ...agents.runs.runner import run as run_config
+from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent
+from ...envs.environment import Environment
+from ...tapes.common.config import ConfigError, load_config
+from ...tapes.common.progress import Progress, silent
+from ...tapes.errors import UsageError
+from .run_handle import Run
+
+Model = str | Path | Sequence[str]
+"""A folder in Hugging Face format, litellm's name of a hosted model, or a list of answers: the k-th answers the k-th
+request of every episode."""
+
+
+def run(
+    agent: AgentSource,
+    env: EnvSource,
+    tasks: TasksSource,
+    model: Model,
+    *,
+    out: str | Path | None = None,
+    attempts: int = 1,
+    seed: int = 0,
+    resume: bool = False,
+    settings: Mapping[str, JsonValue] | None = None,
+    progress: Progress = silent,
+) -> Run:
+    """Roll the agent out over the tasks, and record every episode.
+
+    `out`: the run directory; None: a new one below `runs/`. `attempts`: episodes of each task. `resume`: continue the
+    run in `out`. `settings`: any setting of `tapereel run` by its dotted key, as `{"limits.turns": 8}`.
+
+    Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
+    """
+    sets = {"attempts": attempts, "seed": seed, **(settings or {})}
+    config = _config(RunConfig, model, sets)
+    folder = _folder(out, agent)
+    summary = run_config(config, folder, agent=agent, env=env, tasks=tasks, resume=resume, progress=progress)
+    return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
+
+
+def evaluate(
+    agent: AgentSource,
+    env: EnvSource,
+    tasks: TasksSource,
+    model: Model,
+    *,
+    out: str | Path | None = None,
+    attempts: int = 1,
+    k: Sequence[int] = (),
+    success: float = 1.0,
+    seed: int = 0,
+    settings: Mapping[str, JsonValue] | None = None,
+    progress: Progress = silent,
+) -> Scores:
+    """Mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
+
+    `k`: numbers of attempts to report pass@k for; each needs as many `attempts`. `success`: the least reward of a
+    success. The episodes are recorded in `out`, as `run` does.
+    """
+    sets = {**(settings or {}), "k": list(k), "success": success}
+    made = run(agent, env, tasks, model, out=out, attempts=attempts, seed=seed, settings=sets, progress=progress)
+    return made.scores("eval", k=k, success=success)
+
+
+def train(
+    agent: AgentSource,
+    env: EnvSource,
+    tasks: TasksSource,
+    model: str | Path,
+    *,
+    out: str | Path | None = None,
+    updates: int | None = None,
+    recipe: str | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    settings: Mapping[str, JsonValue] | None = None,
+    progress: Progress = silent,
+) -> Run:
+    """Train a model on the agent's own episodes: rollouts go on while the trainer updates the weights.
+
+    `model`: a folder in Hugging Face format. `updates`: optimiser updates of the loop; `recipe`: the objective's name,
+    as `grpo` (None: the defaults of `tapereel train`). `settings`: any setting of `tapereel train` by its dotted key,
+    as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
+
+    Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
+    """
+    from ..run.train_run import TrainConfig
+    from ..run.train_run import train as train_config
+
+    if not isinstance(model, str | Path):
+        raise UsageError("train needs a model's folder: a list of answers has no weights to train")
+    named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
+    sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
+    config = _config(TrainConfig, model, sets)
+    folder = _folder(out, agent)
+    summary = train_config(config, folder, agent=agent, env=env, tasks=tasks, resume=resume, progress=progress)
+    return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
+
+
+def open(path: str | Path) -> Run:
+    """The run in the directory `path` (`tapereel.open`). Raises NoRun where there is none."""
+    return Run(path)
+
+
+def save_tiny_model(
+    folder: str | Path, alphabet: str = ALPHABET, *, size: str = "tiny", seed: int = 0, context: int = 512
+) -> str:
+    """Save an untrained chat model of under a million parameters in `folder`; for tests and first steps on a CPU.
+
+    `alphabet`: characters that get a token each. `size`: `micro`, `tiny`, `small` or `base`. Gives the folder.
+    """
+    from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+
+    tokenizer = char_tokenizer(alphabet)
+    tiny_model(tokenizer, size, seed=seed, context=context).save_pretrained(folder)  # type: ignore[arg-type]
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def engine_settings(model: Model | None) -> list[str]:
+    """The settings `KEY=VALUE` of the engine that a `model` argument names; none for None."""
+    if model is None:
+        return []
+    if isinstance(model, str | Path):
+        kind = "embedded" if Path(model).is_dir() else "litellm"
+        return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
+    answers = list(model)
+    if not answers or not all(isinstance(text, str) for text in answers):
+        raise UsageError(f"model is {model!r:.80}: give a folder, a hosted model's name, or a list of answers (texts)")
+    return ["engine.kind=scripted", f"engine.answers={json.dumps(answers)}"]
+
+
+def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:
+    """The configuration of `kind` with these settings on top of its defaults."""
+    try:
+        values = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    except TypeError as error:
+        raise ConfigError(f"settings hold a value that JSON can't write: {error}") from error
+    return load_config(kind, None, [*engine_settings(model), *values])
+
+
+def _folder(out: str | Path | None, agent: AgentSource) -> Path:
+    """`out`, or a new folder below `runs/` that is named after the agent and the time."""
+    if out is not None:
+        return Path(out)
+    name = agent if isinstance(agent, str) else getattr(agent, "name", None) or getattr(agent, "__name__", "run")
+    stem = "".join(c if c.isalnum() else "-" for c in str(name)).strip("-").lower()
+    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _instance(agent: AgentSource) -> Agent | None:
+    """The agent as an object, for replays in this process; None where it was named as text."""
+    return None if isinstance(agent, str) else load_agent(agent)
+
+
+def _factory(env: EnvSource) -> Callable[[], Environment[Any]] | None:
+    return None if isinstance(env, str) else env

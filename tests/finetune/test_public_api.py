@@ -1,0 +1,171 @@
+"""`tapereel.run`, `.evaluate`, `.train`, `.open` with objects: in a script, in a notebook, with wrong arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tapereel as tr
+from tapereel.tapes.errors import NoRun, RunExists, UsageError
+
+
+class Guess(tr.Environment):
+    """Right when the text is the task's number."""
+
+    async def reset(self, task: int) -> str:
+        self.secret = str(task)
+        return "Which number?"
+
+    async def step(self, action: tr.Action) -> tr.Outcome:
+        right = str(action) == self.secret
+        return tr.Outcome("yes" if right else "no", reward=float(right), terminated=right)
+
+
+TWO_TURNS = {"limits.turns": 2}
+
+
+def played(path: Path, **more: object) -> tr.Run:
+    settings = {"settings": TWO_TURNS, "out": path, **more}
+    return tr.run(tr.ChatAgent("Guess."), Guess, tasks=[7, 2], model=["5", "7"], **settings)  # type: ignore[arg-type]
+
+
+def test_a_run_takes_objects_and_answers_questions(tmp_path: Path):
+    run = played(tmp_path / "run")
+    assert [tape.reward for tape in run] == [1.0, 0.0]
+    assert run.reward == 0.5
+    assert [str(step) for step in run.tapes()[0]] == ["Which number?", "5", "no", "7", "yes"]
+    assert run.summary is not None
+    assert run.summary.episodes == 2
+    assert run.verify().verdict == "holds"
+    assert run.audit().holds
+    assert str(run.audit()).endswith("every one accounted for")
+
+
+def test_a_replay_of_objects_needs_no_name(tmp_path: Path):
+    run = played(tmp_path / "run")
+    assert run.replay().counts == {"verified": 2, "diverged": 0, "unverifiable": 0}
+    other = tr.open(run.path).replay(tr.ChatAgent("Guess better."))
+    assert other.counts == {"verified": 0, "diverged": 2, "unverifiable": 0}
+
+
+def test_a_branch_is_recorded_in_the_run(tmp_path: Path):
+    run = played(tmp_path / "run")
+    lost = next(tape for tape in run if tape.reward == 0)
+    (again,) = run.branch(lost, 1, model=["5", "2"])
+    assert [str(step) for step in again][-2:] == ["2", "yes"]
+    assert again.id in [tape.id for tape in run.tapes("branch")]
+
+
+def test_it_works_inside_a_running_event_loop(tmp_path: Path):
+    async def notebook() -> tr.Run:
+        run = played(tmp_path / "run")
+        assert run.replay().counts["verified"] == 2
+        return run
+
+    assert asyncio.run(notebook()).reward == 0.5
+
+
+def test_an_evaluation_has_intervals_and_pass_at_k(tmp_path: Path):
+    found = tr.evaluate(
+        tr.ChatAgent(),
+        Guess,
+        [5, 5, 7],
+        ["5"],
+        out=tmp_path / "run",
+        attempts=2,
+        k=(1, 2),
+        settings={"limits.turns": 1},
+    )
+    assert found.reward is not None
+    assert found.reward.value == pytest.approx(0.5)
+    assert set(found.pass_at) == {1, 2}
+
+
+def test_a_run_is_continued_with_the_same_objects_only(tmp_path: Path):
+    run = played(tmp_path / "run")
+    with pytest.raises(RunExists):
+        played(tmp_path / "run")
+    again = played(tmp_path / "run", resume=True)
+    assert again.summary is not None
+    assert again.summary.recorded == 0
+    assert len(run.tapes()) == 2
+
+
+def test_without_out_a_new_folder_is_named_after_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = tr.run(tr.ChatAgent(), Guess, [5], ["5"])
+    assert run.path.parent == Path("runs")
+    assert run.path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ([], {}, "list of answers"),
+        ([3], {}, "list of answers"),
+        (["5"], {"limits.turn": 2}, "limits.turns"),
+        (["5"], {"limits.turns": object()}, "JSON"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_written(tmp_path: Path, model, settings, message: str):
+    with pytest.raises(UsageError, match=message):
+        tr.run(tr.ChatAgent(), Guess, [5], model, out=tmp_path / "run", settings=settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(NoRun):
+        tr.open(tmp_path)
+
+
+def test_answers_cannot_be_trained(tmp_path: Path):
+    with pytest.raises(UsageError, match="no weights to train"):
+        tr.train(tr.ChatAgent(), Guess, [5], ["5"], out=tmp_path / "run")  # type: ignore[arg-type]
+
+
+def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
+    class Say(tr.Environment):
+        async def reset(self, task: str) -> str:
+            self.word = task
+            return task
+
+        async def step(self, action: tr.Action) -> tr.Outcome:
+            return tr.Outcome(reward=float(str(action) == self.word), terminated=True)
+
+    model = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    settings = {
+        "loop.groups": 2,
+        "loop.group_size": 4,
+        "loop.max_lag": 0,
+        "loop.sampling.max_tokens": 1,
+        "evaluation.fraction": 0,
+    }
+    run = tr.train(
+        tr.ChatAgent(), Say, ["a", "b"], model, updates=2, recipe="reinforce", out=tmp_path / "run", settings=settings
+    )
+    assert run.summary is not None
+    assert run.summary.updates == 2
+    assert run.summary.recipe == "reinforce"
+    assert run.reproduce().outcome == "verified"
+    assert run.replay().counts["verified"] == len(run.tapes())
+
+
+def test_recording_answers_imports_no_torch(tmp_path: Path):
+    code = f"""
+import sys
+import tapereel as tr
+class World(tr.Environment):
+    async def reset(self, task):
+        return str(task)
+    async def step(self, action):
+        return tr.Outcome(reward=1.0, terminated=True)
+run = tr.run(tr.ChatAgent(), World, [1], ["x"], out={str(tmp_path / "run")!r})
+assert run.reward == 1.0
+assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
