@@ -212,7 +212,7 @@ sys.modules["torch"] = None
 import tapereel
 from tapereel.tapes.common.extras import extra_of
 from tapereel.tapes import MissingExtra
-for get in (lambda: tapereel.rows, lambda: tapereel.finetune.Trainer):
+for get in (lambda: tapereel.get_recipe, lambda: tapereel.finetune.Trainer):
     try:
         get()
     except MissingExtra as error:
@@ -222,7 +222,7 @@ for get in (lambda: tapereel.rows, lambda: tapereel.finetune.Trainer):
     done = _python(code, tmp_path)
     assert done.stdout.splitlines() == [
         f"{name} needs the package 'torch', which is not installed: pip install \"tapereel[train]\""
-        for name in ("tapereel.finetune.Trainer", "tapereel.finetune.Trainer")
+        for name in ("tapereel.finetune.get_recipe", "tapereel.finetune.Trainer")
     ], done.stderr
 
 
