@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ...envs.environment import Environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Tape
 from ...tapes.common.config import Config, load_config
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.records import Publish
 from ...tapes.scoring import total
@@ -25,7 +25,7 @@ from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..setup.engine_config import EngineConfig
 from ..setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
-from ..setup.setup import load_env
+from ..setup.setup import EnvSource, load_env
 from ..setup.team_config import PartnerConfig, Partners, make_team, speaker_of
 from .branching import SPLIT, branch, cut, doubt_of, recorded_limits
 
@@ -94,24 +94,24 @@ def branch_run(
     tape: str,
     turn: int,
     *,
-    agent: str | None = None,
-    env: str | None = None,
+    agent: Agent | str | None = None,
+    env: EnvSource | None = None,
     model: str | None = None,
     sets: Sequence[str] = (),
     unverified: bool = False,
 ) -> Branched:
     """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
 
-    tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: `module:name`;
-    None: those of the run's configuration. model: a folder; None: the engine of the run's configuration. sets:
-    settings of `BranchConfig`, as `n=16` or `sampling.temperature=0.5`.
+    tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
+    `module:name`; None: those of the run's configuration. model: a folder; None: the engine of the run's
+    configuration. sets: settings of `BranchConfig`, as `n=16` or `sampling.temperature=0.5`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
     PrefixUnverified where the environment doesn't return to the recorded state (`unverified` continues nevertheless).
     """
     with Store.open(run) as store:
         setup = _setup(str(run), store, tape, turn, agent, env, model, sets)
-    tapes = asyncio.run(_branch(setup, unverified))
+    tapes = run_async(_branch(setup, unverified))
     return Branched(setup.tape, turn, tapes)
 
 
@@ -133,8 +133,8 @@ def _setup(
     store: Store,
     name: str,
     turn: int,
-    agent: str | None,
-    env: str | None,
+    agent: Agent | str | None,
+    env: EnvSource | None,
     model: str | None,
     sets: Sequence[str],
 ) -> _Setup:
@@ -142,7 +142,7 @@ def _setup(
     import_steps(run)
     settings = recorded_settings(run)
     named = env or settings.get(("env",))
-    factory = load_env(named) if isinstance(named, str) else own_environment(begin.env)
+    factory = load_env(named) if named is not None else own_environment(begin.env)
     if factory is None:
         raise UsageError(
             f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give --env module:name"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from ...tapes.audit.checking import check_run
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 
 if TYPE_CHECKING:
     from ...tapes.audit.verdict import Verdict, Verdicts
     from ...tapes.store.store import Store
     from ...tapes.tape import Tape
+    from ..episode.agent import Agent
 
 SECONDS = 60.0
 """Wall clock that one tape may take."""
@@ -23,7 +24,7 @@ SECONDS = 60.0
 
 def replay_run(
     run: str | Path,
-    agent: str | None = None,
+    agent: Agent | str | None = None,
     *,
     imports: Sequence[str] = (),
     tokenizer: str | None = None,
@@ -36,22 +37,25 @@ def replay_run(
 ) -> Verdicts:
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
-    agent: `module:name`; None: the agent of the run's configuration. imports: `module:name` of anything else that
+    agent: an object or `module:name`; None: the agent of the run's configuration. An object is replayed in this
+    process, since worker processes find agents by name. imports: `module:name` of anything else that
     defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as
     many as pay for their start.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")
+    if agent is not None and not isinstance(agent, str):
+        jobs = 1
     plan = ReplayPlan(str(run), agent, tuple(imports), tokenizer, turn, seconds)
     return check_run(run, "replay", plan, tapes=tapes, split=split, turn=turn, jobs=jobs, progress=progress)
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What a worker process needs to replay tapes. It is pickled, so it holds names and no objects."""
+    """What a worker process needs to replay tapes. It is pickled, unless `agent` is an object."""
 
     run: str
-    agent: str | None
+    agent: Agent | str | None
     imports: tuple[str, ...]
     tokenizer: str | None
     turn: int | None
@@ -75,6 +79,6 @@ class ReplayPlan:
                     tape.id,
                     f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
                 )
-            return asyncio.run(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
+            return run_async(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
 
         return check

@@ -45,14 +45,16 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
     return RendererConfig.model_validate(told).make(load_tokenizer(folder))
 
 
-def recorded_agent(run: str | Path, name: str | None, identity: Identity | None) -> Agent:
-    """The agent called `name`, else the one that the run's configuration names, else Tapereel's own on the tape.
+def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
+    """The agent that `name` is or names, else that of the run's configuration, else Tapereel's own on the tape.
 
     UsageError where none of these is there.
     """
-    told = name or recorded_settings(run).get(("agent",))
-    if isinstance(told, str):
-        return load_agent(told)
+    if isinstance(name, Agent):
+        return name
+    recorded = name or recorded_settings(run).get(("agent",))
+    if isinstance(recorded, str):
+        return load_agent(recorded)
     own = _own(identity) if identity is not None else None
     if own is not None:
         return own
