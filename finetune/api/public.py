@@ -24,11 +24,8 @@ from ...envs.environment import Environment
 from ...tapes.common.config import ConfigError, load_config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
+from .model_argument import Model, engine_settings
 from .run_handle import Run
-
-Model = str | Path | Sequence[str]
-"""A folder in Hugging Face format, litellm's name of a hosted model, or a list of answers: the k-th answers the k-th
-request of every episode."""
 
 
 def run(
@@ -135,19 +132,6 @@ def save_tiny_model(
     tiny_model(tokenizer, size, seed=seed, context=context).save_pretrained(folder)  # type: ignore[arg-type]
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def engine_settings(model: Model | None) -> list[str]:
-    """The settings `KEY=VALUE` of the engine that a `model` argument names; none for None."""
-    if model is None:
-        return []
-    if isinstance(model, str | Path):
-        kind = "embedded" if Path(model).is_dir() else "litellm"
-        return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
-    answers = list(model)
-    if not answers or not all(isinstance(text, str) for text in answers):
-        raise UsageError(f"model is {model!r:.80}: give a folder, a hosted model's name, or a list of answers (texts)")
-    return ["engine.kind=scripted", f"engine.answers={json.dumps(answers)}"]
 
 
 def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:

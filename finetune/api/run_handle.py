@@ -18,6 +18,7 @@ from ...tapes.store.books import Books
 from ...tapes.store.store import Store
 from ...tapes.store.verifier import Report, verify
 from ...tapes.value import Value
+from .model_argument import Model, engine_settings
 
 if TYPE_CHECKING:
     from ..inspect.reproducer import Reproduction
@@ -145,7 +146,7 @@ class Run:
         n: int = 1,
         agent: Agent | str | None = None,
         env: Callable[[], Environment[Any]] | str | None = None,
-        model: str | Sequence[str] | None = None,
+        model: Model | None = None,
         unverified: bool = False,
     ) -> list[Tape]:
         """Continue a recorded episode from a turn, `n` times, and record the continuations in this run.
@@ -155,7 +156,6 @@ class Run:
         recorded state; `unverified` continues nevertheless.
         """
         from ...agents.replay.branch_run import branch_run
-        from .public import engine_settings
 
         sets = [f"n={n}", *engine_settings(model)]
         name = tape if isinstance(tape, str) else tape.id
