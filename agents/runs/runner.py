@@ -140,11 +140,7 @@ async def _run(
     engine, publishes = await make_team(config.engine, config.players)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
-        known = _published(store)
-        for publish in publishes.values():
-            if publish.version not in known:
-                store.append_layer(publish)
-                known.add(publish.version)
+        store.record_weights(*publishes.values())
         attempts = _Attempts(config, setup, directory)
         try:
             await attempts.run(engine, progress)
@@ -289,7 +285,3 @@ def scores_of(
 
 def _label(task: Task, key: str) -> str:
     return str(task.public[key]) if isinstance(task.public, dict) and key in task.public else f"without {key}"
-
-
-def _published(store: Store) -> set[str]:
-    return {stored.record.version for stored in store.run_records("publish")}

@@ -1,8 +1,9 @@
-"""History: the line of updates that made a policy. Each is recorded, checkpointed and can be applied again.
+"""History: the sequence of updates that made a policy. Each is recorded, checkpointed and can be applied again.
 
-One lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
-updates. A `use` record says what update n trained on, and is durable before anything else may know of it. Resume loads
-the newest checkpoint and applies the recorded updates after it, from the tapes; so no update is lost or applied twice.
+A lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
+updates. A `use` record names the tokens that update n trained on; it is durable before an engine or a checkpoint has
+the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes, so
+no update is lost or applied twice.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class BrokenHistory(TapereelError, ValueError):
 
 
 class Differs(BrokenHistory):
-    """An update isn't what its record says."""
+    """An update that was applied again differs from its record."""
 
     def __init__(self, use: Use, field: str, sentence: str, *, recorded: Any = None, found: Any = None) -> None:
         super().__init__(f"lineage {use.lineage!r}: update {use.update} {sentence}")
@@ -52,7 +53,7 @@ class Differs(BrokenHistory):
 
 
 class GoneTape(BrokenHistory):
-    """A tape that an update trained on isn't in the run any more."""
+    """A tape that an update trained on is no longer in the run."""
 
     def __init__(self, use: Use, error: Exception) -> None:
         super().__init__(f"lineage {use.lineage!r}: update {use.update} can't be applied again: {error}")
@@ -75,8 +76,8 @@ class History:
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
-        """`model` has the base weights; `make_trainer(phase)` gives a fresh trainer of it for one phase. `keep`,
-        `keep_bytes`: as in `prune`."""
+        """model: with the base weights. make_trainer: from a phase to a fresh trainer of the model. keep, keep_bytes:
+        as in `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -87,48 +88,51 @@ class History:
         self.keep = keep
         self.keep_bytes = keep_bytes
         self.updates = 0
-        """Updates in the weights now."""
+        """The number of updates in the present weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
-        """Every tape with a token in the weights now, as the last update that trained on it read it."""
+        """Every tape that the present weights were trained on, with its content as the last update read it."""
         self.cursor = 0
-        """Groups of tasks begun in this phase: where the taskset goes on."""
+        """The number of groups begun in this phase: the position in the taskset."""
         self.scores: dict[int, float] = {}
-        """update -> how well its weights did, where somebody measured: the best checkpoint is kept."""
+        """update -> held-out reward of its weights, where it was measured; the best checkpoint is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.unrecorded: list[Use] = []
-        """What `restore` applied and the store doesn't have: epochs of the last update, cut off by death. Whoever goes
-        on must append them first."""
+        """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
+        The caller must append them before the next update."""
 
     @property
     def version(self) -> str:
-        """Name of the weights as they are now."""
+        """The name of the present weights."""
         return version_name(self.lineage, self.updates)
 
     def enter(self, phase: str) -> PolicyTrainer:
-        """The trainer of `phase`: the one at work, or a fresh one where another phase ran before."""
+        """The trainer of `phase`: the present one, or a fresh one at the begin of a phase."""
         if self.trainer is None or phase != self.phase:
             self.trainer, self.phase = self.make_trainer(phase), phase
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Rows and episode of a recorded tape, with all of its layers or as pinned."""
+        """Rows and episode of a recorded tape: with all of its present layers, or with its content as `pin` names
+        it."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
         return rows(found, renderer=self.renderer), episode_of(found)
 
     def batch(self, plan: Plan, source: Source) -> Batch:
-        """What `plan` trains on."""
+        """The batch of `plan`."""
         return plan.batch(self.lineage, source)
 
     def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
         """Apply one update to the weights: an optimiser step, or one for each mini-batch of each epoch.
 
-        Gives the account of all its steps together, and the records, one for each epoch, that must be durable before
-        anything else knows of it.
+        Returns the statistics over all steps, and a record for each epoch. The records must be durable before an engine
+        or a checkpoint gets the new weights: after a crash, tapes of a version without a record can't be explained.
         """
+        # The pin of a tape names the content that this update reads. Layers that a later process adds to the tape (a
+        # rescored reward, for example) don't change the update when it is applied again.
         pins: dict[str, Pin] = {}
 
         def noting(tape: str) -> tuple[list[Row], Episode]:
@@ -182,12 +186,18 @@ class History:
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
     def publish_record(self, mode: str) -> tuple[dict[str, Any], Publish]:
-        """(a copy of the weights, the record that names them)."""
+        """(a copy of the weights, their `publish` record)."""
         weights = copied_weights(self.model)
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
 
+    def record_version(self, mode: str) -> None:
+        """Record the present weights in the store, unless it has a record of this version."""
+        # The version is looked up first: the digest of the weights costs a copy of the model.
+        if self.version not in self.store.published:
+            self.store.append_layer(self.publish_record(mode)[1])
+
     def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
-        """Write the weights and the trainer's state; a pinned one is never deleted for a newer one."""
+        """Write the weights and the trainer's state. A pinned checkpoint is never deleted for newer ones."""
         state = {
             "lineage": self.lineage,
             "phase": self.phase,
@@ -214,7 +224,7 @@ class History:
         return made
 
     def settle(self) -> None:
-        """Make sure that the weights as they are now have a checkpoint that stays: a phase ends here."""
+        """At the end of a phase: make sure that the present weights have a checkpoint that is kept."""
         for found in checkpoints(self.directory):
             if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
                 return
@@ -227,10 +237,17 @@ class History:
         until: int | None = None,
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
     ) -> int:
-        """Bring the weights to the last recorded update: newest checkpoint, then the redo log. Gives how many updates
-        were applied again. BrokenHistory where the record doesn't allow it. `report` gets each of them."""
+        """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
+        again.
+
+        Returns the number of updates that were applied again; `report` gets each of them. until: only updates below
+        this one. BrokenHistory where a record and its update differ.
+        """
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
+        # A checkpoint ahead of the ledger has an update that no record explains, so it is not used. That can't come
+        # from a crash, since records are durable before the checkpoint; it comes from a store that was restored from a
+        # copy.
         usable = [c for c in checkpoints(self.directory) if c.state["lineage"] == self.lineage and c.update <= last]
         if usable:
             self._load(usable[-1])
@@ -241,7 +258,8 @@ class History:
         ]
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # Death between the records of its epochs: the update was never published, and is finished here.
+            # A crash between the records of an update's epochs: no engine got its weights, and the missing records are
+            # written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -256,33 +274,38 @@ class History:
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
         state = checkpoint.trainer_state()
+        # A trainer that draws random numbers must draw the same ones again.
         if "rng" in state:
             torch.set_rng_state(state["rng"])
         if checkpoint.state["phase"]:
             self.enter(checkpoint.state["phase"]).load_state_dict(state)
 
     def _check_published(self) -> None:
+        """BrokenHistory where the restored weights differ from those that were published under their version.
+
+        The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
+        weights under the same version, and tapes of both would count as of one policy.
+        """
         for stored in self.store.run_records("publish"):
             if stored.record.version == self.version:
                 found = weights_digest(copied_weights(self.model))
                 if found != stored.record.digest:
                     raise BrokenHistory(
                         f"version {self.version} was published with digest {stored.record.digest}; "
-                        f"restored, it has {found}: another machine, thread count or library version"
+                        f"the restored weights have {found}: the run was recorded on another machine or with "
+                        "another number of threads or version of a library, so resume it there"
                     )
-
-    @property
-    def published(self) -> set[str]:
-        """Versions that have a publish record."""
-        return {stored.record.version for stored in self.store.run_records("publish")}
 
 
 # The redo log: recorded updates, applied again
 
 
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
-    """Apply one update, recorded in `epochs`, to the history's weights; gives its account and its records as they are
-    made now. Differs or GoneTape where it isn't what was recorded."""
+    """Apply one update, recorded in `epochs`, to the history's weights; returns its statistics and its new records.
+
+    Differs or GoneTape where the update is not the recorded one. A record may lack its last epochs (a crash): the
+    epochs that are recorded are compared.
+    """
     use = epochs[0]
     if use.update != history.updates:
         raise BrokenHistory(
@@ -306,14 +329,15 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, use: Use) -> Source:
-    """Tapes with the content that they had for that update. ChangedTape where it isn't there any more."""
+    """The source of tapes with the content that the update read. ChangedTape where a tape lost it."""
     pins: Any = use.info.get("pins") or {}
     return lambda tape: history.from_store(tape, tuple(pins[tape]) if pins.get(tape) else None)
 
 
 @contextmanager
 def with_threads(recorded: int | None) -> Iterator[None]:
-    """With as many threads as then: sums in another order have other last bits."""
+    """Inside, torch has the recorded number of threads: it divides sums by threads, and sums in another order have
+    other last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(recorded or before)
     try:
@@ -323,7 +347,11 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The recipe's digest is asked last: a library that has given a term a new constant changes it, and no update."""
+    """The error with the recipe as its cause, where the recipe's digest differs too.
+
+    The digest alone is no error: a new version of the library that gives a term another constant changes the digest,
+    and may leave the update as it was.
+    """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
     if then.get("recipe") in (None, now.get("recipe")):
@@ -363,7 +391,7 @@ def _compare(use: Use, again: Use) -> None:
                 use,
                 field,
                 f"applied again {what}: the weights, a tape, the code or the configuration "
-                f"changed{_elsewhere(use, again)}",
+                f"changed{_differing_machine(use, again)}",
                 recorded=then,
                 found=now,
             )
@@ -377,7 +405,7 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Any, now: Any) -> str:
-    """What of torch and the machine is other than at the update; empty where all is the same."""
+    """The differences of torch and the machine between the update and now; empty without any."""
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
@@ -386,6 +414,6 @@ def elsewhere(then: Any, now: Any) -> str:
     return ", ".join(names)
 
 
-def _elsewhere(use: Use, again: Use) -> str:
+def _differing_machine(use: Use, again: Use) -> str:
     other = elsewhere(use.info.get("on"), again.info.get("on"))
     return f" (here is {other})" if other else ""

@@ -17,7 +17,7 @@ from ..trainer.updates import PolicyTrainer, UpdateStats
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, Any]:
-    """What the bits of an update depend on beside tapes and weights: the recipe, torch, and what it runs on."""
+    """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks."""
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)
@@ -36,13 +36,14 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 def items(rows: Sequence[Row], stats: UpdateStats) -> list[Item]:
-    """What each token's loss counted, as runs of equal weight inside a call; tokens of weight 0 took no part."""
+    """The weight of each token in the loss, as runs of equal weight inside a call; tokens of weight 0 are left out."""
     return weighed(rows, stats.stream, stats.weight)
 
 
 def left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
-    """The tokens of scored episodes that took no part: their group or they themselves were not selected, they are no RL
-    data, or the whole update was skipped. They had their turn, so they are accounted for with this update."""
+    """The tokens of scored episodes without a part in the loss: the recipe did not select them or their group, they are
+    no data for RL, or the whole update was skipped. No later update trains on them, so this update accounts for
+    them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

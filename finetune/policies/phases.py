@@ -1,7 +1,4 @@
-"""The trainers of a run, phase by phase: made from its settings alone, so that every process makes the same ones.
-
-Knows nothing of run directories, tapes and loops.
-"""
+"""The trainers of a run, one for each phase. Settings alone decide them, so every process makes the same trainers."""
 
 from __future__ import annotations
 
@@ -21,27 +18,27 @@ from ..trainer.trainer import Trainer
 
 
 def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
-    """What each phase trains by; `recipe` is the loop's. `sft-more`: imitation that goes on in the loop's place."""
+    """The recipe of each phase; `recipe` is the loop's. `sft-more`: more imitation in place of the loop (a control)."""
     sft = get_recipe("sft")
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
 
 Frozen = nn.Module | Literal["adapters-off"]
-"""A model that nothing changes: one of its own, or the one below the adapters of what is trained."""
+"""A reference model that no update changes: a copy, or the trained model with its adapters switched off."""
 
 
 def frozen(model: Any) -> Frozen:
-    """What a recipe may compare with: the model that the run begins with. Fresh adapters add nothing, so the model
-    below them is that one, and no copy is kept."""
+    """The model that the run begins with, for a recipe with a KL to it. Fresh adapters add nothing to the model below
+    them, so with adapters that model is the reference, and no copy is kept."""
     return "adapters-off" if hasattr(model, "disable_adapter") else copy.deepcopy(model).eval()
 
 
 @dataclass
 class Phases:
-    """What a run trains with."""
+    """Makes the trainers of a run."""
 
     model: Any
-    """With the base weights, when this is made; updates change it in place."""
+    """It must have the base weights when `Phases` is made: the reference is copied then. Updates change it in place."""
     loop: LoopConfig
     recipe: Recipe
     """Of the loop's updates."""
@@ -51,14 +48,14 @@ class Phases:
         self._reference: Frozen | None = frozen(self.model) if self.recipe.needs_reference else None
         if self.loop.critic is not None and not self.recipe.needs_value:
             raise BadRecipe(
-                f"recipe {self.recipe.name!r} takes no values, so that loop.critic would do nothing: leave "
-                "it out, or take a recipe with credit 'gae', as `ppo`"
+                f"recipe {self.recipe.name!r} takes no values, so loop.critic would do nothing: remove it, or choose "
+                "a recipe with credit 'gae', as `ppo`"
             )
         self._recipes = recipes_by_phase(self.recipe)
 
     def trainer(self, phase: str, work: Any = None, ranks: Ranks | None = None) -> Trainer:
-        """A fresh trainer of `phase` on the model as it is now. work: the model that is trained in its place, with the
-        same weights, where the ranks have one of their own."""
+        """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
+        its place, where each rank has its own (a sharded one, for example)."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work or self.model
@@ -84,7 +81,7 @@ class Phases:
         return self.loop.critic or CriticConfig()
 
     def _critic(self, work: Any, ranks: Ranks | None) -> CriticTrainer:
-        """A fresh critic on the policy as it is now: a resumed run makes the same one, then loads its weights."""
+        """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
         config = self._critic_config
         optimiser = config.optimiser
         critic = (
@@ -108,7 +105,7 @@ class Phases:
 
 
 def _memory(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """What the forward passes of a trainer keep, and in which dtype."""
+    """The settings of a trainer that trade memory for time and precision."""
     return {
         "autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
         "gradient_checkpointing": optimiser.gradient_checkpointing,

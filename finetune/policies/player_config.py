@@ -1,6 +1,6 @@
-"""Which models `train` may train, and the setting `players`: the other models in the episodes, trained or frozen.
+"""Which engines `train` can train, and the setting `players`: the other models in the episodes, trained or frozen.
 
-Knows nothing of torch: a configuration is checked without it.
+Doesn't import torch, so a configuration is checked without it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from .trainer_config import TrainerConfig
 TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig
 
 
-def kind(given: Any) -> str:
-    """Which engine is meant; the embedded one where nothing says so."""
-    return given.get("kind", "embedded") if isinstance(given, dict) else given.kind
+def kind(value: Any) -> str:
+    """The kind of an engine's settings; `embedded` by default."""
+    return value.get("kind", "embedded") if isinstance(value, dict) else value.kind
 
 
-def _trainable(given: Any) -> Any:
-    if (given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)) == "litellm":
+def _trainable(value: Any) -> Any:
+    if (value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)) == "litellm":
         raise ValueError(
-            "a hosted model can't be trained: its answers come without the ids that were sampled and "
-            "their log-probs, and its weights are not ours. Record it with `tapereel run` and imitate its "
-            "tapes with a model of yours: warm.tapes=RUN"
+            "a hosted model can't be trained: its answers come without token ids and log-probs, and its weights are "
+            "not accessible. Record it with `tapereel run`, and imitate its tapes with a model of yours: warm.tapes=RUN"
         )
-    return given
+    return value
 
 
 TrainedEngine = Annotated[
@@ -50,10 +49,10 @@ TrainedEngine = Annotated[
 
 
 class PlayerConfig(PartnerConfig):
-    """Another model in the episodes: it learns from them by `loop` as the run's own does, or is frozen."""
+    """Another model in the episodes: it learns by the settings of `loop`, as the run's own model does, or is frozen."""
 
     frozen: bool = False
-    """It stays as it is; what it says is context to those who learn. Any engine may be frozen."""
+    """The player isn't trained; its tokens are context to the others. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
     """In place of `loop.optimiser`."""
     trainer: TrainerConfig = TrainerConfig()
@@ -67,13 +66,13 @@ class PlayerConfig(PartnerConfig):
             raise ValueError("A frozen player isn't trained: remove `trainer` or set `frozen: false`.")
         if not self.frozen and not isinstance(self.engine, TrainedConfig):
             raise ValueError(
-                f"an engine of kind {self.engine.kind} has no weights here to be trained: set frozen to "
-                "true, or give a model folder (kind embedded)"
+                f"an engine of kind {self.engine.kind} has no weights that could be trained: set `frozen: true`, or "
+                "choose a model folder (kind embedded)"
             )
         return self
 
     def loop_of(self, loop: LoopConfig) -> LoopConfig:
-        """What it learns by."""
+        """The loop's settings with the player's own optimiser."""
         return loop if self.optimiser is None else loop.model_copy(update={"optimiser": self.optimiser})
 
 
@@ -81,26 +80,25 @@ Players = Annotated[dict[PlayerName, PlayerConfig], *Partners.__metadata__]  # t
 
 
 def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, warm: bool) -> None:
-    """ValueError where these settings don't go together."""
+    """ValueError where the players' settings contradict the loop's."""
     if not players:
         return
     if loop.agents is None:
         raise ValueError(
-            "with players beside it, the model of `engine` must know whom it learns as: name its own "
-            "agents in loop.agents"
+            "with players, loop.agents must name the agents of the model of `engine`: set loop.agents to their paths"
         )
     for name, player in players.items():
         both = sorted({*player.agents}.intersection(loop.agents))
         if both:
             raise ValueError(
-                f"{both[0]!r} is in loop.agents, so that `engine` speaks for it, and in players.{name}: "
-                "an agent has one model"
+                f"{both[0]!r} stands in loop.agents, so that `engine` speaks for it, and in players.{name}: an "
+                "agent has one model, so remove it from one of them"
             )
     if warm and not all(player.frozen for player in players.values()):
         raise ValueError(
-            "a warm start teaches the model of `engine` alone, and players that learn would begin behind: "
-            "imitate first, in a run for each model (loop.agents: its agents, loop.updates: 0, the others "
-            "frozen), and name the models that come out as engine.model and players.NAME.engine.model"
+            "a warm start teaches the model of `engine` alone, and players that learn would have fewer updates: "
+            "imitate first, in a run for each model (loop.agents: its agents, loop.updates: 0, the others frozen), "
+            "and name the resulting models as engine.model and players.NAME.engine.model"
         )
 
 

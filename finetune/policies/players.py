@@ -1,9 +1,9 @@
-"""Players: other policies that learn from the same episodes as the loop's own, each from the words of its agents.
+"""Players: other policies that learn from the same episodes as the loop's own, each from the tokens of its agents.
 
-Each has weights, a trainer and a history of its own in the loop's store, and makes one update from every batch that the
-loop takes. An update that the loop recorded and a player did not (the process died in between) is made up for from the
-loop's record, so all of them have the same number of updates. The loop's engine must sample for each player with the
-player's own weights (`TeamEngine`); what else samples in it is frozen.
+Each player has weights, a trainer and a history of its own in the loop's store, and makes one update from every batch
+of the loop. A crash between the loop's record and a player's leaves the player an update behind; the player makes that
+update from the loop's record, so all have the same number of updates. The loop's engine must sample for each player
+with the player's own weights (`TeamEngine`); all other models in that engine are frozen.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from ..trainer.trainer import UpdateStats
 
 
 class BadPlayers(TapereelError, ValueError):
-    """Agents that nobody or that two policies would train; says which."""
+    """Agents that no policy or two policies would train; names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """One more policy. Its agents' tokens are context to the others, as theirs are to it."""
+    """One more policy. Its agents' tokens are context to the other policies, and their tokens to it."""
 
     history: History
-    """Of a lineage of its own, in the loop's store; with a model, a trainer and a folder of checkpoints of its own."""
+    """Its history in the loop's store, with its own lineage, model, trainer and folder of checkpoints."""
     engine: TrainableEngine
-    """What samples for its agents; takes its weights."""
+    """The engine that samples for its agents and takes its weights."""
     agents: tuple[str, ...] = ()
-    """Paths of the agents that it speaks for."""
+    """Paths of its agents."""
     name: str = ""
-    """What its metrics are called by; empty: as its lineage."""
+    """Its name in metrics; empty: its lineage."""
 
     @property
     def called(self) -> str:
-        """Its name, or else its lineage."""
+        """Its name, or its lineage where it has none."""
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """What it makes of an update of the loop. Groups that were set aside are booked by the loop."""
+        """Its own plan for an update of the loop. The loop alone accounts for the flat groups (`aside`)."""
         return replace(plan, agents=self.agents, oldest=stale_before(self.history.updates, max_lag), aside=())
 
     def update(self, plan: Plan, source: Source, mode: str) -> tuple[UpdateStats, tuple[Use, ...], Any, Publish]:
-        """(account, records, copied weights, their record): one update beside the loop's. May run in a thread."""
+        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
+        in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
@@ -60,7 +61,10 @@ class Player:
         return player_metrics(self.called, stats)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
-        """Make the updates that `lineage` recorded and this history didn't."""
+        """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
+
+        Each is recorded before the engine gets its weights, as in the loop.
+        """
         for use in self.history.unrecorded:
             store.append_layer(use)
         self.history.unrecorded.clear()
@@ -89,21 +93,21 @@ def player_metrics(name: str, stats: UpdateStats) -> dict[str, Any]:
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
-    """BadPlayers where an agent is trained by two policies, or the loop's own are not named; BrokenHistory where a
-    player has learned what the loop did not."""
+    """BadPlayers where two policies train one agent, or the loop's own agents are not named; BrokenHistory where a
+    player has more updates than the loop."""
     if not players:
         return
     if agents is None:
         raise BadPlayers(
-            "with other players the loop must know whom it trains itself: name its own agents in loop.agents"
+            "with players, loop.agents must name the agents of the loop's own policy: set loop.agents to their paths"
         )
     every = [*agents, *(path for player in players for path in player.agents)]
     twice = sorted({path for path in every if every.count(path) > 1})
     if twice:
-        raise BadPlayers(f"{twice[0]!r} is trained by two policies: each agent has one")
+        raise BadPlayers(f"two policies train {twice[0]!r}: an agent has one policy, so remove it from one of them")
     for player in players:
         if player.history.lineage == lineage:
-            raise BadPlayers(f"a player has the loop's own lineage {lineage!r}: give each policy another")
+            raise BadPlayers(f"a player has the loop's own lineage {lineage!r}: give each policy its own lineage")
         if player.history.updates > updates:
             raise BrokenHistory(
                 f"lineage {player.history.lineage!r} has {player.history.updates} updates, the loop's "

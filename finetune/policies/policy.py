@@ -1,4 +1,4 @@
-"""A policy: weights that a run trains, and what samples with them. Knows nothing of episodes and of who else plays."""
+"""A policy: the weights that a run trains, and the engines that sample with them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class Policy:
     slots: int = 64
     capacity: int | None = None
     attention: Attention | None = None
-    """How the model computes its attention in training; None: as transformers chose."""
+    """The model's attention implementation in training; None: as transformers chose."""
     servers: Callable[[], Awaitable[RemoteEngine]] | None = None
-    """Connects to the servers that sample for the loop; None: an engine in this process does."""
+    """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
     def copy(self, version: str) -> EmbeddedEngine:
-        """An engine with a copy of the weights as they are now, which are called `version`."""
+        """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
+        model while the engine samples."""
         model = copying.deepcopy(self.model)
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))
@@ -50,7 +51,7 @@ class Policy:
         )
 
     async def sampler(self, version: str) -> EmbeddedEngine | RemoteEngine:
-        """The engine of the loop, with the weights as they are now."""
+        """The engine of the loop, with the present weights."""
         if self.servers is None:
             return self.copy(version)
         engine = await self.servers()
@@ -106,10 +107,10 @@ def sampling_attention(attention: Attention | None) -> Attention | None:
 
 
 def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:
-    """BrokenHistory where the run did not begin with weights of that digest; notes it in a new one's results."""
+    """BrokenHistory where the run began with weights of another digest. A new run's results get the digest."""
     begun = results.setdefault("base", digest)
     if begun != digest:
         raise BrokenHistory(
-            f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} "
-            "now: its updates don't apply to them"
+            f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} now, so the run's "
+            "updates don't apply to them: put the original model back"
         )

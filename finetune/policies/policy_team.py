@@ -1,8 +1,7 @@
 """Team: the models that speak in a run's episodes beside its own policy, trained or frozen (the setting `players`).
 
-Each that is trained has a lineage, checkpoints and a trainer of its own in the run directory, and makes one update from
-every batch of the loop. Frozen ones are engines that are made once, and serve the loop and the evaluations. How they
-learn is in `players.py`; when they are asked is the loop's business.
+Each trained player has a lineage, checkpoints and a trainer of its own in the run directory, and makes one update from
+every batch of the loop (`players.py`). Frozen players are engines that are made once, for the loop and the evaluations.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
 
 def lineage_of(lead: str, name: str) -> str:
-    """The lineage of the player called `name` in the run whose own policy has the lineage `lead`."""
+    """The lineage of the player `name` in a run whose own policy has the lineage `lead`."""
     return f"{lead}-{name}"
 
 
 class Team:
-    """The players of one run. Without any, everything here does nothing."""
+    """The players of one run; may be empty."""
 
     def __init__(self, players: Mapping[str, PlayerConfig] | None = None, *, seed: int = 0) -> None:
-        """Loads those that are trained."""
+        """Loads the models of the trained players."""
         self.players = dict(players or {})
         self.policies = {
             name: load_policy(cast(TrainedConfig, player.engine), player.trainer, seed)
@@ -49,12 +48,12 @@ class Team:
             if not player.frozen
         }
         self.histories: dict[str, History] = {}
-        """Of those that are trained; each model has its base weights until it is restored."""
+        """Of the trained players; each model has its base weights until `restore`."""
         self.frozen: dict[str, Made] = {}
-        """Inside `opened`."""
+        """The engines of the frozen players; empty outside of `opened`."""
 
     def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
-        """Give each that is trained its history in the run. BrokenHistory where it began with other weights."""
+        """Give each trained player its history in the run. BrokenHistory where it began with other weights."""
         for name, policy in self.policies.items():
             self._check_begun(run, name, weights_digest(policy.model.state_dict()))
             phases = Phases(policy.model, self.players[name].loop_of(loop), recipe, NO_WARM_START)
@@ -71,47 +70,45 @@ class Team:
         check_begun(own, digest, run.path, self.folder(name))
 
     def folder(self, name: str) -> str:
-        """The model that a player began with."""
+        """The folder of the model that a player began with."""
         return str(getattr(self.players[name].engine, "model", name))
 
     def restore(self, progress: Progress) -> tuple[int, dict[int, dict[str, Any]]]:
-        """Bring each to its last recorded update; gives how many were applied again, and the metrics of each."""
-        again, told = 0, dict[int, dict[str, Any]]()
+        """Bring each player to its last recorded update; returns how many updates were applied again, and the players'
+        metrics of each update."""
+        again, metrics = 0, dict[int, dict[str, Any]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
 
             def report(stats: UpdateStats, uses: Sequence[Use], name: str = name) -> None:
-                told.setdefault(uses[0].update + 1, {}).update(player_metrics(name, stats))
+                metrics.setdefault(uses[0].update + 1, {}).update(player_metrics(name, stats))
 
             again += history.restore(lambda done, of, say=say: progress(say, done, of, ""), report=report)
-            if history.updates == 0 and history.version not in history.published:
-                history.store.append_layer(history.publish_record("base")[1])
-        return again, told
+            if history.updates == 0:
+                history.record_version("base")
+        return again, metrics
 
     def behind(self, updates: int) -> bool:
-        """Whether one lacks updates that the loop's policy has, which is at `updates`."""
+        """Whether a player has fewer updates than the loop's policy, which has `updates`."""
         return any(history.updates < updates or history.unrecorded for history in self.histories.values())
 
     def settle(self) -> None:
-        """See that the weights of each have a checkpoint that stays."""
+        """Make sure that the present weights of each player have a checkpoint that is kept."""
         for history in self.histories.values():
             history.settle()
 
     @asynccontextmanager
     async def opened(self, run: RunDir) -> AsyncIterator[None]:
-        """Inside, the frozen ones answer; the run says what they sample from."""
+        """Inside, the frozen players answer; the run records their weights."""
+        # Making an embedded engine sets torch's threads for the whole process; the run's own number must hold.
         threads = torch.get_num_threads()
         self.frozen = await make_partners({name: one for name, one in self.players.items() if one.frozen})
         torch.set_num_threads(threads)
         try:
-            published = {stored.record.version for stored in run.store.run_records("publish")}
             for name, made in self.frozen.items():
-                if made.publish is None:
-                    continue
-                self._check_begun(run, name, made.publish.digest)
-                if made.publish.version not in published:
-                    run.store.append_layer(made.publish)
-                    published.add(made.publish.version)
+                if made.publish is not None:
+                    self._check_begun(run, name, made.publish.digest)
+                    run.store.record_weights(made.publish)
             yield
         finally:
             frozen, self.frozen = self.frozen, {}
@@ -119,14 +116,14 @@ class Team:
                 await made.engine.close()
 
     def measuring(self, lead: TrainableEngine) -> TrainableEngine:
-        """`lead` and the others, each with the weights that it has now."""
-        return self._seated(
+        """A team of `lead` and the players, each with a copy of its present weights."""
+        return self._team_with(
             lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
         )
 
     async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
-        """(`lead` and the others, as the loop samples; those who learn). Closing the engine closes all but the frozen
-        ones."""
+        """(a team of `lead` and the players, as the loop samples; the trained players). Closing the team closes all
+        engines but the frozen ones, which evaluations use too."""
         own: dict[str, Engine] = {}
         players: list[Player] = []
         try:
@@ -134,16 +131,14 @@ class Team:
                 history = self.histories[name]
                 engine = await policy.sampler(history.version)
                 own[name] = engine
-                _, publish = history.publish_record("start")
-                if publish.version not in history.published:
-                    history.store.append_layer(publish)
+                history.record_version("start")
                 players.append(Player(history=history, engine=engine, agents=self.players[name].agents, name=name))
-            return self._seated(lead, own), players
+            return self._team_with(lead, own), players
         except BaseException:
             for engine in own.values():
                 await engine.close()
             raise
 
-    def _seated(self, lead: TrainableEngine, own: Mapping[str, Engine]) -> TrainableEngine:
+    def _team_with(self, lead: TrainableEngine, own: Mapping[str, Engine]) -> TrainableEngine:
         frozen = {name: made.engine for name, made in self.frozen.items()}
         return team_of(lead, self.players, {**own, **frozen}, lent=frozen)

@@ -192,7 +192,6 @@ class Demo:
     def _work(self, directory: RunDir) -> None:
         self._setup(directory)
         self._demonstrate()
-        self.training.shown = self.demo_order
         self.training.restore()
         if self.training.history.updates == 0 and not self.config.warm.updates:
             self.training.history.settle()  # the controls begin here too

@@ -1,7 +1,7 @@
-"""Which task comes next in a training run: each in turn, or by how hard another run's tapes found them.
+"""The order of tasks in a training run: in turn, or by how hard another run's tapes found them (a curriculum).
 
-The rates that a run begins with are kept in its results, so one that died goes on with the tasks that it would have
-had, whatever became of the tapes. Knows nothing of models or updates.
+The run's results keep the rates that it began with, so a resumed run draws the same tasks, even if those tapes are
+gone.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ RATES = "task_rates"
 
 
 class CurriculumConfig(Config):
-    """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed, new where nobody tried."""
+    """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed; new without any attempt."""
 
     tapes: str
     """A run directory: its attempts at these tasks are counted once, when training begins."""
     success: float = 1.0
     """The least reward of an attempt that passed."""
     easy: float = Field(default=EASY, ge=0, le=1)
-    """Tasks that more of the attempts passed are easy."""
+    """A task of which a larger share of attempts passed is easy."""
     hard: float = Field(default=HARD, ge=0, le=1)
-    """Tasks that fewer of the attempts passed are hard."""
+    """A task of which a smaller share of attempts passed is hard."""
     weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
-    """How often each pool is drawn from; one that is empty gives its share to the others."""
+    """How often each pool is drawn from, relative to the others; an empty pool gives its share to the others."""
 
 
 def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """Task hash -> [passed, tried] of those tasks, in the run that is named. UsageError where it tried none of them."""
+    """Task hash -> [passed, tried] of these tasks in the run `config.tapes`. UsageError where it tried none of them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: [found[task.hash].passed, found[task.hash].tried] for task in tasks if task.hash in found}
     if not rates:
         raise UsageError(
             f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
-            "train on, so nothing tells how hard they are; record some with `tapereel run`"
+            "train on, so their difficulty is unknown: record some with `tapereel run`"
         )
     return rates
 
@@ -53,7 +53,7 @@ def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[
 def drawn(
     config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, Any], seed: int
 ) -> Callable[[int], Task]:
-    """The task of group k. UsageError where the weights or bounds leave nothing to draw from."""
+    """A function from k to the task of group k. UsageError where the weights or bounds leave no task to draw."""
     measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
     try:
         parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)

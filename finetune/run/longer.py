@@ -1,8 +1,9 @@
-"""Longer: a run that goes on for more updates than it was begun with.
+"""Makes a run longer: `--resume` with a larger `loop.updates`.
 
-The recorded updates stay what they are, so `loop.updates` is all that may change, and no schedule is stretched: its
-`total` is a setting of its own, by which the recorded rates were. What was measured at the earlier end belongs to the
-weights of that moment. It goes among the evaluations, and the new end is measured anew, under a split of its own.
+The recorded updates stay as they are, so no other setting may change. No learning-rate schedule is stretched: its
+`total` is a setting of its own, and the recorded learning rates follow from it. The evaluation at the earlier end
+belongs to the weights of that update: it moves to `evaluations`, and the new end gets an evaluation and a split of its
+own.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from ..policies.player_config import PlayerConfig
 
 UPDATES = "loop.updates"
 LENGTHS = "lengths"
-"""In a run's results: how long it was to be before, and how many updates of the loop were done when that changed."""
+"""Key in a run's results: each earlier `loop.updates`, and how many updates of the loop were done at the change."""
 
 
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig] | None = None) -> Change:
-    """What `open_run` asks where a run goes on with another `loop.updates`; `loop` has the new one. warm: updates ahead
-    of the loop."""
+    """The change of `loop.updates` for `open_run`. loop: with the new value. warm: the updates before the loop."""
     optimisers = dict(_optimisers(loop, players or {}))
 
     def change(run: RunDir, then: int, now: int) -> str:
         done = max(run.store.ledger(run.results["lineage"]).next_update - warm, 0)
         if now < done:
             raise UsageError(
-                f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: give "
-                f"{done} or more, or take the checkpoint of an earlier update"
+                f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: set it to "
+                f"{done} or more, or use the checkpoint of an earlier update"
             )
         if now > then:
             for name, optimiser in optimisers.items():
                 _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
-        _set_end_aside(run.results, done)
+        _move_end(run.results, done)
         lengths = run.results.setdefault(LENGTHS, [])
         if (entry := {"updates": then, "done": done}) not in lengths[-1:]:
             lengths.append(entry)
@@ -45,7 +45,8 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
 
 
 def end_name(results: Mapping[str, Any], updates: int) -> str:
-    """What the evaluation at the end is called: `after`, or with the update where the run came to an end before."""
+    """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end. Two
+    ends must not share a split."""
     ended = any(one["done"] >= one["updates"] for one in results.get(LENGTHS, ()))
     return f"after-{updates:06d}" if ended else "after"
 
@@ -65,12 +66,12 @@ def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, s
         return
     raise UsageError(
         f"{name}.schedule is {schedule.kind} and ends at 0 after {schedule.total} optimiser steps, so the last of the "
-        f"updates {then + 1} to {now} would change nothing; it stays what the recorded updates were made by. Give no "
-        f"more than {schedule.total // steps if schedule.total else then} updates, or begin another run with the model "
-        "of the last checkpoint (its hf/ as engine.model) and a schedule of its own"
+        f"updates {then + 1} to {now} would change nothing. The schedule can't change, since the recorded updates "
+        f"follow it: set loop.updates to at most {schedule.total // steps if schedule.total else then}, or begin "
+        "another run with the model of the last checkpoint (its hf/ as engine.model) and a schedule of its own"
     )
 
 
-def _set_end_aside(results: dict[str, Any], done: int) -> None:
+def _move_end(results: dict[str, Any], done: int) -> None:
     if (found := results.pop("after", None)) is not None:
         results.setdefault("evaluations", {})[str(done)] = found

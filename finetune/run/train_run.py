@@ -1,8 +1,8 @@
-"""`train`: the async loop on any agent, environment, tasks and model, in one run directory.
+"""`train`: the asynchronous loop on any agent, environment, tasks and model, in one run directory.
 
-Imitation of another run's tapes where it is asked for, then rollouts and updates side by side, with evaluations on
-held-out tasks before, between and after. A run that was killed goes on where it was: recorded updates are applied again
-from the tapes, and rollouts that are on tape are used. One that came to its end goes on where it is made longer.
+A warm start on another run's tapes comes first where it is configured. Then rollouts and updates run side by side, with
+evaluations on held-out tasks before, between and after. A run that was killed resumes: recorded updates are applied
+again from the tapes, and recorded rollouts are used. A finished run continues where `loop.updates` is raised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import Field, JsonValue, model_validator
 
+from ...agents import Engine
 from ...agents.runs.pass_at_k import check_k
 from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together, threads_of
@@ -56,14 +57,14 @@ except ModuleNotFoundError as error:
 
 
 class EvaluationConfig(Config):
-    """Held-out tasks, and when and how the policy is measured on them. Measuring changes no state of training."""
+    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation changes no state of training."""
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the tasks that is held out, chosen by task hash; 0: none, and nothing is measured."""
+    """Share of the tasks that is held out, chosen by task hash; 0: no held-out tasks and no evaluation."""
     tasks: str | tuple[JsonValue, ...] | None = None
-    """Held-out tasks of their own, in place of a fraction; none of them may be among those trained on."""
+    """Held-out tasks in place of a fraction; none of them may be a task to train on."""
     task_row: str | None = None
-    """As `task_row` of the tasks to train on, for the rows of `tasks` here."""
+    """As `task_row` of the tasks to train on, for the rows of `evaluation.tasks`."""
     limit: int | None = Field(default=256, ge=1)
     """Held-out tasks of one evaluation; None for all."""
     every: int | None = Field(default=10, ge=1)
@@ -71,7 +72,7 @@ class EvaluationConfig(Config):
     sampling: Sampling | None = None
     """None: as the loop samples."""
     greedy: bool = False
-    """Measure at temperature 0 as well."""
+    """Evaluate at temperature 0 as well."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes in flight."""
     attempts: int = Field(default=1, ge=1)
@@ -81,8 +82,8 @@ class EvaluationConfig(Config):
     success: float = 1.0
     """The least reward of a success."""
     engine: MeasuredBy | None = None
-    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: that of the loop, whose
-    next weights wait until these are measured. None: the loop's where servers sample for it, else its own."""
+    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: the loop's engine, which
+    gets its next weights after the evaluation. None: `loop` with servers, else `own`."""
 
     @model_validator(mode="after")
     def _enough(self) -> EvaluationConfig:
@@ -94,7 +95,7 @@ class ImitationConfig(WarmStartConfig):
     """A warm start on the tapes of another run."""
 
     tapes: str
-    """Its run directory. The tapes are copied, so it isn't needed again."""
+    """The other run's directory. The tapes are copied, so it isn't needed again."""
     split: str | None = None
     """Only tapes of this split; None: `train` and `demo`."""
     min_reward: float | None = None
@@ -105,22 +106,22 @@ class TrainConfig(Setup):
     """What to train, on what, and how."""
 
     engine: TrainedEngine
-    """The model, which is trained, and how it is sampled: embedded, or by servers that take its weights."""
+    """The model to train, and the engine that samples with it: embedded, or servers that take its weights."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how the model is trained."""
     seed: int = 0
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
-    """Other models in the episodes, by names of your choice: each learns as its agents, or is frozen. The model of
-    `engine` learns as those in `loop.agents`, and speaks for everybody whom no player has."""
+    """Other models in the episodes, by names of your choice: each learns from the tokens of its agents, or is frozen.
+    The model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
-    """Draw tasks by how hard they are; None: each in turn."""
+    """Draw tasks by their difficulty; None: each in turn."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
-    """Of a run that `accelerate launch` or `torchrun` started several times over; without them it says nothing."""
+    """Multi-process settings; ignored unless started by `accelerate launch` or `torchrun`."""
     trackers: tuple[TrackerName, ...] = ()
-    """Draw the metrics there too; metrics.jsonl is always written."""
+    """Send the metrics to these trackers too; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
@@ -140,32 +141,32 @@ class TrainConfig(Setup):
 
 
 class PlayerSummary(Value):
-    """What became of another model in the episodes."""
+    """The result of another model in the episodes."""
 
     agents: tuple[str, ...]
     lineage: str | None
-    """None: it was frozen."""
+    """None for a frozen model."""
     updates: int
     model: str | None
-    """The folder with the trained model, or with the frozen one; None where the engine has no folder."""
+    """The folder with the model; None where the engine has no folder."""
 
 
 class TrainSummary(Value):
-    """What a training run came to."""
+    """The results of a training run."""
 
     run: str
     lineage: str
     recipe: str
     updates: int
-    """Of the loop; those of the warm start are not counted."""
+    """Updates of the loop, without those of the warm start."""
     reward: dict[str, float | None]
     """Mean reward of the loop's `first` and `last` five updates."""
     agents: dict[str, dict[str, float | None]]
-    """The same for each agent that is compared with itself (`loop.by_agent`), by path."""
+    """The same for each agent with its own reward (`loop.by_agent`), by path."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks; `every`:
-    {update: mean reward}. None where nothing was measured."""
+    {update: mean reward}. None without an evaluation."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -215,11 +216,12 @@ def train_training(
     env: Any = None,
     train_tasks: Sequence[Task] = (),
     held_out: Sequence[Task] = (),
+    draw: Callable[[int], Task] | None = None,
     progress: Progress = silent,
     processes: Processes | None = None,
 ) -> Training:
-    """All that trains in a run, with the base weights; without agent, environment and tasks it can only go over what is
-    recorded. `policy` and `team`: the models that the configuration names, where they are loaded already."""
+    """The parts of a training run, with the base weights. Without agent, environment and tasks they can only apply
+    recorded updates. policy, team: the configuration's models, where they are loaded already. draw: the curriculum."""
     evaluation = config.evaluation
     sampled = evaluation.sampling or config.loop.sampling
     every = {"sampled": sampled}
@@ -242,6 +244,7 @@ def train_training(
         success=evaluation.success,
         seed=config.seed,
         progress=progress,
+        draw=draw,
         processes=processes,
         team=team or Team(config.players, seed=config.seed),
         measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
@@ -249,19 +252,20 @@ def train_training(
 
 
 class _Run:
-    """Everything that the configuration names, loaded ahead of the run directory."""
+    """Everything that the configuration names, loaded before the run directory is made: what can't be loaded must leave
+    no directory behind."""
 
     def __init__(self, config: TrainConfig, setup: LoadedSetup, out: Path, progress: Progress, ranks: Ranks) -> None:
         self.config, self.out, self.progress = config, out, progress
         self.setup = setup
-        self.train_tasks, self.held_out = _divide(self.setup.tasks, config.evaluation)
+        self.train_tasks, self.held_out = _split_tasks(self.setup.tasks, config.evaluation)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
             raise UsageError(
-                "several processes compute the updates of one policy, and players that learn have theirs "
-                "computed by one: start a single process, or set players.NAME.frozen"
+                "several processes compute the updates of one policy only, and players that learn need updates too: "
+                "start a single process, or set players.NAME.frozen"
             )
         self.policy = load_policy(config.engine, config.trainer, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
@@ -270,7 +274,7 @@ class _Run:
         self.rates: dict[str, list[int]] | None = None
 
     def lead(self, resume: bool) -> TrainSummary:
-        """All that one process does alone, and rank 0 of several."""
+        """The whole run, on rank 0; other ranks only compute shares of its updates."""
         if not (self.out / CONFIG).exists():
             self.tapes_to_imitate()
             if self.config.curriculum is not None:
@@ -306,6 +310,7 @@ class _Run:
         return self.summary(directory)
 
     def work(self, directory: RunDir) -> None:
+        """Restore, then the warm start, then the loop with its evaluations."""
         self._same_model(directory)
         self.training = training = train_training(
             self.config,
@@ -317,16 +322,16 @@ class _Run:
             train_tasks=self.train_tasks,
             held_out=self.held_out,
             progress=self.progress,
+            draw=self._drawn(directory),
             processes=self.processes,
         )
-        tapes = training.shown = self._imitated(directory)
-        training.draw = self._drawn(directory)
+        tapes = self._imitated(directory)
         training.restore()
         training.imitate(tapes, training.history.from_store)
         run_async(self._improve(directory))
 
     def _drawn(self, directory: RunDir) -> Callable[[int], Task] | None:
-        """How the curriculum draws: by the rates that the run began with."""
+        """The curriculum's draw, by the rates that the run began with; None without a curriculum."""
         config = self.config.curriculum
         if config is None:
             return None
@@ -348,8 +353,8 @@ class _Run:
         tapes = choose(warm.tapes, self.policy.renderer, split=warm.split, min_reward=warm.min_reward)
         if len(tapes) < warm.batch:
             raise UsageError(
-                f"{warm.tapes} has {len(tapes)} tapes to imitate, warm.batch is {warm.batch}: record "
-                "more, or make the batch smaller"
+                f"{warm.tapes} has {len(tapes)} tapes to imitate, and warm.batch is {warm.batch}: record more, or "
+                "lower warm.batch"
             )
         return tapes
 
@@ -392,8 +397,8 @@ class _Run:
             lineage=results["lineage"],
             recipe=self.recipe.name,
             updates=history.updates - self.training.warm.updates,
-            reward=_ends(lines, "reward"),
-            agents={path: _ends(lines, f"reward/{path}") for path in self.training.trained},
+            reward=_first_and_last(lines, "reward"),
+            agents={path: _first_and_last(lines, f"reward/{path}") for path in self.training.trained},
             players={name: self._player(name) for name in self.config.players},
             held_out=_held_out(results),
             seconds=results["seconds"],
@@ -415,9 +420,12 @@ class _Run:
 
 
 class _Evaluations:
-    """Evaluations beside the loop. Each has an engine of its own, with a copy of the weights of its moment, so training
-    goes on meanwhile and is not touched; or the loop's, whose next weights wait for it. One that a kill cut off is not
-    made up for: its weights are gone."""
+    """Evaluations beside the loop, one at a time.
+
+    Each has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
+    engine, which gets its next weights after the evaluation. An evaluation that a crash cut off is not repeated: its
+    weights are gone.
+    """
 
     def __init__(self, training: Training, every: int | None) -> None:
         self.training, self.every = training, every
@@ -429,9 +437,11 @@ class _Evaluations:
             shared = self.training.measured_by == "loop"
             engine = None if shared else self.training.engine(self.training.history)
             self.last = asyncio.create_task(self._measure(self.last, engine, done))
-            self.training.measurement = self.last if shared else None
+            self.training.keep_weights_for(self.last if shared else None)
 
-    async def _measure(self, before: asyncio.Task[None] | None, own: Any, update: int) -> None:
+    async def _measure(self, before: asyncio.Task[None] | None, own: Engine | None, update: int) -> None:
+        # `own` was copied at the update, in the event loop; a copy that is made after this wait would be of later
+        # weights.
         if before is not None:
             await before
         run = self.training.run
@@ -443,25 +453,25 @@ class _Evaluations:
         run.save()
 
     async def finish(self) -> None:
-        """Wait for the last one."""
+        """Wait for the last evaluation."""
         if self.last is not None:
             await self.last
 
     async def stop(self) -> None:
-        """Cancel what runs; its episodes are closed as cancelled."""
+        """Cancel the present evaluation; its episodes are closed as cancelled."""
         if self.last is not None:
             self.last.cancel()
             await asyncio.gather(self.last, return_exceptions=True)
 
 
-def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), which have none in common."""
+def _split_tasks(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+    """(tasks to train on, held-out tasks), with no task in both."""
     if config.tasks is not None:
         held_out = load_tasks(config.tasks, config.task_row)
         common = overlap(tasks, held_out)
         if common:
             raise UsageError(
-                f"{common} of the {len(held_out)} held-out tasks are among those trained on: hold out others"
+                f"{common} of the {len(held_out)} held-out tasks are tasks to train on too: hold out others"
             )
         train = tasks
     elif config.fraction:
@@ -469,8 +479,7 @@ def _divide(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], S
         if not len(train) or not len(held_out):
             raise UsageError(
                 f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
-                f"train on and {len(held_out)} to measure: give more tasks, another fraction, or 0 for "
-                "no evaluation"
+                f"train on and {len(held_out)} to evaluate: give more tasks, another fraction, or 0 for no evaluation"
             )
     else:
         return list(tasks), []
@@ -493,7 +502,7 @@ def _model(history: History) -> str:
     return str(history.directory / f"update-{history.updates:06d}" / "hf")
 
 
-def _ends(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
+def _first_and_last(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
     values = [line[key] for line in lines if line.get(key) is not None]
     return {"first": _mean(values[:5]), "last": _mean(values[-5:])}
 

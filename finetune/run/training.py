@@ -1,8 +1,8 @@
-"""Training: what every training run does in its run directory, whoever chose the agent, the tasks and the model.
+"""Training in one run directory: the parts that `train` and the demo share, for any agent, tasks and model.
 
-It holds the parts together: a history of updates in the store, engines with its weights, the loop, and evaluations on
-held-out tasks. Each method finds out from the directory what is done already. In what order they are called, and what
-is imitated, is the business of the caller (`demo.py`, `train.py`).
+It holds a history of updates in the store, engines with its weights, the loop, and evaluations on held-out tasks. Each
+method reads in the directory what an earlier process has done, and does the rest. The caller chooses the order of the
+methods and the tapes to imitate (`train_run.py`, `demonstrations.py`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ..trainer.trainer import UpdateStats
 from .longer import end_name
 
 MeasuredBy = Literal["own", "loop"]
-"""Which engine samples on held-out tasks: one with a copy of the weights, or the loop's."""
+"""The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
 
 
 @asynccontextmanager
 async def closing(engine: Engine) -> AsyncIterator[Engine]:
-    """The engine, closed behind it."""
+    """Closes the engine at the end."""
     try:
         yield engine
     finally:
@@ -55,28 +55,28 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
 
 
 def new_results() -> dict[str, Any]:
-    """What a run's results begin with: a lineage that no other run has."""
+    """The results of a new run: a lineage of its own, so that its versions of weights have names of their own."""
     return {"lineage": secrets.token_hex(4)}
 
 
 @dataclass
 class Training:
-    """One run directory at work. Torch's threads are the caller's choice."""
+    """A training run in its run directory. The caller sets the number of torch threads."""
 
     run: RunDir
     policy: Policy
-    """With the base weights; updates change them in place."""
+    """It must have the base weights; updates change them in place."""
     agent: Agent
     env: Callable[[], Environment[Any]]
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
     loop: LoopConfig
     recipe: Recipe
-    """Of the loop's updates."""
+    """The recipe of the loop's updates."""
     warm: WarmStartConfig = NO_WARM_START
     """Imitation before the loop."""
     evaluations: Mapping[str, Sampling] = field(default_factory=dict)
-    """name -> how an evaluation of that name samples."""
+    """Name of an evaluation -> its sampling."""
     attempts: int = 1
     """Episodes of each held-out task in an evaluation."""
     k: tuple[int, ...] = ()
@@ -87,19 +87,19 @@ class Training:
     """Episodes of an evaluation in flight."""
     seed: int = 0
     progress: Progress = silent
-    shown: Sequence[str] = ()
-    """Tapes in the run that the loop may imitate beside its rollouts."""
     processes: Processes | None = None
-    """The processes that compute its updates; None: this one alone."""
+    """The processes that compute the updates; None: this process alone."""
     draw: Callable[[int], Task] | None = None
-    """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that follows from the seed."""
+    """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that the seed decides."""
     team: Team = field(default_factory=Team)
     """The other models in its episodes."""
     measured_by: MeasuredBy = "own"
-    at_work: Loop | None = field(default=None, init=False)
+    _shown: Sequence[str] = field(default=(), init=False)
+    """Tapes in the run that the loop may imitate beside its rollouts."""
+    _loop: Loop | None = field(default=None, init=False)
     """The loop, while it runs."""
-    measurement: asyncio.Task[None] | None = field(default=None, init=False)
-    """By the loop's engine: its weights stay as they are until this is done."""
+    _measurement: asyncio.Task[None] | None = field(default=None, init=False)
+    """The present evaluation with the loop's engine."""
 
     def __post_init__(self) -> None:
         check_recipe(self.loop, self.recipe)
@@ -111,40 +111,41 @@ class Training:
 
     @property
     def model(self) -> Any:
-        """Of the policy."""
+        """The policy's model."""
         return self.policy.model
 
     @property
     def tokenizer(self) -> Any:
-        """Of the policy."""
+        """The policy's tokenizer."""
         return self.policy.tokenizer
 
     @property
     def renderer(self) -> Any:
-        """Of the policy."""
+        """The policy's renderer."""
         return self.policy.renderer
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
-        """The history of `lineage` in `store`, checkpointed under `out`."""
+        """The history of `lineage` in `store`, with its checkpoints under `out`."""
         assert self.processes is not None
         write_recipes(out, recipes_by_phase(self.recipe))
         return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
 
     def engine(self, history: History) -> Engine:
-        """An engine with a copy of the weights as they are now, those of the team included."""
+        """An engine with a copy of the present weights, the players' included."""
         return self.team.measuring(self.policy.copy(history.version))
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
-        """An engine with the weights as they are now, by which they are measured: the loop's, or one for this alone."""
-        if self.measured_by == "loop" and self.at_work is not None:
-            yield self.at_work.engine
+        """An engine with the present weights, for an evaluation: the loop's engine, or one that is closed at the
+        end."""
+        if self.measured_by == "loop" and self._loop is not None:
+            yield self._loop.engine
             return
         async with closing(self.engine(self.history) if self.measured_by == "own" else await self._sampling()) as one:
             yield one
 
     async def _sampling(self) -> Engine:
-        """As the loop samples, outside of it."""
+        """An engine of the kind that the loop uses, for evaluations before and after the loop."""
         engine = await self.policy.sampler(self.history.version)
         try:
             return (await self.team.playing(engine))[0]
@@ -152,18 +153,27 @@ class Training:
             await engine.close()
             raise
 
+    def keep_weights_for(self, measurement: asyncio.Task[None] | None) -> None:
+        """Keep the weights of the loop's engine until `measurement` is done: `settled` waits for it."""
+        self._measurement = measurement
+
     async def settled(self) -> None:
-        """Once no measurement needs the weights that the loop's engine has."""
-        if self.measurement is not None:
-            await self.measurement
+        """Wait until no evaluation needs the present weights of the loop's engine. New weights in mid-evaluation would
+        mix two versions in one score."""
+        if self._measurement is not None:
+            await self._measurement
 
     def restore(self) -> None:
-        """Bring the weights to the last recorded update, and metrics.jsonl to one line for each."""
+        """Bring the weights to the last recorded update, and metrics.jsonl to one line for each update.
+
+        The record of an update becomes durable before its line of metrics is written, without fsync. After a crash, a
+        recorded update may lack its line, and a line may be there without its recorded update; both are mended here.
+        """
         lines = read_metrics(self.run.path / METRICS)
-        told = {line["update"] for line in lines if line.get("phase") != "evaluation"}
+        reported = {line["update"] for line in lines if line.get("phase") != "evaluation"}
 
         def report(stats: UpdateStats, uses: Sequence[Use]) -> None:
-            if (update := uses[0].update + 1) not in told:
+            if (update := uses[0].update + 1) not in reported:
                 self.run.metrics({**self._line(stats, uses), **others.get(update, {})})
 
         with self.run.timed("restore"):
@@ -171,21 +181,21 @@ class Training:
             again += self.history.restore(
                 lambda done, of: self.progress("re-applying recorded updates", done, of, ""), report=report
             )
-        # A line may be on the disk whose update is not: that update is made anew, and tells again.
+        # A line without a recorded update: the update is made anew and writes its own line, so this one goes.
         drop_metrics(
             self.run.path / METRICS,
             lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates,
         )
-        if self.history.updates == 0 and self.history.version not in self.history.published:
-            # Pins the base weights: what a later reader re-derives starts from these.
-            self.history.store.append_layer(self.history.publish_record("base")[1])
+        if self.history.updates == 0:
+            # The digest of the base weights: `reproduce` checks that it derives all later weights from the same ones.
+            self.history.record_version("base")
         self.note_scores()
         if again:
             self.run.results["reapplied"] = self.run.results.get("reapplied", 0) + again
             self.run.save()
 
     def note_scores(self) -> None:
-        """Tell the history how well its versions did on held-out tasks, so that the best one's checkpoint stays."""
+        """Give the histories the held-out rewards of their versions, so that the best checkpoint is kept."""
         for update, found in self.run.results.get("evaluations", {}).items():
             mean = found.get("sampled", {}).get("mean")
             if mean is None:
@@ -201,8 +211,9 @@ class Training:
         return rollout_line(stats, uses, tapes, None) | reward_by_agent(stats.stream)
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
-        """The warm start's updates that are not done yet, on these tapes: the same ones, in the same order, at every
-        call."""
+        """Make the warm start's missing updates on these tapes. Every process must pass the same tapes in the same
+        order. The loop may imitate them too (`loop.demonstrations`)."""
+        self._shown = tapes
         target = self.warm.updates
         if self.history.updates >= target:
             if target and self.history.updates == target:
@@ -229,7 +240,8 @@ class Training:
         self.run.save()
 
     async def before(self) -> None:
-        """Evaluate ahead of the loop; where the loop has begun without it, the result is None."""
+        """Evaluate before the loop. The result is None where the loop has begun without an evaluation, since the
+        weights of that moment are gone."""
         results = self.run.results
         if self.history.updates == self.warm.updates and "before" not in results:
             async with self.measuring() as engine:
@@ -240,7 +252,7 @@ class Training:
 
     @property
     def end(self) -> str:
-        """What the evaluation at the end is called in the splits of its tapes, `eval-{end}-{how}`."""
+        """The name of the evaluation at the end in the splits of its tapes, `eval-{end}-{name}`."""
         return end_name(self.run.results, self.loop.updates)
 
     async def after(self) -> None:
@@ -252,9 +264,10 @@ class Training:
         self.run.save()
 
     async def improve(self, on_update: Callable[[UpdateReport], None] = lambda update: None) -> None:
-        """The loop's updates that are not done yet. `on_update` is called between two updates, in the event loop."""
+        """Make the loop's missing updates. `on_update` is called between two updates, in the event loop."""
         start, results = self.warm.updates, self.run.results
         if self.history.updates >= start + self.loop.updates:
+            # All updates are made, but a crash may have cut off their last records, or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
                 await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
             self.history.settle()
@@ -282,16 +295,15 @@ class Training:
         start: int,
         stop: Callable[[], bool] = lambda: False,
     ) -> Loop:
-        """The loop by `config` on `history` and in its store, which began at update `start`; `stop` as in `Loop`."""
+        """Run the loop by `config` on `history` and in its store. start, stop: as in `Loop`."""
         engine = await self.policy.sampler(history.version)
         try:
             engine, players = await self.team.playing(engine)
         except BaseException:
             await engine.close()
             raise
-        _, publish = history.publish_record("start")
-        if publish.version not in history.published:
-            history.store.append_layer(publish)
+        # Tapes name the version that sampled them, so its record must be there before the first one.
+        history.record_version("start")
         order = list(range(len(self.train_tasks)))
         random.Random(derive_seed(self.seed, "tasks")).shuffle(order)
 
@@ -310,7 +322,7 @@ class Training:
             env=self.env,
             tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]),
             recipe=self.recipe,
-            shown=self.shown,
+            shown=self._shown,
             players=players,
             seed=self.seed,
             start=start,
@@ -318,17 +330,17 @@ class Training:
             stop=stop,
             settled=self.settled,
         )
-        self.at_work = loop
+        self._loop = loop
         try:
             await loop.run()
             await self.settled()
         finally:
-            self.at_work = None
+            self._loop = None
             await engine.close()
         return loop
 
     def note_evaluation(self, update: int, found: Mapping[str, Any]) -> None:
-        """A line of metrics: mean reward and pass@k of each evaluation after so many updates of the loop."""
+        """Write a line of metrics: mean reward and pass@k of each evaluation. update: updates of the loop so far."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
             line[name] = part["mean"]
@@ -338,12 +350,12 @@ class Training:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Paths of the agents that are trained, each by its own reward; empty where an episode is one whole."""
+        """Paths of the trained agents with `loop.by_agent`, which gives each its own reward; empty without it."""
         others = (path for name in self.team.policies for path in self.team.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
     async def evaluate(self, engine: Engine, when: str) -> dict[str, Any]:
-        """Every evaluation on the held-out tasks, by that engine."""
+        """Run every evaluation on the held-out tasks with that engine. when: part of the name of their splits."""
         found: dict[str, Any] = {}
         phase = f"evaluating on held-out tasks, {when}"
         done, earned = 0, dict[str, list[float]]()
@@ -387,7 +399,7 @@ class Training:
         return found
 
     def token_counts(self) -> dict[str, int]:
-        """The token books of `results["books"]`, as `--json` prints them."""
+        """The accounting of tokens in `results["books"]`, as `--json` prints it."""
         books = self.run.results["books"]
         return {
             "sampled": books["sampled"],

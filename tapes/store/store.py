@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import Record, Status, parse_record
+from ..records import Publish, Record, Status, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
@@ -161,6 +161,22 @@ class Store:
     def append_layer(self, record: Record) -> None:
         """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`)."""
         self.writer.append(record.body())
+
+    def record_weights(self, *publishes: Publish) -> None:
+        """Queue the record of each version of weights that the store has no record of yet.
+
+        A version has one digest. A reader that finds a version twice couldn't tell which record names its weights.
+        """
+        known = self.published
+        for publish in publishes:
+            if publish.version not in known:
+                self.append_layer(publish)
+                known.add(publish.version)
+
+    @property
+    def published(self) -> set[str]:
+        """Versions of weights that have a `publish` record."""
+        return {stored.record.version for stored in self.run_records("publish")}
 
     # Reading
 

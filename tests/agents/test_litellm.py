@@ -434,5 +434,5 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
         assert any(call.engine.startswith("litellm") for tape in store.tapes(split="demo") for call in tape.calls)
     code, _, err = answers(capsys, "train", *SCENE, *engine, "--out", str(tmp_path / "train"))
     assert code == 64
-    assert "can't be trained: its answers come without the ids" in err
+    assert "can't be trained: its answers come without token ids" in err
     assert "warm.tapes=RUN" in err

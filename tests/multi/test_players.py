@@ -135,9 +135,9 @@ def test_who_trains_whom_must_be_plain(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run") as store:
         config = settings()
         alto, bass = two(store, tmp_path, config)
-        with pytest.raises(BadPlayers, match=r"name its own agents in loop\.agents"):
+        with pytest.raises(BadPlayers, match=r"loop\.agents must name the agents"):
             loop_of(store, alto, bass, settings(agents=None))
-        with pytest.raises(BadPlayers, match="'duet/bass' is trained by two policies"):
+        with pytest.raises(BadPlayers, match="two policies train 'duet/bass'"):
             loop_of(store, alto, bass, settings(agents=(ALTO, BASS)))
         with pytest.raises(BadPlayers, match="the loop's own lineage 'alto'"):
             loop_of(store, alto, history_in(store, tmp_path / "x", config, lineage="alto"), config)

@@ -283,8 +283,8 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"agents": None}, r"name its own agents in loop\.agents"),
-        ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker' is in loop\.agents, .* and in players\.seeker"),
+        ({"agents": None}, r"loop\.agents must name the agents"),
+        ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker' stands in loop\.agents, .* and in players\.seeker"),
         (
             {
                 "players": {
@@ -295,11 +295,11 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}}}},
-            "kind scripted has no weights here to be trained: set frozen",
+            "kind scripted has no weights that could be trained: set `frozen",
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "litellm", "model": "openai/x"}}}},
-            "kind litellm has no weights here to be trained",
+            "kind litellm has no weights that could be trained",
         ),
         (
             {"players": {"a/b": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
@@ -320,7 +320,7 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
                     }
                 }
             },
-            "what is frozen takes no optimiser",
+            "A frozen player can't have an optimiser",
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engin": {}}}},
