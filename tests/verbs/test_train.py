@@ -142,7 +142,7 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to measure"),
+        (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to evaluate"),
         ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are tasks to train on too"),
         (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
         (("engine.kind=scripted",), "expected tags: 'embedded', 'vllm'"),
