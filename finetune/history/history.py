@@ -245,9 +245,7 @@ class History:
         """
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
-        # A checkpoint ahead of the ledger has an update that no record explains, so it is not used. That can't come
-        # from a crash, since records are durable before the checkpoint; it comes from a store that was restored from a
-        # copy.
+        # A newer checkpoint has updates that these records don't explain, so an older one is loaded.
         usable = [c for c in checkpoints(self.directory) if c.state["lineage"] == self.lineage and c.update <= last]
         if usable:
             self._load(usable[-1])
