@@ -1,4 +1,8 @@
-"""Numeric columns as raw little-endian arrays, base64 in JSON. 4 bytes a value; stdlib only."""
+"""Numeric columns: int32 and float32 arrays, in JSON as base64 of their little-endian bytes, 4 bytes a value.
+
+A float32 keeps its bits through writing and reading, which decimal text would not promise: digests and log-probs stay
+equal.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def ints(values: Iterable[int] = ()) -> array[int]:
 
 
 def floats(values: Iterable[float] = ()) -> array[float]:
-    """A float32 array. Unknown is NaN, never 0.0."""
+    """A float32 array. An unknown value is NaN, never 0.0, which would be a valid log-prob."""
     return array("f", values)
 
 
@@ -31,7 +35,7 @@ def encode(values: array[Any]) -> str:
 
 
 def decode(typecode: str, text: str) -> array[Any]:
-    """The array that `encode` wrote; ValueError if `text` isn't one."""
+    """The array that `encode` wrote; ValueError if `text` isn't such an array."""
     values = array(typecode)
     try:
         values.frombytes(base64.b64decode(text, validate=True))

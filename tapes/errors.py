@@ -1,17 +1,18 @@
-"""Everything that can go wrong with a tape, as one tree.
+"""The errors of Tapereel, as one tree.
 
 TapereelError
 ├── DuplicateKind (TypeError)       two step classes under one kind
 ├── NotATape (ValueError)           records that don't make a tape
-│   └── Corrupt                     bytes that were durable are not what was written
-├── HiddenFromAgent (AttributeError)  the agent's view was asked for what only the trainer may know
-├── StillOpen (ValueError)          asked of a running tape what only a closed one has
-├── StoreFailed (OSError)           a write or sync failed: nothing more is written by this process
+│   └── Corrupt                     durable bytes differ from those that were written
+├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
+├── StillOpen (ValueError)          the operation needs a closed tape
+├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
-├── NoRun (FileNotFoundError)       there is no run at that path
-├── RunExists (FileExistsError)     a new run was asked for where one is
-├── NoSuchTape (LookupError)        no tape, or more than one, answers to that id
-└── MissingExtra (ImportError)      an optional package is not installed
+├── NoRun (FileNotFoundError)       the path is not a run
+├── RunExists (FileExistsError)     a new run can't begin in the directory of another
+├── NoSuchTape (LookupError)        no tape, or more than one, has that id
+├── MissingExtra (ImportError)      an optional package is not installed
+└── UsageError (ValueError)         invalid argument, setting or input
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class DuplicateKind(TapereelError, TypeError):
 
 
 class NotATape(TapereelError, ValueError):
-    """Bytes or records that don't make a tape; says where and why."""
+    """Bytes or records that don't make a tape; the message says where and why."""
 
 
 class Unwritable(TapereelError, TypeError):
-    """A step holds a value that can't stand on a tape; names the field and its type."""
+    """A step holds a value that can't be written to a tape; the message names the field and its type."""
 
 
 class Corrupt(NotATape):
@@ -38,11 +39,11 @@ class Corrupt(NotATape):
 
 
 class HiddenFromAgent(TapereelError, AttributeError):
-    """Asked of the agent's view of a tape: rewards, labels and the private part of the task are not there."""
+    """An agent asked its view of a tape for rewards, labels or the private part of the task."""
 
 
 class StillOpen(TapereelError, ValueError):
-    """Asked of a tape that has no end yet."""
+    """The operation needs a closed tape, and this one has no end yet."""
 
 
 class StoreFailed(TapereelError, OSError):
@@ -50,19 +51,19 @@ class StoreFailed(TapereelError, OSError):
 
 
 class NoRun(TapereelError, FileNotFoundError):
-    """There is no run at that path."""
+    """The path is not a run."""
 
 
 class RunExists(TapereelError, FileExistsError):
-    """A new run was asked for where one already is."""
+    """A new run can't begin here: the directory holds a run already."""
 
 
 class NoSuchTape(TapereelError, LookupError):
-    """No tape answers to that id, or more than one does."""
+    """No tape has that id, or several ids start with it."""
 
 
 class MissingExtra(TapereelError, ImportError):
-    """An optional package is not installed; names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(

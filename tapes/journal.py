@@ -1,4 +1,4 @@
-"""Where a recorder writes: the contract between tapes in memory and whatever keeps them."""
+"""The journal: the protocol between a recorder, which makes records, and a store, which keeps them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Durability(StrEnum):
-    """What has to be on the disk, and when."""
+    """Which events wait until their records are on the disk."""
 
     STEP = "step"
     """Every turn waits until its action would survive a power cut."""
     TAPE = "tape"
     """The end of every episode waits; turns only where the environment's effect is not `pure`."""
     OS = "os"
-    """Nothing waits for the disk: survives the death of the process, not that of the machine."""
+    """Nothing waits for the disk: records survive the death of the process, not a power cut."""
 
 
 class Journal(Protocol):

@@ -1,4 +1,4 @@
-"""The parts that a tape's log is made of: its entries, the cuts between turns, ids, and records of steps."""
+"""Parts of a tape's log: entries (steps with bookkeeping), cuts between turns, tape ids, and records of steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A place between turns."""
+    """A place between turns: the number of steps and of records before it."""
 
     steps: int
     records: int

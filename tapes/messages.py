@@ -1,8 +1,8 @@
-"""From steps to chat messages, incrementally: what a model is shown of a tape.
+"""From steps to chat messages, incrementally: the conversation that a model reads of a tape.
 
 One rule serves agents, sub-agents and the environment: an agent's own answers are `assistant`, everything else is
-`user` (results of tool calls are `tool`). An answer that a model gave is shown as the model gave it, not as it was
-parsed, so that the tokens which were sampled can stay in the prompt.
+`user` (results of tool calls are `tool`). A model's answer is shown as it was sampled, not as it was parsed: the prompt
+then begins with the sampled tokens, and the call extends its base instead of starting a new row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ENV = "env"
 class Messages(Sequence[Message]):
     """An immutable prefix of an append-only conversation, after a fixed head: O(1) to make and to compare.
 
-    A conversation of n messages is never copied while it grows; `list(messages)` gives a plain list.
+    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
+    makes a plain list.
     """
 
     __slots__ = ("_items", "_n", "head")
@@ -62,7 +63,7 @@ class Messages(Sequence[Message]):
     __hash__ = None  # type: ignore[assignment]
 
     def grew_from(self, other: Sequence[Message]) -> bool:
-        """True when `other` is known, without comparing, to be a prefix of this one."""
+        """True when `other` is known to be a prefix of this one without comparing messages: both share one list."""
         return (
             isinstance(other, Messages)
             and other._items is self._items
@@ -86,7 +87,7 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """What one path is shown, grown step by step. `counts[n]` messages stand for the first n steps."""
+    """The messages that one path reads, grown step by step. The first n steps make the first `counts[n]` messages."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -97,7 +98,7 @@ class Conversation:
         self._said: str | None = None
 
     def add(self, step: Step, by: str, calls: Sequence[tuple[str, int, int]], call: Callable[[str], Call]) -> None:
-        """Append what `step` adds."""
+        """Append the messages that `step` adds."""
         if by != self.path:
             self.items.extend(heard(step))
         else:
@@ -113,7 +114,7 @@ class Conversation:
 
 
 def heard(step: Step) -> list[Message]:
-    """A step of somebody else, as messages to the model."""
+    """A step of the environment or of another path, as messages to the model."""
     if isinstance(step, Prompt):
         return [dict(message) for message in step.messages]
     if isinstance(step, ToolResults):
@@ -125,7 +126,7 @@ def heard(step: Step) -> list[Message]:
 
 
 def said(step: Step) -> Message:
-    """A step of the agent's own that no model call produced, as the message it would have been."""
+    """A step of the agent that no model call produced, as the message that a model would have written."""
     if isinstance(step, ToolCalls):
         return {
             "role": "assistant",

@@ -1,7 +1,8 @@
-"""Records: the closed union, on `t`, of everything that is ever written to a run.
+"""Records: the closed union, on `t`, of everything that is written to a run.
 
-Tape records, from `begin` to `end`, are folded into the tape's digest; layers come any time later and never are; run
-records have no tape. Bodies name tapes and calls by id, never by ordinal. This module knows nothing of files.
+Tape records, from `begin` to `end`, are folded into the tape's digest. Layers are written any time later and are never
+folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record means the same in any
+segment.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Message = dict[str, Any]
 
 
 class Status(StrEnum):
-    """How an episode ended. Decides whether it is trained on."""
+    """How an episode ended. Together with the cause it decides whether the episode may be trained on (`trains`)."""
 
     FINISHED = "finished"
     """The environment said `terminated`."""
@@ -37,15 +38,15 @@ class Status(StrEnum):
     LIMIT = "limit"
     """A limit of the rollout: turns, tokens, context or seconds (`cause.type` says which)."""
     ERROR = "error"
-    """Something raised; `cause.type` says whose fault it is."""
+    """Code raised an exception; `cause.type` says whose code."""
     CANCELLED = "cancelled"
-    """The caller stopped it."""
+    """The caller stopped the episode."""
     CRASHED = "crashed"
-    """The process died; written by recovery."""
+    """The process died; recovery wrote this end."""
 
 
 class CauseType(StrEnum):
-    """Whose fault an end is, or which limit was reached."""
+    """Who caused an end, or which limit was reached. `ours` is Tapereel itself."""
 
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -61,10 +62,11 @@ TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTE
 
 
 def trains(status: Status | None, cause: CauseType | None) -> bool:
-    """The table that decides whether an episode may be trained on (if it is scored), and may be scored at its end.
+    """Whether an episode with this end may be scored, and, if scored, trained on. No other code decides this.
 
-    finished, truncated, a limit of turns, tokens or context, and an error of the agent's own: yes. A limit of seconds,
-    an error of the environment, the model or ours, cancelled, crashed, still running: no.
+    Yes: finished, truncated, a limit of turns, tokens or context, an error of the agent's own code. No: a limit of
+    seconds, an error of the environment, the model or Tapereel, cancelled, crashed, still running. The policy caused
+    the first kind; training on the second would reward or punish it for the machine.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True
@@ -74,57 +76,60 @@ def trains(status: Status | None, cause: CauseType | None) -> bool:
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, and closed (an unknown field is refused)."""
+    """Base of all records: immutable; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="strings")
 
     def body(self) -> bytes:
-        """The bytes that are written, hashed and folded into the digest: compact JSON in field order."""
+        """The bytes that are written, hashed and folded into the digest: compact JSON in field order.
+
+        A subclass that leaves out unused fields keeps the bytes of records that earlier versions wrote: an added field
+        must not change the digest of a tape that doesn't use it.
+        """
         return to_json(self, inf_nan_mode="strings")
 
 
 class Task(Value):
-    """One problem instance. `private` is for the environment's eyes only."""
+    """One problem instance. Only the environment and the trainer read `private`."""
 
     id: str = ""
-    """A name for people; empty when the source has none. Groups and splits go by `hash`, never by this."""
+    """A name for people; empty when the source has none. Groups and splits use `hash`, never the name."""
     public: JsonValue = None
     private: JsonValue = None
     """Answers and seeds. Never shown to an agent."""
     bare: bool = False
-    """True when the task was given as a plain value (then `private` is that value, and `reset` gets it as it was)."""
+    """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
 
     @classmethod
     def of(cls, value: Any) -> Task:
-        """The task itself, or a bare value as the private part of one."""
+        """`value` if it is a Task, else a bare task with `value` as its private part."""
         return value if isinstance(value, Task) else cls(private=value, bare=True)
 
     @property
     def given(self) -> Any:
-        """What `Environment.reset` receives."""
+        """The argument of `Environment.reset`: the plain value of a bare task, else the task."""
         return self.private if self.bare else self
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the public and the private part (hex): one instance, one hash, whatever its name or the order of
-        its keys."""
+        """SHA-256 (hex) over the public and the private part. It doesn't depend on the name or on the order of keys."""
         parts = json.dumps([self.public, self.private], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
 class Identity(Value):
-    """Which code ran: its class and its configuration."""
+    """The code of an agent or environment: its class and its configuration."""
 
     name: str
     cls: str = ""
-    """`module:qualname`."""
+    """`module:qualname` when the tape was recorded; `common.renamed.current_path` gives the present path."""
     config: dict[str, JsonValue] = Field(default={})
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
-    """Environments only: what re-running an action would do to the world."""
+    """Environments only: the effect of an action that is carried out again."""
 
 
 class Parent(Value):
-    """Where a fork was cut."""
+    """The place in the parent tape at which a fork begins."""
 
     tape: str
     digest: str
@@ -132,14 +137,13 @@ class Parent(Value):
     records: int
     """Tape records of the parent in the prefix, its `begin` included."""
     turn: int
-    """Turns of the parent that the prefix holds."""
+    """Turns of the parent in the prefix."""
     unverified: str | None = None
-    """Why the prefix couldn't be verified, where somebody went on from it all the same. None: it was, or nothing is
-    told."""
+    """Why the prefix couldn't be verified, where the caller forked all the same; None: verified, or unknown."""
 
 
 class Begin(Record):
-    """The first record of a tape: everything that was decided before the first step."""
+    """The first record of a tape: all settings of the episode."""
 
     t: Literal["begin"] = "begin"
     tape: str
@@ -148,36 +152,36 @@ class Begin(Record):
     agent: Identity
     env: Identity
     env_seed: int
-    """Shared by a group: the environment's randomness."""
+    """The environment's seed, shared by a group."""
     seed: int
     """This attempt's sampling seed."""
     group: str | None = None
     attempt: int = 0
-    """Which episode of its group."""
+    """Number of the episode in its group, from 0."""
     split: str = "train"
-    """`train`, `eval`, `demo` or a name of the caller's: what the tape was recorded for."""
+    """`train`, `eval`, `demo` or a name of the caller: the purpose of the tape."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
     """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes)."""
     sampling: Sampling | None = None
-    """How the run asked to sample; each call says how it was sampled. None on tapes that don't tell."""
+    """Sampling settings of the run; each call records its own. None: unknown."""
     limits: dict[str, JsonValue] | None = None
-    """What the episode might use, the engine's own context included. None on tapes that don't tell."""
+    """Limits of the episode, including the engine's context. None: unknown."""
     at: float
     """Seconds since 1970, wall clock."""
 
     def body(self) -> bytes:
-        """As `Record.body`, without what a tape doesn't tell."""
-        untold: dict[str, Any] = {field: True for field in ("sampling", "limits") if getattr(self, field) is None}
+        """As `Record.body`, without the optional fields that are None."""
+        unused: dict[str, Any] = {field: True for field in ("sampling", "limits") if getattr(self, field) is None}
         if self.parent is not None and self.parent.unverified is None:
-            untold["parent"] = {"unverified": True}
+            unused["parent"] = {"unverified": True}
         if self.sampling is not None and self.sampling.first_temperature is None:
-            untold["sampling"] = {"first_temperature": True}
-        return to_json(self, inf_nan_mode="strings", exclude=untold or None)
+            unused["sampling"] = {"first_temperature": True}
+        return to_json(self, inf_nan_mode="strings", exclude=unused or None)
 
 
 class StepRecord(Record):
-    """One step, and who produced it from which calls."""
+    """One step, the path that produced it, and the calls it was parsed from."""
 
     t: Literal["step"] = "step"
     tape: str
@@ -186,7 +190,7 @@ class StepRecord(Record):
     role: Role
     kind: str
     calls: tuple[tuple[str, int, int], ...] = ()
-    """(call id, start, end): the completion tokens that this step was read from."""
+    """(call id, start, end): the completion tokens that this step was parsed from."""
     content: SerializeAsAny[Step]
     at: float
 
@@ -200,7 +204,7 @@ class StepRecord(Record):
         return data
 
     def body(self) -> bytes:
-        """As `Record.body`; an unknown step is written back as it was read. Unwritable where JSON can't hold it."""
+        """As `Record.body`; a step of unknown kind is written as it was read. Unwritable where JSON can't hold it."""
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
             try:
                 return to_json(self, inf_nan_mode="strings")
@@ -210,15 +214,15 @@ class StepRecord(Record):
 
 
 class Attempt(Value):
-    """One try of a call at the engine; a repeated one is a retry."""
+    """One request of a call to the engine; every one after the first is a retry."""
 
     seconds: float
     error: str | None = None
-    """Type and message of what went wrong; None for the try that answered."""
+    """Type and message of the error; None for the request that was answered."""
 
 
 class Usage(Value):
-    """What a call cost, as far as the engine says."""
+    """Token counts and cost of a call; None where the engine doesn't report them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -228,7 +232,7 @@ class Usage(Value):
 
 
 class Tools(Value):
-    """The tools offered, by hash; the definitions are spelled out on the first call of a tape that offers them."""
+    """The tools that a call offers, by hash. Only the first call of a tape that offers them holds the schemas."""
 
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
@@ -248,20 +252,20 @@ class Call(Record):
     by: str
     """The path that called."""
     conversation: str = ""
-    """Which of the path's conversations; most have one, without a name."""
+    """Name of the conversation, for paths that hold several; empty for the usual single one."""
     base: str | None = None
     keep: int = 0
     keep_messages: int = 0
     messages: tuple[Message, ...] = ()
     prompt: Ints | None = None
-    """New prompt token ids after the kept ones; None when the engine takes and gives text only."""
+    """New prompt token ids after the kept ones; None when the engine takes and returns text only."""
     completion: Ints | None = None
-    """Sampled token ids, the turn-ending one included; None when the engine gives text only."""
+    """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id; NaN where unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
-    """What the engine parsed as tool calls, in the chat format."""
+    """The tool calls that the engine parsed, in the chat format."""
     spans: tuple[tuple[str, int, int], ...] = ()
     """(version, start, end) over completion tokens, half-open and contiguous."""
     finish: Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"] = "stop"
@@ -271,7 +275,7 @@ class Call(Record):
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
-    """Why this call starts a new row though the path spoke before; None when it extends its base or is the first."""
+    """Why this call starts a new row although its path has spoken; None when it extends its base or is the first."""
     engine: str = ""
     at: float
 
@@ -309,9 +313,12 @@ class Call(Record):
 
 
 def unscores(value: Any, weight: float, evidence: JsonValue) -> bool:
-    """Whether a component with these fields leaves its whole tape without a reward: one that counts and is NaN, or the
-    record of a source that failed. A metric that is NaN says nothing of the reward."""
-    known = value == value and value != "NaN"
+    """Whether a component with these fields leaves its whole tape unscored.
+
+    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source. A metric that is NaN
+    doesn't affect the reward.
+    """
+    known = value == value and value != "NaN"  # raw bodies write NaN as text, since JSON has no NaN
     return not known and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
@@ -329,19 +336,19 @@ class Reward(Record):
     name: str = "reward"
     value: float
     weight: float = 1.0
-    """0 for a metric that is only reported."""
+    """0 for a metric, which is only reported."""
     layer: str | None = None
-    """None for what was recorded with the tape; else the name of the later scoring."""
+    """None for a reward recorded with the tape; else the name of the later scoring."""
     evidence: JsonValue = None
 
     @property
     def failed(self) -> bool:
-        """Whether it says that its source gave no number."""
+        """Whether it leaves the tape unscored (`unscores`)."""
         return unscores(self.value, self.weight, self.evidence)
 
 
 class Cause(Value):
-    """Why an episode ended as it did."""
+    """Why an episode ended."""
 
     type: CauseType
     error: str | None = None
@@ -363,7 +370,7 @@ class End(Record):
 
 
 class Label(Record):
-    """Layer: which of a call's tokens are targets, where that differs from all of its completion."""
+    """Layer: which tokens of a call are training targets, where that is not its whole completion."""
 
     t: Literal["label"] = "label"
     tape: str
@@ -373,29 +380,32 @@ class Label(Record):
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
     after: str | None = None
-    """The call whose prompt and completion this one's prompt begins with, where the call itself doesn't say so (it may
-    have been recorded earlier). None: as the call says."""
+    """The call whose prompt and completion begin this call's prompt, where that is not its `base` (it may have been
+    recorded earlier). None: the `base`."""
 
     def body(self) -> bytes:
-        """As `Record.body`, without what isn't told."""
+        """As `Record.body`, without `after` where it is None."""
         return to_json(self, inf_nan_mode="strings", exclude={"after"} if self.after is None else None)
 
 
 class Tokens(Record):
-    """Layer: token ids of text that nobody sampled (a scripted agent, an API, a person)."""
+    """Layer: token ids of authored text, which no local model sampled (a scripted agent, an API, a person)."""
 
     t: Literal["tokens"] = "tokens"
     tape: str
     call: str
     prompt: Ints
-    """All prompt ids, not a delta."""
+    """All prompt ids, including those of the base."""
     completion: Ints
     tokenizer: str
-    """Hash of the tokenizer and chat template that made them."""
+    """Hash of the tokenizer and the chat template that made these ids."""
 
 
 class Use(Record):
-    """One update's batch, whole: what was trained on, written before the update is applied. The redo log."""
+    """The whole batch of one update, written before the update is applied: the redo log.
+
+    After a crash between this record and the next checkpoint, the update is applied again from it.
+    """
 
     t: Literal["use"] = "use"
     lineage: str
@@ -404,11 +414,13 @@ class Use(Record):
     items: tuple[tuple[str, str, int, int, float], ...]
     """(tape, call, start, end, weight): completion tokens of a call, and each one's weight in the loss."""
     info: dict[str, JsonValue] = {}
-    """What re-applying the update needs beyond the tapes (learning rate, advantages' recipe, row order)."""
+    """What applying the update again needs beyond the items: phase, tapes with their pinned digests, the recipe's hash,
+    learning rate, and the tokens that were set aside (`stale`, `filtered`, `context`). Also what the update measured:
+    loss, gradient norm, mismatch of trainer and sampler."""
 
 
 class Void(Record):
-    """From here on, updates of `lineage` after `update` did not happen; `into` is the lineage that goes on."""
+    """Cancels the updates of `lineage` after `update`; the lineage `into` continues from there."""
 
     t: Literal["void"] = "void"
     lineage: str
@@ -425,7 +437,7 @@ class Open(Record):
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """Heads of earlier segments, by segment name, as this writer found them."""
+    """Segment name -> hash of its last line, for the earlier segments that this writer found."""
     versions: dict[str, str] = {}
 
 
@@ -438,27 +450,27 @@ class Publish(Record):
     digest: str
     """SHA-256 over the weights, by name, dtype, shape and bytes."""
     mode: str = "reprefill"
-    """What happened to completions in flight: `reprefill`, `drain`, `stale_kv`, or an engine's own word."""
+    """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode of the engine's own."""
     at: float
 
 
 class Commit(Record):
-    """Says, on an idle writer, up to where the segment is durable (the line's own `c`)."""
+    """States how far the segment is durable, by the line's own `c`. An idle writer appends it."""
 
     t: Literal["commit"] = "commit"
     opened: str = ""
-    """Hash of the segment's first line: ties the lines around this one to their file where others are damaged."""
+    """Hash of the segment's first line: ties the lines around this one to their file when other lines are damaged."""
 
 
 class Seal(Record):
-    """Last line of a segment: everything before it is durable and nothing follows."""
+    """Last line of a segment: every line before it is durable, and no line follows."""
 
     t: Literal["seal"] = "seal"
     opened: str = ""
     """Hash of the segment's first line."""
     reason: str = "closed"
     next: str | None = None
-    """The segment in which the same writer goes on; None when it stopped."""
+    """The next segment of the same writer; None when the writer stopped."""
 
 
 AnyRecord = Annotated[
@@ -470,10 +482,10 @@ _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 
 
 def parse_record(body: bytes) -> Any:
-    """The record in `body` (JSON). A pydantic ValidationError, which is a ValueError, says what is wrong with it."""
+    """The record in `body` (JSON). Raises a pydantic ValidationError, which is a ValueError, for an invalid body."""
     return _adapter.validate_json(body)
 
 
 def fold(digest: bytes, body: bytes) -> bytes:
-    """One step of the digest."""
+    """The digest after one more record: SHA-256(digest + body)."""
     return hashlib.sha256(digest + body).digest()

@@ -1,5 +1,5 @@
-"""What the components of a tape come to. One rule for tapes, indexes, audits and training: a sum with a part missing is
-no reward. Knows nothing of who scored, nor which layers are asked about.
+"""The reward of a tape from its components. One rule serves tapes, indexes, audits and training: a sum with a missing
+component is not a reward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .records import Reward
 
 
 def total(rewards: Iterable[Reward]) -> float | None:
-    """What they come to: the sum of weight * value; None where nothing was scored, or where a part of it failed."""
+    """The sum of weight * value; None where no component counts (weight 0 is a metric), or where one failed."""
     every = list(rewards)
     counted = [r.weight * r.value for r in every if r.weight != 0]
     return sum(counted) if counted and not any(r.failed for r in every) else None

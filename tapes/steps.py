@@ -1,8 +1,7 @@
-"""Steps: what was seen, thought and done, as typed and frozen pydantic values.
+"""Steps: observations, thoughts and actions, as typed and immutable pydantic values.
 
-A step holds content only. Who produced it, when and from which model calls is written on the record around it, so
-bookkeeping can't leak into a prompt. Equality is equality of content. What a model reads of a step is its `str()`.
-This module knows nothing of tapes, prompts or files.
+A step holds content only. The record around it holds who produced it, when, and from which model calls, so bookkeeping
+can't leak into a prompt. Steps are equal when their content is equal. A model reads a step as its `str()`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ StepT = TypeVar("StepT", bound="type[Step]")
 
 _registry: dict[str, type[Step]] = {}
 _roles: dict[type[Step], Role] = {}
-"""A cache: pydantic makes isinstance slow, and this is asked for every step."""
+"""Cache of `role_of`, which runs for every step: isinstance is slow on pydantic classes."""
 
 
 def _snake(name: str) -> str:
@@ -39,7 +38,7 @@ class Step(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", ser_json_bytes="base64")
 
     kind: ClassVar[str] = "step"
-    """The name under which this class is written on tapes: the class name in snake case unless given."""
+    """The name of this class on tapes; by default the class name in snake case."""
 
     def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,7 +64,7 @@ class Step(BaseModel):
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """What a model reads: the one text field if the step has just that, else the content as JSON."""
+        """The text that a model reads: the value of a single plain field, else the content as JSON."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
@@ -75,18 +74,18 @@ class Step(BaseModel):
 
 
 class Observation(Step):
-    """What the environment showed."""
+    """What the environment shows to the agent."""
 
 
 class Thought(Step):
-    """What an agent wrote for itself; the environment never sees it."""
+    """What an agent writes for itself; the environment never sees it."""
 
     said_back: ClassVar[bool] = False
     """True when the agent's next prompt shows this thought as a message *to* the agent (a correction, say)."""
 
 
 class Action(Step):
-    """What an agent did; one ends each turn and goes to the environment."""
+    """What an agent does; each turn ends with one action, which goes to the environment."""
 
 
 class Text(Observation):
@@ -102,16 +101,16 @@ class Answer(Action):
 
 
 class Reasoning(Thought):
-    """Plain text that an agent wrote for itself."""
+    """Plain text that an agent writes for itself."""
 
     text: str
 
 
 class Exchange(Thought):
-    """A question that an external program sent to the model, and the answer; long ones cut, the call has them whole."""
+    """A request of an external program to the model, and the answer; long texts are cut, the call holds them whole."""
 
     asked: str
-    """The messages that it added."""
+    """The messages that the request added."""
     answered: str
 
     def __str__(self) -> str:
@@ -130,8 +129,8 @@ class ParseError(Thought, kind="misread"):
 
 
 class ToolOffer(Observation):
-    """What an episode with tools begins with: what is asked, and what may be called. A model reads the text, and gets
-    the tools as function schemas."""
+    """First observation of an episode with tools: the question and the tools. A model reads the text, and receives the
+    tools as function schemas."""
 
     text: str
     tools: tuple[dict[str, JsonValue], ...]
@@ -142,10 +141,10 @@ class ToolOffer(Observation):
 
 
 class Prompt(ToolOffer, kind="chat_prompt"):
-    """What an episode begins with where one text isn't enough: chat messages, which a model reads as they are."""
+    """First observation of an episode that needs more than one text: chat messages, which a model reads unchanged."""
 
     messages: tuple[dict[str, JsonValue], ...]
-    """With `role` and `content`; the last one of a user is `text`."""
+    """Each with `role` and `content`; the content of the last user message is also `text`."""
     tools: tuple[dict[str, JsonValue], ...] = ()
 
 
@@ -179,10 +178,10 @@ class ToolResults(Observation):
 
 
 class Unknown(Value):
-    """What the three classes for steps of unknown kinds share."""
+    """Base of the three classes for steps whose class this process has not imported."""
 
     original: str
-    """The kind written on the tape."""
+    """The kind as it stands on the tape."""
     content: dict[str, JsonValue]
 
 
@@ -206,7 +205,7 @@ _unknown: dict[Role, type[Step]] = {
 
 
 def role_of(step: Step) -> Role:
-    """`observation`, `thought` or `action`. A `Step` that is none of them is a TypeError."""
+    """`observation`, `thought` or `action`. TypeError for a direct subclass of `Step`."""
     cls = type(step)
     role = _roles.get(cls)
     if role is None:
@@ -227,8 +226,8 @@ def _role(cls: type[Step]) -> Role:
 def read_step(role: Role, kind: str, content: Any) -> Step:
     """The step that was written as `content`.
 
-    A kind that nothing imported defines gives an `UnknownObservation` (or thought, or action), which keeps the content;
-    content that the registered class refuses is a pydantic ValidationError, which is a ValueError.
+    A kind without an imported class gives an `UnknownObservation` (or thought, or action), which keeps the content.
+    Content that the class rejects raises a pydantic ValidationError, which is a ValueError.
     """
     cls = _registry.get(kind)
     if cls is None:
@@ -240,7 +239,7 @@ def read_step(role: Role, kind: str, content: Any) -> Step:
 
 
 def unwritable(step: Step, error: Exception) -> Unwritable:
-    """Says which field of the step it is."""
+    """The error for a step that can't be written, with the field and the type of its value."""
     for name in type(step).model_fields:
         try:
             step.model_dump_json(include={name})

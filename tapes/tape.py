@@ -1,7 +1,7 @@
 """Tape: the record of one episode, as immutable views that cost O(1).
 
-A view knows nothing of files, engines or environments. An agent gets one that holds the steps and the public part of
-the task; rewards, labels and private parts are not reachable through it.
+All views share one growing log and show its first n steps. An agent gets a view with the steps and the public part of
+the task; it can't reach rewards, labels and private parts through it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .steps import Action, Observation, Step, Thought
 
 
 class TapeLog:
-    """The growing record of one episode. `append` is the only way in; the order of records is checked."""
+    """The growing record of one episode. Records enter by `append` only, which checks their order."""
 
     __slots__ = (
         "_calls",
@@ -67,7 +67,7 @@ class TapeLog:
         self.bodies: list[bytes] = []
         self.digests: list[bytes] = []
         self.rewards: list[tuple[int, Reward]] = []
-        """Each with the number of records before it."""
+        """(number of records before it, reward)."""
         self.layers: list[Record] = []
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
@@ -75,18 +75,22 @@ class TapeLog:
         self._conversations: dict[str, Conversation] = {}
         self.turn = begin.parent.turn if begin.parent is not None else 0
         self.cuts: list[Cut] = list(parent._log.cuts[: self.turn]) if parent is not None else []
-        """Where each turn starts; of inherited turns, in the parent's records."""
+        """The start of each turn; for inherited turns it counts the parent's records."""
         self._in_turn = False
         self._fold(body if body is not None else begin.body())
 
     def append(self, record: Any, body: bytes | None = None) -> bytes:
-        """Add one record; gives its body. NotATape where the record can't stand here."""
+        """Add one record; returns its body. NotATape where the record is out of place.
+
+        `body`: the bytes as they were written, when the record is read from a store. The digest folds those bytes: to
+        serialise the record again could give other bytes after a change of the code.
+        """
         if self.end is not None:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
         if record.tape != self.begin.tape:
             raise NotATape(f"a record of tape {record.tape!r} can't stand on tape {self.begin.tape!r}")
         written: bytes = record.body() if body is None else body
-        # By class, not isinstance: pydantic's metaclass makes that check cost more than the rest of this method.
+        # By class, not isinstance: with pydantic's metaclass isinstance costs more than the rest of this method.
         kind = type(record)
         if kind is StepRecord:
             self._add_step(record)
@@ -145,7 +149,7 @@ class TapeLog:
         self.call_order.append((len(self.bodies), call))
 
     def call(self, call: str) -> Call:
-        """The call of this tape or, in the prefix of a fork, of its ancestors."""
+        """The call with that id, of this tape or, for a fork, of its ancestors."""
         log: TapeLog | None = self
         while log is not None:
             found = log._calls.get(call)
@@ -159,7 +163,10 @@ class TapeLog:
         return call.keep + len(call.prompt or ())
 
     def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
-        """The append-only messages that `path` is shown, and how many of them stand for the first `n` steps."""
+        """The append-only messages that `path` reads, and how many of them the first `n` steps make.
+
+        Each step is converted once a path, however often the path asks: an episode of n steps costs O(n).
+        """
         conversation = self._conversations.get(path)
         if conversation is None:
             conversation = self._conversations[path] = Conversation(path)
@@ -187,7 +194,7 @@ def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
 
 
 class Tape(Sequence[Step]):
-    """An immutable view: the first steps of an episode, as far as it had come when the view was taken.
+    """An immutable view of an episode: its steps up to the moment when the view was made.
 
     `tape[-1]`, `len(tape)` and iteration go over steps. A view handed to an agent has no rewards, labels or private
     task parts (HiddenFromAgent). A closed tape round-trips as one document: `model_dump_json`, `model_validate_json`.
@@ -208,7 +215,7 @@ class Tape(Sequence[Step]):
         self._n = len(log.entries) if n is None else n
         self._k = len(log.bodies) if records is None else records
         self.scope = scope
-        """Path of the agent that this view was made for; empty outside an agent."""
+        """Path of the agent that this view is for; empty outside an agent."""
         self._open = not agent_view
 
     @classmethod
@@ -286,7 +293,7 @@ class Tape(Sequence[Step]):
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
-        """The tape as it is at this moment, for the same agent: inside `act`, with the steps yielded since."""
+        """The tape at this moment, for the same agent. Inside `act` it includes the steps yielded so far."""
         return Tape(self._log, scope=self.scope, agent_view=not self._open)
 
     def within(self, path: str) -> Tape:
@@ -294,7 +301,7 @@ class Tape(Sequence[Step]):
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
-        """The conversation as the agent at `path` (default: this view's scope) is shown it, after a system prompt."""
+        """The conversation that the agent at `path` (default: this view's scope) reads, after a system prompt."""
         items, n = self._log.conversation(self.scope if path is None else path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
@@ -347,18 +354,20 @@ class Tape(Sequence[Step]):
 
     @property
     def reward(self) -> float | None:
-        """Sum of weight * value over the recorded components; None when nothing was scored, which is not zero, and when
-        one of them failed."""
+        """Sum of weight * value over the recorded components.
+
+        None, which is not zero, when nothing was scored or when a component failed.
+        """
         return total(r for k, r in self._visible("reward").rewards if k < self._k)
 
     @property
     def rewards(self) -> list[Reward]:
-        """Every component that the view's records hold, metrics (weight 0) included, in order."""
+        """Every component in the view's records, metrics (weight 0) included, in order."""
         return [reward for k, reward in self._visible("rewards").rewards if k < self._k]
 
     @property
     def layers(self) -> list[Record]:
-        """What was added after the end, as far as it was loaded."""
+        """The records that were added after the end, as far as they were loaded."""
         return list(self._visible("layers").layers)
 
     @property
@@ -373,7 +382,7 @@ class Tape(Sequence[Step]):
 
     @property
     def inherited(self) -> int:
-        """How many of the steps belong to the parent."""
+        """How many steps belong to the parent."""
         return self._visible("inherited").inherited
 
     @property
@@ -403,7 +412,7 @@ class Tape(Sequence[Step]):
         return messages
 
     def call_tools(self, call: Call | str) -> tuple[dict[str, JsonValue], ...] | None:
-        """The function schemas that a call offered; None for none."""
+        """The function schemas that a call offered; None without tools."""
         log: TapeLog | None = self._visible("call_tools")
         offered = (log.call(call) if isinstance(call, str) else call).tools
         if offered is None or offered.schemas is not None:
@@ -416,7 +425,7 @@ class Tape(Sequence[Step]):
         raise NotATape(f"tape {self.id} names tools {offered.hash} that no call of it spells out")
 
     def call_prompt(self, call: Call | str) -> array[int]:
-        """Every prompt token id of a call; NotATape where an engine of texts recorded none."""
+        """Every prompt token id of a call; NotATape where its engine returned text only."""
         log = self._visible("call_prompt")
         ids = array("i")
         for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
@@ -429,7 +438,7 @@ class Tape(Sequence[Step]):
         return ids
 
     def at_turn(self, turn: int) -> Tape:
-        """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError past the end."""
+        """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError if too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):
@@ -462,7 +471,7 @@ class Tape(Sequence[Step]):
 
     @classmethod
     def model_validate(cls, document: Any) -> Tape:
-        """The tape in a document, its digest checked. NotATape (a ValueError) where it is none."""
+        """The tape in a document, its digest checked. NotATape (a ValueError) for an invalid document."""
         if isinstance(document, Tape):
             return document
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -533,7 +542,7 @@ class Tape(Sequence[Step]):
 
 
 class Ending(Tape):
-    """A running tape, to those who score it, as it will be: its end is decided, and written after their scores."""
+    """The view of a running tape for the code that scores it. It has the end that is written after the scores."""
 
     __slots__ = ("_its_end",)
 
@@ -546,7 +555,7 @@ class Ending(Tape):
 
 
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """The calls that `call` is built on, oldest first, as far back as anything is kept."""
+    """`call` and the calls it is built on, oldest first, back to the first one that keeps nothing of its base."""
     chain = [call]
     while chain[-1].base is not None and keep(chain[-1]) > 0:
         chain.append(log.call(chain[-1].base))

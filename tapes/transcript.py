@@ -1,7 +1,7 @@
-"""A tape as people read it: a summary, and one line per step with what it earned and which tokens it was read from.
+"""A tape for people: a summary, and one line a step with its rewards and the number of its tokens.
 
-For the user's eyes: rewards and private bookkeeping are shown. Pure functions from a `Tape` to frozen values; knows
-nothing of terminals or HTML.
+It shows rewards and private parts, so it is for users, not for agents. All functions are pure, from a `Tape` to
+immutable values; the command line and the viewer format them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from .records import Call
 from .steps import Role, Step, role_of
 from .tape import Tape
+from .value import Value
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TapeSummary(_Value):
-    """What a list of tapes says of each."""
+class TapeSummary(Value):
+    """A tape in a list of tapes."""
 
     id: str
     status: str
     """A `Status`, or `running`."""
     cause: str | None
-    """Whose fault or which limit, and the message; None for an end that needs no cause."""
+    """Who caused the end, or which limit, and the message; None for an end without a cause."""
     raised_at: str | None
-    """`file:line in function`; None where nothing raised."""
+    """`file:line in function`; None where no code raised an exception."""
     reward: float | None
-    """None: not scored."""
+    """None: unscored."""
     split: str
     agent: str
     env: str
@@ -45,7 +40,7 @@ class TapeSummary(_Value):
     sampled: int
     """Completion tokens with a log-prob."""
     authored: int
-    """Completion tokens that nobody sampled."""
+    """Completion tokens without log-probs, which no model sampled."""
     versions: tuple[str, ...]
     """Policy versions that sampled, in order of first use."""
     seconds: float | None
@@ -53,7 +48,7 @@ class TapeSummary(_Value):
     """Seconds since 1970."""
 
 
-class StepLine(_Value):
+class StepLine(Value):
     """One step."""
 
     index: int
@@ -63,27 +58,27 @@ class StepLine(_Value):
     role: Role
     kind: str
     text: str
-    """What a model reads of the step."""
+    """The text that a model reads."""
     rewards: dict[str, float]
     """weight * value of each component that this step earned."""
     metrics: dict[str, float]
     """Components with weight 0."""
     tokens: int
-    """Completion tokens that the step was read from."""
+    """Completion tokens that the step was parsed from."""
     inherited: bool
     """True in the prefix of a fork: the step belongs to the parent."""
 
 
-class CallLine(_Value):
+class CallLine(Value):
     """One model call."""
 
     call: str
     by: str
     engine: str
     prompt: int | None
-    """Prompt tokens, kept ones included; None where the engine gave text only."""
+    """Prompt tokens, kept ones included; None where the engine returned text only."""
     kept: int
-    """Of these, the tokens shared with the call it is built on."""
+    """Prompt tokens shared with the call that this one is built on."""
     completion: int | None
     finish: str | None
     temperature: float
@@ -149,12 +144,12 @@ def step_lines(tape: Tape) -> list[StepLine]:
 
 
 def episode_rewards(tape: Tape) -> dict[str, float]:
-    """weight * value of the components that the episode earned as a whole; metrics (weight 0) at their value."""
+    """weight * value of the components of the whole episode; a metric (weight 0) counts with its value."""
     return {r.name: (r.weight or 1.0) * r.value for r in tape.rewards if r.step is None}
 
 
 def call_lines(tape: Tape) -> list[CallLine]:
-    """Every model call of this tape's own, in order."""
+    """Every model call of the tape, in order, without those of its parent."""
     return [_call_line(call) for call in tape.calls]
 
 
@@ -185,12 +180,12 @@ def _cause(tape: Tape) -> str | None:
 
 
 def kind_of(step: Step) -> str:
-    """The kind that stands on the tape, whether or not its class is imported here."""
+    """The step's kind on the tape, also where its class is not imported."""
     return getattr(step, "original", None) or step.kind
 
 
 def reads(step: Step) -> str:
-    """`str(step)`; for a step whose class isn't imported here, what `Step.__str__` would make of its content."""
+    """`str(step)`; for a step whose class is not imported, the result of `Step.__str__` on its content."""
     if getattr(step, "original", None) is None:
         return str(step)
     content: dict[str, Any] = step.content  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Value: what is told and taken as a frozen pydantic model. Knows nothing of what it holds."""
+"""Base class for immutable pydantic models that reject unknown fields."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Value(BaseModel):
-    """It doesn't change once it is made, and a field that it doesn't have is refused."""
+    """An immutable model; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,8 +1,7 @@
-"""Diff: two tapes aligned at the place where they part, and two runs compared task by task.
+"""Diff: two tapes aligned at the first place where they differ, and two runs compared task by task.
 
-What is compared is what happened: who did what, with which tokens, what it earned, how it ended. What was asked for
-beforehand (agent, seeds, sampling ...) is told beside it. Times and ids are never compared. Nothing is run, and nothing
-is known here of agents and environments.
+It compares what happened: the steps, their tokens, the rewards and the end. Settings that were made beforehand (agent,
+seeds, sampling ...) are listed separately. Times and ids are never compared. No agent or environment runs.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Setting(Value):
-    """Something that was decided beforehand, and otherwise for each tape."""
+    """A setting that differs between the two tapes."""
 
     field: str
     """`sampling.temperature`, `agent.config.system`, `seed` ..."""
     first: JsonValue
-    """None where there is nothing."""
+    """None where the tape has no such setting."""
     second: JsonValue
 
 
@@ -50,13 +49,13 @@ class Parting(Value):
     field: str
     """`answer.text`, `kind`, `tokens[3]`, `reward.exact`, `step` (one has no more of them), `end.status` ..."""
     first: JsonValue
-    """None where there is nothing. Long texts are cut around the difference."""
+    """None where the tape has no such value. Long texts are cut around the difference."""
     second: JsonValue
 
     @computed_field
     @property
     def diff(self) -> list[str]:
-        """Both values, line by line: `-` is the first tape's, `+` the second's, ` ` what they share."""
+        """Both values, line by line: `-` is the first tape's, `+` the second's, ` ` is in both."""
         return diff_lines(self.first, self.second)
 
 
@@ -67,19 +66,19 @@ class TapeDiff(Value):
     second: TapeSummary
     same_task: bool
     shared: int
-    """Steps at the front that are alike."""
+    """Equal steps at the front."""
     shared_turns: int
-    """Whole turns at the front that are alike."""
+    """Equal whole turns at the front."""
     parting: Parting | None
-    """None: nothing that happened differs."""
+    """None: the episodes are equal."""
     settings: tuple[Setting, ...]
     steps: tuple[tuple[StepLine | None, StepLine | None], ...]
-    """What follows the shared steps on each; None where one has no more."""
+    """The steps after the shared ones, in pairs; None where one tape has no more."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 when nothing that happened differs, nor the task."""
+        """0 when task and episode are equal, else 1."""
         return 0 if self.parting is None and self.same_task else 1
 
 
@@ -87,24 +86,24 @@ Change = Literal["won", "lost", "changed", "same", "only_first", "only_second"]
 
 
 class TaskDiff(Value):
-    """What two runs made of one task."""
+    """One task in two runs."""
 
     task: str
     """Its hash."""
     name: str
-    """Empty when it has none."""
+    """Empty when the task has no name."""
     change: Change
-    """Seen from the second run: `won`, its mean reward is higher; `changed`, it is the same, or unknown, and the tapes
-    differ, or there are more of them in one."""
+    """Seen from the second run. `won`: its mean reward is higher. `changed`: the mean reward is equal or unknown, and
+    the tapes or their number differ."""
     first: float | None
-    """Mean reward of the attempts; None where none is scored, or none is there."""
+    """Mean reward of the scored attempts; None without one."""
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one of each run: the best and the worst where it was won or lost, else the first that differ; None
-    where there is no such pair."""
+    """Two attempts, one of each run: for `won` and `lost` the best and the worst, else the first pair that differs;
+    None without such a pair."""
     parting: Parting | None
-    """Where these two part."""
+    """The first difference of these two."""
 
 
 class RunDiff(Value):
@@ -118,16 +117,16 @@ class RunDiff(Value):
     scored: int
     """Tasks with a scored attempt in both."""
     mean_first: float | None
-    """Mean over those tasks of the mean reward of their scored attempts; None where there are none."""
+    """Mean over those tasks of the mean reward of their scored attempts; None without such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
-    """Every task that isn't the same: the lost ones, those that changed, the won ones, then what only one run has; in
-    each the largest differences first."""
+    """Every task that differs: lost, changed, won, then the tasks of one run only; each part by the size of the
+    difference, largest first."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 when every task is in both and came to the same."""
+        """0 when both runs have the same tasks with equal outcomes, else 1."""
         return 1 if self.tasks else 0
 
 
@@ -135,7 +134,7 @@ class RunDiff(Value):
 
 
 def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
-    """Where two tapes part. Open ones are compared as far as they have come."""
+    """Compare two tapes. Open tapes are compared up to their newest record."""
     a, b = first.entries, second.entries
     parting = parting_of(first, second)
     shared = min(len(a), len(b)) if parting is None or parting.step is None else parting.step
@@ -152,7 +151,7 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
 
 
 def parting_of(first: Tape, second: Tape) -> Parting | None:
-    """The first place where two tapes differ; None where nothing that happened does."""
+    """The first place where two tapes differ; None where the episodes are equal."""
     a, b = first.entries, second.entries
     earned = _earned(first), _earned(second)
     both = min(len(a), len(b))
@@ -161,14 +160,14 @@ def parting_of(first: Tape, second: Tape) -> Parting | None:
             return Parting(turn=a[k].turn, step=k, by=a[k].by, **found)
     if len(a) != len(b):
         entry, step = (a if len(a) > both else b)[both], (first if len(a) > both else second)[both]
-        told = f"{kind_of(step)}: {step}"
+        shown = f"{kind_of(step)}: {step}"
         return Parting(
             turn=entry.turn,
             step=both,
             by=entry.by,
             field="step",
-            first=told if len(a) > both else None,
-            second=told if len(b) > both else None,
+            first=shown if len(a) > both else None,
+            second=shown if len(b) > both else None,
         )
     found = _first(_end(first, earned[0]), _end(second, earned[1]))
     return None if found is None else Parting(turn=None, step=None, by=None, **found)
@@ -187,7 +186,7 @@ Earned = dict[int | None, dict[str, float]]
 
 
 def _earned(tape: Tape) -> Earned:
-    """What was recorded, in the prefix of a fork too, which the parent earned."""
+    """The recorded rewards of a tape, those of a fork's prefix, which its parent earned, included."""
     earned: Earned = _earned(tape.parent) if tape.parent is not None else {}
     for reward in tape.rewards:
         earned.setdefault(reward.step, {})[_component(reward)] = reward.value
@@ -200,7 +199,7 @@ def _component(reward: Reward) -> str:
 
 def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Earned]) -> dict[str, Any] | None:
     tokens = _tokens(first, k), _tokens(second, k)
-    compared = None not in tokens  # an engine of texts has none, which is no difference
+    compared = None not in tokens  # an engine that returns text only records no ids: that alone is not a difference
     sides: list[dict[str, Any]] = []
     for tape, own, ids in zip((first, second), earned, tokens, strict=True):
         step: Step = tape[k]
@@ -218,7 +217,7 @@ def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Ea
 
 
 def _tokens(tape: Tape, k: int) -> list[int] | None:
-    """The completion tokens that a step was read from; None where its calls have none."""
+    """The completion tokens that a step was parsed from; None where its calls have no token ids."""
     ids: list[int] = []
     for call, start, end in tape.entries[k].calls:
         completion = tape.call(call).completion
@@ -230,14 +229,14 @@ def _tokens(tape: Tape, k: int) -> list[int] | None:
 
 def _end(tape: Tape, earned: Earned) -> dict[str, Any]:
     cause = tape.cause
-    told = {"type": cause.type.value, "error": cause.error} if cause is not None else None
-    return {**earned.get(None, {}), "end": {"status": tape.status.value if tape.status else None, "cause": told}}
+    why = {"type": cause.type.value, "error": cause.error} if cause is not None else None
+    return {**earned.get(None, {}), "end": {"status": tape.status.value if tape.status else None, "cause": why}}
 
 
 def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
     sides: list[dict[str, Any]] = []
     for tape in (first, second):
-        told = tape.begin.model_dump(
+        settings = tape.begin.model_dump(
             mode="json",
             include={
                 "task_hash",
@@ -251,7 +250,7 @@ def _settings(first: Tape, second: Tape) -> Iterator[Setting]:
                 "versions",
             },
         )
-        sides.append({**told, "policy": list(summarise(tape).versions)})
+        sides.append({**settings, "policy": list(summarise(tape).versions)})
     for found in differences(sides[0], sides[1]):
         then, now = clipped(found.recorded, found.observed)
         yield Setting(field=found.field, first=then, second=now)
@@ -268,7 +267,10 @@ def diff_runs(
     against_split: str | None = None,
     progress: Progress = silent,
 ) -> RunDiff:
-    """Compare by task what the closed tapes of two runs came to, `against_split` (default: `split`) of the second."""
+    """Compare the closed tapes of two runs task by task.
+
+    `split`: of both runs, unless `against_split` names another split for the second.
+    """
     splits = split, against_split or split
     a, b = (
         attempts_of(store.summaries(split=split, closed=True))
@@ -299,7 +301,7 @@ def diff_runs(
 
 
 SHOWN_FIRST: tuple[Change, ...] = ("lost", "changed", "won", "only_first", "only_second")
-"""The order in which people need to see what differs: a loss must not hide behind many wins."""
+"""Order of the differences in a report: losses come first, so that many wins can't hide them."""
 
 
 def _size(task: TaskDiff) -> tuple[int, float]:

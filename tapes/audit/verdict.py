@@ -1,8 +1,7 @@
-"""Verdicts: what a check of a tape came to, and where it first went another way.
+"""Verdicts: the outcome of a check of a tape, and the first place where it diverged.
 
-Three outcomes and no fourth: `verified`, `diverged` (with the place, both values and the likely cause), `unverifiable`
-(with the reason). The models are frozen and JSON all through, for scripts and viewers. What the checks are is not known
-here.
+A check has one of three outcomes: `verified`, `diverged` (with the place, both values and the likely cause), or
+`unverifiable` (with the reason). The models are frozen and consist of JSON values, for scripts and viewers.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ CLIP = 4000
 
 
 class Likely(StrEnum):
-    """What most likely made a tape diverge. A guess from the field that differs, for whoever looks for the cause."""
+    """The likely cause of a divergence: a guess from the field that differs, as a start for debugging."""
 
     CODE = "code"
     """The agent's code: another step, another setting, an error where there was none."""
     PROMPT = "prompt"
-    """What the agent tells the model: its system prompt, or messages it writes itself."""
+    """The agent's prompt: its system prompt, or messages that it writes itself."""
     TOOLS = "tools"
     """The functions that are offered, or their order."""
     PARSER = "parser"
-    """The model's answer is the recorded one and is read as something else."""
+    """The model's answer equals the recorded one, and is parsed as another step."""
     ORDER = "order"
     """The same requests or steps, in another order."""
     RENDERING = "rendering"
     """The same messages as other token ids: the tokenizer, the chat template or the renderer."""
     EXHAUSTED = "exhausted"
-    """More or less was asked for than the tape holds."""
+    """The agent made more or fewer requests than the tape holds."""
     NONDETERMINISM = "nondeterminism"
     """The agent reads a clock, randomness, a socket or another process; `where` has the line."""
     ENVIRONMENT = "environment"
-    """The environment answers otherwise than it did."""
+    """The environment reacts differently from the recording."""
     WEIGHTS = "weights"
-    """The model isn't the one that sampled the tape."""
+    """The model differs from the one that sampled the tape."""
     REWARD = "reward"
-    """The reward code isn't what scored the tape."""
+    """The reward code differs from the code that scored the tape."""
 
 
 class Divergence(BaseModel):
-    """The first place where what was observed isn't what was recorded."""
+    """The first place where the observed value differs from the recorded one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str
@@ -60,9 +59,9 @@ class Divergence(BaseModel):
     record: int | None = None
     """Index of the record in the tape (its `begin` is 0); None where nothing was recorded."""
     step: int | None = None
-    """Index of the step in the tape; None where it is a call, or the end."""
+    """Index of the step in the tape; None where the place is a call or the end."""
     call: str | None = None
-    """Id of the call; None where it is no call."""
+    """Id of the call; None where the place is not a call."""
     by: str | None = None
     """The path that spoke (`planner/searcher`), or `env`."""
     field: str
@@ -75,29 +74,29 @@ class Divergence(BaseModel):
     sentence: str
     """What happened, for people."""
     where: str | None = None
-    """`file:line in function` of the code that is to blame; None where no line is known."""
+    """`file:line in function` of the code that caused it; None where no line is known."""
 
     @computed_field
     @property
     def diff(self) -> list[str]:
-        """Both values, line by line, with `-` for recorded, `+` for observed and ` ` for what they share."""
+        """Both values, line by line: `-` is recorded, `+` is observed, ` ` is in both."""
         return diff_lines(self.recorded, self.observed)
 
 
 class Failure(BaseModel):
-    """Code that was to give something to compare, and raised, took too long or gave what can't be used."""
+    """Code whose result a check needed, and that raised, took too long or returned an unusable value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     source: str
-    """Of a reward: the name of its source."""
+    """The name of the code; for a reward, that of its source."""
     error: str
     """What happened, with the exception's name and message."""
     where: str | None = None
-    """`file:line in function` of the code that is to blame; None where no line is known."""
+    """`file:line in function` of the code that caused it; None where no line is known."""
 
 
 class Verdict(BaseModel):
-    """What one check of one tape came to."""
+    """The outcome of one check of one tape."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     verb: str
@@ -105,24 +104,24 @@ class Verdict(BaseModel):
     tape: str
     outcome: Literal["verified", "diverged", "unverifiable"]
     digest: str | None = None
-    """Of the tape as it was checked; None while it has no end."""
+    """The tape's digest when it was checked; None for an open tape."""
     divergence: Divergence | None = None
-    """Where it diverged; None for the other outcomes."""
+    """The place of the divergence; None for the other outcomes."""
     reason: str | None = None
     """Why it can't be verified; None for the other outcomes."""
     checked: dict[str, int] = {}
-    """How many of what were compared and found equal: calls, steps, observations, rewards, tokens."""
+    """Kind of value (calls, steps, observations, rewards, tokens) -> how many were compared and found equal."""
     not_checked: tuple[str, ...] = ()
-    """What the verdict doesn't speak of."""
+    """Parts of the tape that the verdict doesn't cover."""
     failures: tuple[Failure, ...] = ()
-    """What ran for this check and failed, where that may happen to a part of it."""
+    """Failures of code in this check that concern a part of it only."""
     measured: dict[str, float] = {}
-    """Numbers that come with the verdict, such as the largest difference of log-probs."""
+    """Measurements of the check, such as the largest difference of log-probs."""
     proposed: dict[str, str | None] = {}
-    """Fields that vary from one execution to the next -> what to declare of them (`Environment.varies`)."""
+    """Field that varies between executions -> the declaration for it (`Environment.varies`)."""
 
     def of(self, tape: Tape) -> Verdict:
-        """It, with the digest of the tape that it speaks of."""
+        """This verdict with the digest of `tape`, on which it was made."""
         return self.model_copy(update={"digest": tape.digest if tape.closed else None})
 
     def __str__(self) -> str:
@@ -134,7 +133,7 @@ class Verdict(BaseModel):
 
 
 class Verdicts(BaseModel):
-    """What one verb came to over a run, or over some of its tapes."""
+    """The verdicts of one verb on a run, or on some of its tapes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     verb: str
@@ -143,9 +142,9 @@ class Verdicts(BaseModel):
     torn: tuple[str, ...] = ()
     """A sentence for each segment whose tail can't be read."""
     turn: int | None = None
-    """The only turn that was looked at; None for all."""
+    """The only turn that was checked; None for all."""
     seconds: float = 0.0
-    """Wall clock."""
+    """Wall clock time of the check."""
 
     @computed_field
     @property
@@ -159,7 +158,7 @@ class Verdicts(BaseModel):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """1 where a tape diverged; else 2 where one can't be verified, or there was none to verify; else 0."""
+        """1 where a tape diverged; else 2 where one can't be verified, or no tape was checked; else 0."""
         counts = self.counts
         if counts["diverged"]:
             return 1
@@ -167,17 +166,17 @@ class Verdicts(BaseModel):
 
 
 def verified(verb: str, tape: str, **more: Any) -> Verdict:
-    """It holds."""
+    """A verdict `verified`."""
     return Verdict(verb=verb, tape=tape, outcome="verified", **more)
 
 
 def diverged(verb: str, divergence: Divergence, **more: Any) -> Verdict:
-    """It doesn't."""
+    """A verdict `diverged`."""
     return Verdict(verb=verb, tape=divergence.tape, outcome="diverged", divergence=divergence, **more)
 
 
 def unverifiable(verb: str, tape: str, reason: str, **more: Any) -> Verdict:
-    """It can't be told."""
+    """A verdict `unverifiable`."""
     return Verdict(verb=verb, tape=tape, outcome="unverifiable", reason=reason, **more)
 
 
@@ -189,13 +188,16 @@ class Difference(NamedTuple):
 
     field: str
     recorded: Any
-    """None where there is nothing."""
+    """None where there is no such value."""
     observed: Any
-    """None where there is nothing."""
+    """None where there is no such value."""
 
 
 def differences(recorded: Any, observed: Any, field: str = "") -> Iterator[Difference]:
-    """Where two plain values differ, in order; of two lists the shared part first, then what only one of them has."""
+    """The fields in which two plain values differ, in order. Of two lists, the common length is compared first.
+
+    Then follow the items that only one of the lists has.
+    """
     if isinstance(recorded, dict) and isinstance(observed, dict):
         for key in dict.fromkeys([*recorded, *observed]):
             yield from differences(recorded.get(key), observed.get(key), f"{field}.{key}" if field else str(key))
@@ -216,7 +218,7 @@ def plain(value: Any) -> Any:
 
 
 def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
-    """Both values, JSON, with long texts cut around their first difference."""
+    """Both values as JSON, with long texts cut around their first difference."""
     then, now = plain(recorded), plain(observed)
     if not isinstance(then, str) or not isinstance(now, str):
         return _clip(then), _clip(now)
@@ -225,11 +227,12 @@ def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
 
 
 def diff_lines(recorded: Any, observed: Any) -> list[str]:
-    """Two plain values, line by line, with `-` for the first, `+` for the second and ` ` for what they share."""
-    return list(_diff(_lines(recorded), _lines(observed)))
+    """Two plain values, line by line: `-` is the first, `+` the second, ` ` is in both."""
+    return list(_marked(_text_lines(recorded), _text_lines(observed)))
 
 
 def _same(recorded: Any, observed: Any) -> bool:
+    # NaN equals NaN here: an unknown log-prob that is unknown again is no divergence. And True is not 1, as in JSON.
     if isinstance(recorded, float) and isinstance(observed, float) and recorded != recorded:
         return observed != observed
     return isinstance(recorded, bool) == isinstance(observed, bool) and recorded == observed
@@ -248,13 +251,13 @@ def _window(text: str, at: int) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def _lines(value: Any) -> list[str]:
+def _text_lines(value: Any) -> list[str]:
     if value is None:
         return []
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)).splitlines()
 
 
-def _diff(recorded: list[str], observed: list[str]) -> Iterable[str]:
+def _marked(recorded: list[str], observed: list[str]) -> Iterable[str]:
     for line in difflib.ndiff(recorded, observed):
         if not line.startswith("?"):
             yield line[:2].strip().ljust(1) + line[2:]
