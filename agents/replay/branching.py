@@ -1,9 +1,8 @@
-"""Branch: an episode that was recorded goes on from one of its turns, otherwise than it did.
+"""Branch: continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
-The environment is restored first and compared with what is recorded. Only where it comes back to that state is
-anything rolled out; each continuation is a tape of its own, whose `begin` pins the parent's digest and the turn.
-Whoever insists may go on from a prefix that can't be verified; why it can't is recorded on every continuation.
-Where tapes are kept is not known here.
+The environment is restored first and compared with the record; continuations are rolled out only where it reaches the
+recorded state. Each continuation is a tape of its own; its `begin` names the parent's digest and the turn. A caller may
+force continuations of a prefix that can't be verified; each of them records the reason.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from ..episode.seeds import derive_seed
 from ..runs.group import Group, fill
 
 SPLIT = "branch"
-"""What continuations are recorded for unless the caller says otherwise: to be looked at, not to be trained on."""
+"""The default split of continuations: they are for inspection, not for training."""
 
 
 class PrefixUnverified(TapereelError, ValueError):
-    """The turns before the branch can't be verified, and nothing was rolled out."""
+    """The turns before the branch can't be verified; nothing was rolled out."""
 
     def __init__(self, reason: str, *, diverged: bool) -> None:
-        super().__init__(f"the episode can't be taken up there: {reason}")
+        super().__init__(f"the episode can't be continued from that turn: {reason}")
         self.reason = reason
         self.diverged = diverged
-        """True: the environment answers otherwise than recorded. False: it can't be told."""
+        """True: the environment differs from the record. False: it can't be compared."""
 
 
 async def branch(
@@ -58,14 +57,14 @@ async def branch(
     concurrency: int = 16,
     unverified: bool = False,
 ) -> list[Tape]:
-    """Go on from `tape` after its first `turn` turns, `n` times, as one group; gives the continuations' closed tapes.
+    """Continue `tape` after its first `turn` turns, `n` times, as one group; returns the continuations' closed tapes.
 
-    What isn't given is as it was recorded, the seeds included: the first continuation by the same agent and model is
-    the recorded one, so that whatever differs is due to what was changed. `seed` is that of the first continuation;
-    the others' are derived from it. Another `env_seed` will do only where the environment comes to the same state
-    under it. An attempt that ends in a way that can't be trained on is made once more, and both are given back.
-    PrefixUnverified, before anything is rolled out, where the environment doesn't come back to the recorded state or
-    acts on the world; `unverified` goes on all the same. ValueError where the tape has no such turn.
+    Settings that are not passed are the recorded ones, the seeds included. So the first continuation by the same agent
+    and model repeats the recorded episode, and every difference comes from a changed setting. `seed` is the first
+    continuation's; the other seeds are derived from it. Another `env_seed` works only where the environment reaches the
+    same state with it. An attempt whose episode can't be trained on is retried once; both tapes are returned.
+    Raises PrefixUnverified, before anything is rolled out, where the environment doesn't reach the recorded state or
+    acts irreversibly; `unverified` continues anyway. ValueError where the tape has no such turn.
     """
     if n < 1 or concurrency < 1:
         raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
@@ -106,20 +105,20 @@ async def branch(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """The prefix of `turn` turns. ValueError where the tape has none, or the episode was over by then."""
+    """The prefix of `turn` turns. ValueError where the tape has fewer turns, or the episode ended before."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
             f"tape {tape.id} ended as {tape.status} with turn {turn - 1}, counted from 0: there is no "
-            f"turn {turn} to take up"
+            f"turn {turn} to continue"
         )
     return prefix
 
 
 def recorded_limits(tape: Tape) -> Limits:
-    """The limits that the episode had; the usual ones where the tape doesn't tell."""
-    told = tape.begin.limits
-    return Limits() if told is None else Limits.model_validate({**dict.fromkeys(Limits.model_fields), **told})
+    """The limits of the recorded episode; the defaults where the tape doesn't record them."""
+    recorded = tape.begin.limits
+    return Limits() if recorded is None else Limits.model_validate({**dict.fromkeys(Limits.model_fields), **recorded})
 
 
 async def doubt_of(
@@ -130,23 +129,22 @@ async def doubt_of(
     env_seed: int | None = None,
     limits: Limits | None = None,
 ) -> PrefixUnverified | None:
-    """Why the first `turn` turns can't be verified; None where a fresh environment came back to what is recorded.
+    """Why the first `turn` turns can't be verified; None where a fresh environment reached the recorded state.
 
-    Raises PrefixUnverified itself where the environment can't be restored at all, so that nothing can go on there.
+    Raises PrefixUnverified where the environment can't be restored at all, so that no continuation is possible.
     """
     begin, prefix = tape.begin, cut(tape, turn)
     unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
     if unknown is not None:
         raise PrefixUnverified(
-            f"nothing that is imported defines the step kind {unknown.original!r}: name the module that does",
+            f"no imported module defines the step kind {unknown.original!r}: pass the module that does",
             diverged=False,
         )
     env = new_environment(make)
     if "irreversible" in (env.effect, begin.env.effect):
         await env.close()
         return PrefixUnverified(
-            f"{type(env).__name__} is irreversible: to restore it would do to the world again what "
-            "its actions did once",
+            f"{type(env).__name__} is irreversible: restoring it would repeat the effects of the recorded actions",
             diverged=False,
         )
     env.rng = random.Random(begin.env_seed if env_seed is None else env_seed)

@@ -1,9 +1,8 @@
-"""ReplayEngine: recorded answers, given again in place of a model's.
+"""ReplayEngine: returns recorded answers in place of a model.
 
-Content is the assertion, never the key: a request is found by its place (the path that asks and the seed, which is that
-of the n-th question of the path) and must then be the request that was recorded: messages, tools, sampling, token ids.
-So identical prompts of a group, retries and concurrent sub-agents can't be mixed up. Given many tapes it serves a whole
-loop of rollouts, with no model at all.
+A request is looked up by its agent path and its seed, which numbers the calls of that path. Then its content (messages,
+tools, sampling, token ids) must equal the recorded request. The content is never the key, so identical prompts of a
+group, retries and concurrent sub-agents can't be mixed up. With several tapes the engine serves a whole training loop.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 64
-"""Rounds of the event loop that an answer waits for those that were recorded before it. Only questions asked at the
-same time ever wait, and an agent that no longer asks what came before isn't waited for longer than this."""
+"""Rounds of the event loop that an answer waits for answers that were recorded before it. Only concurrent requests
+wait; the bound is for an agent that no longer makes an earlier request."""
 
 
 class Diverged(EngineError):
-    """A request differs from the recorded one, or there is none left; `divergence` has the place and both values."""
+    """A request differs from the recorded one, or no recorded one is left; `divergence` has the place and both
+    values."""
 
     def __init__(self, divergence: Divergence) -> None:
         d = divergence
@@ -48,21 +48,21 @@ class ReplayStats:
 
 
 class ReplayEngine:
-    """Gives what the tapes recorded. With a renderer the prompt's token ids are compared as well.
+    """Returns the recorded answers of the tapes. With a renderer it also compares the prompts' token ids.
 
-    One tape is found by the order of each path's questions; of several, the seeds of an episode tell which is meant, so
-    the rollouts must be made with the recorded seeds.
+    With one tape, requests are matched by their order within each path. With several, the seeds select the tape, so the
+    rollouts must use the recorded seeds.
     """
 
     name = "replay"
 
     def __init__(self, *tapes: Tape, renderer: Any | None = None) -> None:
         if not tapes:
-            raise ValueError("ReplayEngine needs the tape, or the tapes, whose answers it is to give")
+            raise ValueError("ReplayEngine needs at least one tape: pass the tapes whose answers it returns")
         self._renderer = renderer
         self._only = tapes[0] if len(tapes) == 1 else None
         self._recorded: dict[tuple[str, int | None], list[tuple[Tape, Call]]] = defaultdict(list)
-        """(path, seed) -> what was recorded there, newest first."""
+        """(path, seed) -> the recorded calls, newest first."""
         for tape in reversed(tapes):
             for call in reversed(tape.calls):
                 if call.engine != "authored":
@@ -70,11 +70,11 @@ class ReplayEngine:
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
         self.patience = 0.0
-        """Seconds that an answer waits on top, where questions come from another process."""
+        """Further seconds that an answer waits, for agents whose requests come from another process."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
-        """How many of the queue have been answered without a gap."""
+        """How many leading calls of the queue are answered."""
         self.version = "recorded"
         self.changing = False
         self.stats = ReplayStats()
@@ -89,7 +89,7 @@ class ReplayEngine:
 
     @property
     def left(self) -> int:
-        """Recorded answers that nobody has asked for yet."""
+        """Recorded answers that were not requested yet."""
         return sum(len(calls) for calls in self._recorded.values())
 
     async def complete(self, request: Request) -> Completion:
@@ -98,16 +98,19 @@ class ReplayEngine:
         return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
-        """The recorded call in the place of this request, which is used up by that. Diverged where there is none."""
+        """The recorded call for this request; it is not returned again. Diverged where none is left."""
         found = self._find(request)
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
         return found.pop()
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """The max_tokens with which this request was recorded, where no more may have been left of the budget, else
-        those that it asks for; None where it wasn't recorded. Then it may have been refused once all was spent, which
-        is waited for as long as for an answer."""
+        """How many tokens of the episode's limit this request gets in the replay; None where it wasn't recorded.
+
+        It gets the recorded max_tokens where concurrent calls may have left no more, else what it asks for. An
+        unrecorded request may be one that was refused when all tokens were spent: so this waits, as for an answer,
+        until that is the case again. Without it, the replay of a token limit would depend on the speed of answers.
+        """
         found = self._find(request)
         if found is None:
             if self._only is not None and sum(_sampled(call) for call in self._only.calls) >= (budget.limit or 0):
@@ -123,21 +126,24 @@ class ReplayEngine:
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
     def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
-        """Where the recorded call in the place of this request is the last one; None where there is none."""
+        """The list whose last item is the recorded call for this request; None where none is left."""
         found = self._recorded.get((request.path, request.seed))
         if found:
             return found
-        _, told, conversation = request.cache_key.partition(f"/{request.path}/")
+        _, named, conversation = request.cache_key.partition(f"/{request.path}/")
         for call in self._only.calls if self._only is not None else ():
             rest = self._recorded.get((call.by, call.seed))
-            same = call.by == request.path and (not told or self._may_be(call, conversation))
+            same = call.by == request.path and (not named or self._may_be(call, conversation))
             if same and rest and rest[-1][1].call == call.call:
                 return rest
         return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
-        """Whether a question of this conversation may stand for the call. One that comes from elsewhere is named by its
-        first messages: under a new name, it is an old one that begins otherwise."""
+        """Whether a request of this conversation may be the recorded call.
+
+        A conversation of an external program is named by its first messages. So an unknown name there is a recorded
+        conversation whose first messages changed, and the comparison can say what changed.
+        """
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
         return all(other.conversation != conversation for other in self._only.calls)
@@ -149,8 +155,10 @@ class ReplayEngine:
             raise Diverged(found)
 
     async def answer(self, call: Call, request: Request) -> Completion:
-        """What was recorded; of questions asked at once, in the order in which their answers came. Whoever listens is
-        told of all tokens at once, and before that: so they came."""
+        """The recorded answer. Concurrent requests are answered in the recorded order of their answers.
+
+        The listener gets all tokens before that wait, as it got them before the answer while recording.
+        """
         found = recorded_answer(call)
         if request.listener is not None and found.ids:
             request.listener.tokens(found.ids)
@@ -160,7 +168,7 @@ class ReplayEngine:
         while self._turn_of_answers < len(self._queue) and self._queue[self._turn_of_answers] in self._answered:
             self._turn_of_answers += 1
         if call.finish == "cancelled":
-            # Whoever asked gave up waiting, and does so again.
+            # The agent cancelled this call while recording, and must cancel it again.
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -187,29 +195,30 @@ class ReplayEngine:
                         await self._moved.wait()
 
     def forget(self, cache_key: str) -> None:
-        """Nothing is kept by key."""
+        """This engine keeps nothing by key."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
         """Note the version alone: the answers, and the versions of their spans, are the recorded ones."""
         self.version = version
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
     def skip(self, calls: Sequence[Call]) -> None:
-        """These were answered before the replay begins."""
+        """Treat these calls as answered; for a replay that begins after them."""
         self._answered.update(call.call for call in calls)
         for left in self._recorded.values():
             left[:] = [item for item in left if item[1].call not in self._answered]
 
 
 def _sampled(call: Call) -> int:
-    """As the door counts them."""
+    """Sampled tokens of a call, counted as `LLM` counts them."""
     return len(call.completion) if call.completion is not None else call.usage.completion_tokens or 0
 
 
 def recorded_answer(call: Call) -> Completion:
-    """What the engine gave. Ids of a text that nobody sampled (a script's) were made by the door, not by the engine."""
+    """The completion that the engine returned. Ids of a scripted engine's text were made by `LLM`, so they are left
+    out."""
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(
         text=call.text,
@@ -223,7 +232,7 @@ def recorded_answer(call: Call) -> Completion:
 
 
 def recorded_error(call: Call) -> EngineError:
-    """The error that a recorded call ended with, by its name and message."""
+    """The error that ended a recorded call: same class name, same message."""
     text = call.attempts[-1].error if call.attempts else None
     name, _, message = (text or "EngineError: the recorded call failed").partition(": ")
     if name == PromptTooLong.__name__:
@@ -232,7 +241,7 @@ def recorded_error(call: Call) -> EngineError:
 
 
 def request_divergence(tape: Tape, call: Call, request: Request) -> Divergence | None:
-    """Where a request isn't the recorded one; None where it is."""
+    """The first difference of a request from the recorded one; None where they are equal."""
     found = next(_request_differences(tape, call, request), None)
     if found is None:
         return None
@@ -262,18 +271,18 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
     offered, offers = tape.call_tools(call), request.tools
     if offered != offers:
         order = sorted(map(repr, offered or ())) == sorted(map(repr, offers or ()))
-        told = "the same tools are offered in another order" if order else "other tools are offered"
+        sentence = "the same tools are offered in another order" if order else "other tools are offered"
         for difference in differences(list(offered or ()), list(offers or ()), "tools"):
-            yield difference, Likely.TOOLS, told
+            yield difference, Likely.TOOLS, sentence
     if tape.begin.sampling is not None and call.sampling != request.sampling:
         for difference in differences(call.sampling.model_dump(), request.sampling.model_dump(), "sampling"):
-            yield difference, Likely.CODE, "the agent asks to sample otherwise"
+            yield difference, Likely.CODE, "the agent asks for other sampling settings"
     if call.seed != request.seed:
         yield (
             Difference("seed", call.seed, request.seed),
             Likely.ORDER,
-            f"`seed` was {call.seed}, it is now {request.seed}: it is another question of that agent, or the tape "
-            "says another sampling seed",
+            f"`seed` was {call.seed}, it is now {request.seed}: it is another call of that agent, or the tape "
+            "records another sampling seed",
         )
     if request.prompt is not None and call.prompt is not None:
         ids = tape.call_prompt(call)
@@ -283,8 +292,8 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
                 min(len(ids), len(request.prompt)),
             )
             sentence = (
-                f"the same messages are other token ids from position {at} on: the tokenizer, the template or "
-                "the renderer's settings aren't those of the recording"
+                f"the same messages are other token ids from position {at} on: the tokenizer, the chat template or "
+                "the renderer's settings differ from the recording"
             )
             yield (
                 Difference(f"prompt[{at}]", list(ids[at : at + 8]), list(request.prompt[at : at + 8])),
@@ -297,11 +306,11 @@ def _blame_messages(
     tape: Tape, call: Call, then: list[Any], now: list[Any], difference: Difference
 ) -> tuple[Likely, str]:
     if sorted(map(repr, then)) == sorted(map(repr, now)):
-        return Likely.ORDER, f"the messages come in another order, from `{difference.field}` on"
+        return Likely.ORDER, f"the messages are in another order, from `{difference.field}` on"
     others = [one for one in tape.calls if one.by == call.by and one.call != call.call]
     same = next((one.call for one in others if tape.call_messages(one) == now), None)
     if same is not None:
-        return Likely.ORDER, f"the agent asks here what it asked in call {same}"
+        return Likely.ORDER, f"the agent makes the request that it made in call {same}"
     at = int(difference.field.split("[")[1].split("]")[0])
     role = (then[at] if at < len(then) else now[at]).get("role")
     what = "the system prompt" if role == "system" else f"message {at} ({role})"
@@ -311,14 +320,14 @@ def _blame_messages(
 def _unrecorded(tape: Tape | None, request: Request) -> Divergence:
     if tape is None:
         sentence = (
-            f"no tape has a question by {request.path!r} with the seed {request.seed} left: give the tapes "
-            "that were recorded with these seeds"
+            f"no tape has a call by {request.path!r} with the seed {request.seed} left: pass the tapes that were "
+            "recorded with these seeds"
         )
     elif any(call.by == request.path for call in tape.calls):
-        sentence = f"{request.path!r} asks the model once more than was recorded"
+        sentence = f"{request.path!r} calls the model more often than recorded"
     else:
-        known = ", ".join(sorted({call.by for call in tape.calls})) or "nobody"
-        sentence = f"{request.path!r} asks the model, who never did on this tape ({known} did)"
+        known = ", ".join(sorted({call.by for call in tape.calls})) or "none"
+        sentence = f"{request.path!r} calls the model, but has no call on this tape (agents with calls: {known})"
     return Divergence(
         tape=tape.id if tape is not None else "",
         by=request.path,

@@ -1,9 +1,8 @@
-"""Replay: the agent's code runs again on a recorded tape, with no model, no network and no environment.
+"""Replay: runs the agent's code again on a recorded tape, without a model, a network or an environment.
 
-The episode is an ordinary rollout whose engine gives the recorded answers and whose environment gives the recorded
-observations. Every request and every step is compared with the recorded one, position by position within each agent's
-path, and the first difference ends it. Rewards are hidden from agents, so they take no part; `rescore` and `reexec`
-speak of them.
+The episode is an ordinary rollout. Its engine returns the recorded answers, its environment the recorded observations.
+Every request and every step is compared with the recorded one, in order within each agent's path. The first difference
+ends the replay. Agents never see rewards, so rewards are not compared; `rescore` and `reexec` check them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .replay_engine import Diverged, ReplayEngine, recorded_answer
 from .script import Script
 
 SECONDS = 60.0
-"""Wall clock that one tape's replay may take."""
+"""Wall clock limit of one tape's replay."""
 NONDETERMINISM = (
     "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
     "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
@@ -43,7 +42,7 @@ async def replay(
     turn: int | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Run `agent` again on `tape`, or on that turn of it alone, and compare.
+    """Run `agent` again on `tape`, or on its turn `turn` alone, and compare.
 
     With the renderer of the recorded model, token ids are compared too. An agent that reads a clock, random numbers or
     the network diverges where that changes a request or a step.
@@ -58,8 +57,8 @@ async def replay(
         return unverifiable(
             "replay",
             tape.id,
-            f"the agent had not come to the end after {seconds:g} s: it waits for "
-            "what no tape can give, or for an answer that was given up",
+            f"the agent did not finish within {seconds:g} s: it waits for something that is not on the tape, "
+            "or for an answer that was cancelled while recording",
             checked=script.checked,
         )
     more: dict[str, Any] = {"checked": script.checked, "not_checked": tuple(script.notes)}
@@ -72,18 +71,18 @@ async def replay(
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:
-    """Why the tape, or that turn of it, can't be played again; None where it can."""
+    """Why the tape, or its turn `turn`, can't be replayed; None where it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
         return (
-            f"nothing that is imported defines the step kind {unknown.original!r}, so the agent can't be shown "
-            "what it saw: name the module that does"
+            f"no imported module defines the step kind {unknown.original!r}, so the agent can't be shown the "
+            "recorded step: name the module that does"
         )
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     turns = len(tape.log.cuts)
     if turn is not None and not begun <= turn < turns:
-        owner = f"; the first {begun} are its parent's" if begun else ""
-        return f"it has no turn {turn}: it has {turns} turns, counted from 0{owner}"
+        owner = f"; the first {begun} belong to its parent" if begun else ""
+        return f"there is no turn {turn}: the tape has {turns} turns, counted from 0{owner}"
     return None
 
 
@@ -92,22 +91,22 @@ async def _play(script: Script, agent: Agent, renderer: Any | None, seconds: flo
         async with asyncio.timeout(seconds):
             await _episode(script, agent, renderer).run()
     except BaseException as error:
-        # Over itself, or a group of errors with it inside, where the agent made a TaskGroup.
+        # `Over`, or an exception group that contains it where the agent uses a TaskGroup.
         if not script.over or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError):
             raise
 
 
 def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
-    """The rollout that runs the agent again."""
+    """The rollout that runs the agent again, with the tape's settings."""
     begin, tape = script.tape.begin, script.tape
     if all(call.prompt is None for call in script.calls):
         renderer = None
-    # The clock of the recording isn't that of the replay.
+    # Time limits are off: the replay runs at another speed than the recording.
     limits = {"turns": None, **(begin.limits or {}), "seconds": None, "environment_seconds": None}
     if begin.limits is None:
-        script.notes["limits and sampling: this tape doesn't tell what the run asked for"] = None
+        script.notes["limits and sampling: this tape doesn't record them"] = None
     if renderer is None and any(call.prompt is not None for call in script.calls):
-        script.notes["token ids: the recording's tokenizer isn't at hand, so messages alone are compared"] = None
+        script.notes["token ids: the recording's tokenizer is missing, so only messages are compared"] = None
     engine = _Engine(script, renderer)
     engine.patience = agent.patience
     episode = _Episode(
@@ -128,11 +127,11 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
         retries=0,
         recorder=lambda made, journal, parent: _Checker(made, script, parent),
     )
-    given = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
+    answers = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
     episode.llm.sampled = sum(
-        len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in given
+        len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in answers
     )
-    episode.llm.asked = len(given)
+    episode.llm.asked = len(answers)
     if script.prefix is not None:
         for who, n in script.numbers():
             episode.llm.number(who, n - 1)
@@ -141,11 +140,11 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
 
 class _Episode(Episode):
     def _warn(self, cause: Cause) -> None:
-        """The fault is the recorded one, which was reported then, or the verdict tells it."""
+        """No log line: the fault was logged while recording, or the verdict reports it."""
 
 
 class _Engine(ReplayEngine):
-    """Gives the recorded answers; a request that isn't the recorded one ends the replay."""
+    """Returns the recorded answers; a request that differs from the recorded one ends the replay."""
 
     def __init__(self, script: Script, renderer: Any | None) -> None:
         super().__init__(script.tape, renderer=renderer)
@@ -159,12 +158,12 @@ class _Engine(ReplayEngine):
         try:
             tape, call = self.take(request)
             if call.finish == "cancelled" and script.cut_off and script.turns[call.call] > script.last:
-                raise script.beyond(request.path, "asks the model", None)
+                raise script.beyond(request.path, "calls the model", None)
             self.check(tape, call, request)
         except Diverged as error:
             known = any(call.by == request.path for call in script.tape.calls)
             if error.divergence.cause is Likely.EXHAUSTED and known:
-                raise script.beyond(request.path, "asks the model", plain(list(request.messages)[-1:])) from error
+                raise script.beyond(request.path, "calls the model", plain(list(request.messages)[-1:])) from error
             found = error.divergence
             if found.turn is None:
                 found = found.model_copy(update={"turn": script.turn})
@@ -174,7 +173,7 @@ class _Engine(ReplayEngine):
 
 
 class _World(Environment[Any]):
-    """Gives the recorded observations."""
+    """Returns the recorded observations."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -182,12 +181,12 @@ class _World(Environment[Any]):
     async def reset(self, task: Any) -> Observation:
         first = next(iter(self._script.steps[ENV]), None)
         if first is None or not isinstance(first[1].step, Observation):
-            self._script.notes["the agent, which never came to speak: the environment failed before"] = None
+            self._script.notes["the agent: the environment failed before its first turn"] = None
             raise self._script.end()
         return first[1].step
 
     async def restore(self, task: Any, tape: Tape) -> None:
-        """It is where the tape says it is."""
+        """Nothing to restore: the observations come from the tape."""
 
     async def step(self, action: Action) -> Outcome:
         script = self._script
@@ -201,13 +200,13 @@ class _World(Environment[Any]):
 
 
 class _Checker(Recorder):
-    """Compares what would be recorded with what was, and gives it the time at which it was."""
+    """Compares each record with the recorded one and gives it the recorded time, so that `llm.now` is repeated."""
 
     def __init__(self, begin: Begin, script: Script, parent: Tape | None) -> None:
         super().__init__(begin.model_copy(update={"at": script.tape.begin.at}), None, parent)
         self._script = script
         self._meant: dict[str, str] = {}
-        """Call id of the replay -> that of the recorded call."""
+        """Call id of the replay -> id of the recorded call."""
         self._sampled = {(call.by, call.seed): call for call in script.calls if call.engine != "authored"}
         self._authored: dict[str, deque[Call]] = defaultdict(deque)
         for call in script.calls:
@@ -215,7 +214,7 @@ class _Checker(Recorder):
                 self._authored[call.by].append(call)
 
     def new_call_id(self) -> str:
-        # None that the tape has: a replay of one turn stands on the calls of the turns before.
+        # Never an id of the tape: the replay of one turn refers to calls of the turns before it.
         self._calls += 1
         return f"{self.tape}/replay.{self._calls}"
 
@@ -236,7 +235,7 @@ class _Checker(Recorder):
         super().write(record.model_copy(update={"at": at}))
 
     def _call(self, record: Call) -> Call:
-        """The recorded call that this one repeats."""
+        """The recorded call that this record repeats."""
         script, by = self._script, record.by
         if record.engine != "authored":
             then = self._sampled[by, record.seed]
@@ -259,20 +258,20 @@ class _Checker(Recorder):
                         list(then.completion or ()),
                         list(record.completion),
                         Likely.RENDERING,
-                        f"call {then.call} by {by!r}: the same answer is other token ids",
+                        f"call {then.call} by {by!r}: the same answer becomes other token ids",
                         by=by,
                         call=then,
                     )
                 )
             return then
         if not self._authored[by]:
-            raise script.beyond(by, "says something of its own", record.text)
+            raise script.beyond(by, "writes text without a model", record.text)
         then = self._authored[by].popleft()
         was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}
         now = {"messages": Tape(self.log).call_messages(record), "text": record.text, "tool_calls": record.tool_calls}
         for found in differences(was, now):
             raise script.end(
-                script.divergence(*found, Likely.CODE, f"{by!r} says something else of its own", by=by, call=then)
+                script.divergence(*found, Likely.CODE, f"{by!r} writes another text without a model", by=by, call=then)
             )
         script.asked(then, tokens=False)
         return then

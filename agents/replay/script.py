@@ -1,7 +1,7 @@
 """Script: what a tape holds, read as the script of a replay, and how far the replay has come.
 
-Decides whether each request, step and end is the recorded one, and if it isn't, where they part and why that is likely.
-It runs nothing.
+Compares each request, step and end with the recorded one; at the first difference it says where and for what likely
+cause.
 """
 
 from __future__ import annotations
@@ -31,44 +31,45 @@ _FROM_OUTSIDE = {
     (Status.CRASHED, None),
     (None, None),
 }
-"""(status, cause) of ends that came from outside the agent, in whatever it was doing."""
+"""(status, cause) of ends that came from outside the agent, at any point of its turn."""
 
 
 class Over(BaseException):
-    """The replay is over: it diverged, or the tape ends here. Not an Exception, so that agents let it pass."""
+    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception, so that agents let it
+    pass."""
 
 
 class Script:
     """One replay of one tape. Single use."""
 
     def __init__(self, tape: Tape, only: int | None = None) -> None:
-        """The whole tape, or the turn `only` of it; of a fork, what is its own."""
+        """The whole tape, or its turn `only`; of a fork only its own turns."""
         self.tape, self.only = tape, only
         log = tape.log
         begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
         self.last = log.turn - 1
-        """The last whole turn."""
+        """The last complete turn."""
         self.partial = log._in_turn
-        """Whether the tape ends in the midst of a turn of the agent's."""
+        """Whether the tape ends within a turn of the agent."""
         self.turn = begun if only is None else only
-        """The turn that is being played."""
+        """The current turn."""
         cut = log.cuts[only] if only is not None and only > begun else None
         self.prefix = tape.at_turn(only) if cut is not None and only is not None else tape.parent
-        """What came before, which isn't played; None where nothing did."""
+        """The turns before, which are not replayed; None where there are none."""
         steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
         self.answered = [call for at, call in log.call_order if at < records]
-        """The tape's own calls before that."""
+        """The tape's own calls in those turns."""
         starts = [cut.records for cut in log.cuts[begun:]]
         self.turns = {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in log.call_order}
         """Call -> the turn in which it was made."""
         self.calls = [call for at, call in log.call_order if at >= records]
         self.due: dict[int, dict[str, Call]] = defaultdict(dict)
-        """Turn -> the calls that the agent has yet to make in it."""
+        """Turn -> the calls that the agent must still make in it."""
         for call in self.calls:
-            if call.finish != "cancelled":  # the agent may well give up before it asks
+            if call.finish != "cancelled":  # the agent may cancel it before the request
                 self.due[self.turns[call.call]][call.call] = call
         self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
-        """By path: (index, entry) of what is still to come."""
+        """Path -> (index, entry) of its steps that are still to come."""
         self.reactions: dict[int, Observation] = {}
         for index, entry in enumerate(tape.entries[steps:], start=steps):
             self.steps[entry.by].append((index, entry))
@@ -78,51 +79,51 @@ class Script:
         self.found: Divergence | None = None
         self.checked = {"calls": 0, "prompts": 0, "steps": 0}
         self.notes: dict[str, None] = {}
-        """What isn't checked."""
+        """What is not checked, as keys in order."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether the end came from outside, in the midst of whatever the agent did."""
+        """Whether the end came from outside, at any point of the agent's turn."""
         cause = self.tape.cause.type if self.tape.cause is not None else None
-        untold = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
-        return (self.tape.status, cause) in _FROM_OUTSIDE or untold or cause is CauseType.CONTEXT
+        unknown_limit = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
+        return (self.tape.status, cause) in _FROM_OUTSIDE or unknown_limit or cause is CauseType.CONTEXT
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """(asker, how many questions it had asked) before the first that is to be asked: the seeds tell."""
+        """(seed stream, number of calls before the first replayed one), found by comparing seeds."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
             if call.seed is not None:
                 first.setdefault(seed_stream(call.by, call.conversation), call.seed)
-        for who, seed in first.items():
-            found = (n for n in range(most) if derive_seed(self.tape.begin.seed, who, n) == seed)
+        for stream, seed in first.items():
+            found = (n for n in range(most) if derive_seed(self.tape.begin.seed, stream, n) == seed)
             n = next(found, None)
             if n is not None:
-                yield who, n
+                yield stream, n
 
     # How it ends
 
     def end(self, found: Divergence | None = None) -> Over:
-        """Diverged, or at the end of what was recorded. Raise what it gives."""
+        """End the replay, with a divergence or at the end of the recording. The caller raises the result."""
         if not self.over:
             self.found = found
         self.over = True
         return Over()
 
     def beyond(self, by: str, does: str, observed: Any) -> Over:
-        """The agent does something where nothing of it is recorded any more."""
+        """The agent does something after its last recorded step or call. The caller raises the result."""
         if self.cut_off and self.turn > self.last:
-            self.notes[f"turn {self.turn}, in the midst of which the episode was cut off"] = None
+            self.notes[f"turn {self.turn}, within which the episode was cut off"] = None
             return self.end()
         tape = self.tape
-        how = tape.cause.message if tape.cause is not None else tape.status or "nothing: it is open"
+        how = tape.cause.message if tape.cause is not None else tape.status or "no end record: it is open"
         return self.end(
             self.divergence(
-                "call" if "asks" in does else "step",
+                "call" if "calls" in does else "step",
                 None,
                 observed,
                 Likely.EXHAUSTED,
-                f"{by!r} {does}, where nothing of it is recorded any more (the tape ends with: {how})",
+                f"{by!r} {does}, after the last record of this agent (the tape ends with: {how})",
                 by=by,
             )
         )
@@ -140,7 +141,7 @@ class Script:
         call: Call | None = None,
         where: str | None = None,
     ) -> Divergence:
-        """A difference at the turn that is being played, or at a step or call."""
+        """A difference at the current turn, or at a step or call."""
         then, now = clipped(recorded, observed)
         turn, at = self.turn, record_of_step(self.tape, step)
         if call is not None:
@@ -163,22 +164,23 @@ class Script:
     # What happens
 
     def asked(self, call: Call, *, tokens: bool) -> None:
-        """A question was the recorded one, down to the token ids where they could be compared."""
+        """A request equalled the recorded one. tokens: its token ids were compared too."""
         self.checked["calls"] += 1
         self.checked["prompts"] += tokens
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """The agent yielded a step, read from these calls: the recorded one at its place, or the replay is over."""
+        """The agent yielded a step, read from `calls`: returns the recorded step, or ends the replay where they
+        differ."""
         by = record.by
         if not self.steps[by]:
-            raise self._nobody(record)
+            raise self._unexpected(record)
         index, entry = self.steps[by][0]
         found = next(_step_differences(entry, record), None)
         then = [call for call, _, _ in entry.calls]
         if found is not None:
-            cause, told = self._blame(record, entry, same_calls=calls == then)
-            raise self.end(self.divergence(*found, cause, f"step {index} by {by!r}: {told}", by=by, step=index))
+            cause, reason = self._blame(record, entry, same_calls=calls == then)
+            raise self.end(self.divergence(*found, cause, f"step {index} by {by!r}: {reason}", by=by, step=index))
         if calls != then:
             raise self.end(
                 self.divergence(
@@ -198,14 +200,14 @@ class Script:
         return entry
 
     def ended(self, end: End) -> Over:
-        """The episode came to its end."""
+        """The episode ended."""
         if self.cut_off:
             return self.end()
         then, now = _what_ended(self.tape.end), _what_ended(end)
         if then == now:
             return self.end(self._left(self.turn))
         cause = end.cause
-        told = end.status.value if cause is None else f"{end.status.value}: {cause.error}: {cause.message}"
+        ending = end.status.value if cause is None else f"{end.status.value}: {cause.error}: {cause.message}"
         found = next(differences(then, now, "end"))
         heard = any(self.turns[call.call] == self.turn for call in self.calls) and not self.due[self.turn]
         blame = Likely.PARSER if heard and cause is not None and cause.type is CauseType.AGENT else Likely.CODE
@@ -215,13 +217,13 @@ class Script:
             self.divergence(
                 *found,
                 blame,
-                f"the episode ends here ({told}); recorded: {_told(then)}",
+                f"the episode ends here ({ending}); recorded: {_end_text(then)}",
                 where=cause.frame if cause is not None else None,
             )
         )
 
     def _turn_over(self) -> None:
-        """The turn's Action was yielded: all that was recorded in the turn must have come."""
+        """The turn's Action was yielded: every recorded call and step of the turn must have been repeated."""
         left = self._left(self.turn)
         if left is not None:
             raise self.end(left)
@@ -230,7 +232,7 @@ class Script:
             raise self.end()
 
     def _left(self, turn: int) -> Divergence | None:
-        """What was recorded up to the end of that turn, and didn't come."""
+        """The first record up to the end of that turn that was not repeated."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
@@ -239,18 +241,18 @@ class Script:
                 asked,
                 None,
                 Likely.CODE,
-                f"call {call.call} by {call.by!r} was recorded and isn't made now",
+                f"call {call.call} by {call.by!r} was recorded and is not made now",
                 by=call.by,
                 call=call,
             )
         for by, steps in self.steps.items():
             if by != ENV and steps and steps[0][1].turn <= turn:
                 index, entry = steps[0]
-                told = f"step {index} by {by!r} ({entry.step.kind}) was recorded and isn't yielded now"
-                return self.divergence("step", str(entry.step), None, Likely.CODE, told, by=by, step=index)
+                sentence = f"step {index} by {by!r} ({entry.step.kind}) was recorded and is not yielded now"
+                return self.divergence("step", str(entry.step), None, Likely.CODE, sentence, by=by, step=index)
         return None
 
-    def _nobody(self, record: StepRecord) -> Over:
+    def _unexpected(self, record: StepRecord) -> Over:
         known = sorted({entry.by for entry in self.tape.entries} - {ENV})
         if record.by in known or not known:
             return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
@@ -260,7 +262,7 @@ class Script:
                 known,
                 record.by,
                 Likely.CODE,
-                f"{record.by!r} speaks, who never did on this tape ({', '.join(known)} did)",
+                f"{record.by!r} yields a step, but has no step on this tape (agents with steps: {', '.join(known)})",
                 by=record.by,
             )
         )
@@ -269,18 +271,18 @@ class Script:
         others = list(self.steps[record.by])[1:]
         what = f"recorded as {str(entry.step)[:200]!r}, now {str(record.content)[:200]!r}"
         if any(next(_step_differences(other, record), None) is None for _, other in others):
-            return Likely.ORDER, f"the steps come in another order, {what}"
+            return Likely.ORDER, f"the steps are in another order, {what}"
         heard = same_calls and entry.calls and self.tape.call(entry.calls[-1][0]).engine != "authored"
         thought = isinstance(record.content, Thought) and not isinstance(record.content, ParseError)
         if heard and thought and not self._is_read(record.content, entry):
-            return Likely.CODE, f"the agent thinks something that isn't in the model's answer, {what}"
+            return Likely.CODE, f"the agent yields a thought that is not in the model's answer, {what}"
         if heard:
-            return Likely.PARSER, f"the model's answer is the recorded one and is read otherwise, {what}"
-        return Likely.CODE, f"the agent does something else, {what}"
+            return Likely.PARSER, f"the model's answer is the recorded one and is parsed differently, {what}"
+        return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether a text of the step may have been read from the answers behind the recorded one: it is in one of them,
-        or the other way round."""
+        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its texts is in
+        an answer, or an answer is in one of its texts."""
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
         texts = [call.text.casefold() for call in answers if call.text]
@@ -310,7 +312,7 @@ def record_of_step(tape: Tape, step: int | None) -> int | None:
 
 
 def turn_of(tape: Tape, record: int | None) -> int | None:
-    """The turn of the record with that index: of the agent's that it belongs to."""
+    """The agent's turn to which the record with that index belongs."""
     if record is None:
         return None
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
@@ -326,7 +328,7 @@ def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, A
 
 
 def _what_ended(end: End | None) -> dict[str, Any]:
-    """What of an end must be the same: not the seconds, nor the line of a traceback."""
+    """The parts of an end that must be equal: not the seconds, nor the line of a traceback."""
     if end is None:
         return {"status": None, "cause": None}
     cause = end.cause
@@ -337,6 +339,6 @@ def _what_ended(end: End | None) -> dict[str, Any]:
     return {"status": end.status.value, "cause": {"type": cause.type.value, "error": error, "message": message}}
 
 
-def _told(end: dict[str, Any]) -> str:
+def _end_text(end: dict[str, Any]) -> str:
     cause = end["cause"]
     return end["status"] if cause is None else f"{end['status']}: {cause['error']}: {cause['message']}"

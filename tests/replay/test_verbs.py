@@ -74,7 +74,7 @@ def test_a_run_whose_agent_changed_ends_with_1_and_says_where(
     assert main(["replay", str(thousand), *some, "--agent", "edited_agent.py:make"]) == 1
     out = capsys.readouterr().out
     assert "likely cause" in out
-    assert "is read otherwise" in out
+    assert "is parsed differently" in out
     assert f"{len(calculated)} diverged" in out
 
 
