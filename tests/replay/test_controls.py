@@ -166,7 +166,7 @@ def test_another_agent_speaks():
 
     divergence = found(record("sub-agents"), Planner())
     assert (divergence.turn, divergence.by) == (0, "planner/researcher")
-    assert "has no step on this tape" in divergence.sentence
+    assert "has no call on this tape" in divergence.sentence
 
 
 def test_a_change_in_one_of_several_concurrent_agents_is_that_ones():
