@@ -1,4 +1,4 @@
-"""Environments of others, as ours: Gymnasium, MCP servers, TRL, reasoning-gym, plain tools and the sandbox.
+"""Adapters: environments from Gymnasium, MCP servers, TRL, reasoning-gym, plain functions as tools, and the sandbox.
 
-Imports `envs`, `envs.rewards` and the floor below. Each adapter imports its package when it is used.
+Imports `envs`, `envs.rewards` and `tapes`. Each adapter imports its optional package when it is used.
 """

@@ -1,10 +1,9 @@
 """Arithmetic with a calculator: the environment of the demo. The agent calls the tool, then answers.
 
-The agent's words are terse, so that a tiny model learns them by the character: `c47+83` asks the calculator, which
-answers `130` (padded to `width` digits), and `a155` answers the problem. Actions are typed; `read_action` makes them of
-text. The calculator knows one sum, difference or product of two integers, and nothing is ever evaluated as code.
-Reward: component `exact`, 1.0 where the answer is the number that was asked for, else 0.0. This module knows nothing of
-models or prompts.
+The text form of actions is short, so that a tiny character-level model can learn it: `c47+83` asks the calculator,
+which answers `130` (padded to `width` digits), and `a155` answers the problem. `read_action` converts text to typed
+actions. The calculator computes one sum, difference or product of two integers; it never evaluates code. Reward:
+component `exact`, 1.0 if the answer is the right number, else 0.0.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 from .reasoning import reasoning_scorer, reasoning_tasks
 
-# Bounded operands: a product of two has at most 24 digits, so no call costs more than microseconds.
+# Operands are bounded: a product has at most 24 digits, so a call takes microseconds.
 _BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
 _NUMBER = re.compile(r"-?[0-9]{1,24}")
 _TERM = re.compile(r"[+*-]?[0-9]+")
 UNREADABLE = "?"
-"""What the calculator answers to an expression that it can't read."""
+"""The calculator's result for an expression that it can't parse."""
 
 
 class Problem(Observation, kind="calculator_problem"):
-    """What is to be worked out."""
+    """The problem to solve."""
 
     text: str
-    """As `47+83+25`."""
+    """For example `47+83+25`."""
 
 
 class Result(Observation, kind="calculator_result"):
-    """What the calculator showed."""
+    """The result of the calculator."""
 
     text: str
-    """The number, padded; `?` where the expression could not be read."""
+    """The number, padded; `?` if the expression can't be parsed."""
 
 
 class Calculate(Action, kind="calculator_call"):
-    """Asks the calculator. Reads as `c47+83`."""
+    """Asks the calculator. Its text is `c47+83`."""
 
     expression: str
 
@@ -51,7 +50,7 @@ class Calculate(Action, kind="calculator_call"):
 
 
 class FinalAnswer(Action, kind="calculator_answer"):
-    """Answers the problem and ends the episode. Reads as `a155`."""
+    """Answers the problem and ends the episode. Its text is `a155`."""
 
     answer: str
 
@@ -65,12 +64,12 @@ class Calculator(Environment[Calculate | FinalAnswer]):
     kinds = (Result,)
 
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
-        """width: digits that results are padded to. max_turns: the episode is truncated after so many actions.
+        """width: digits to which results are padded. max_turns: the episode is truncated after so many actions.
 
-        scorer: a reasoning-gym dataset whose own scorer is reported beside the reward, as the metric `reasoning_gym`.
+        scorer: a reasoning-gym dataset whose own scorer is reported as the metric `reasoning_gym`.
         """
         if not 0 <= width <= 100:
-            raise ValueError(f"a width of {width}: results are padded to 0 to 100 digits")
+            raise ValueError(f"width is {width}; it must be from 0 to 100 digits")
         self.width = width
         self.max_turns = max_turns
         self.scorer = scorer
@@ -78,12 +77,12 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         self._answer: str | None = None
 
     async def reset(self, task: Task) -> Problem:
-        """The question."""
+        """Ask the task's question."""
         public, private = task.public, task.private
         if not isinstance(public, dict) or not isinstance(private, dict):
             raise BadTasks(
-                "the calculator's tasks have a public `question` and a private `answer`, as those of "
-                f"calculator_tasks(); task {task.id or task.hash[:12]} has {public!r:.60}"
+                "a calculator task needs a public `question` and a private `answer`, as calculator_tasks() makes them; "
+                f"task {task.id or task.hash[:12]} has {public!r:.60}"
             )
         self._task = task
         self._target = int(str(private["answer"]))
@@ -92,7 +91,7 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         return Problem(text=str(public["question"]))
 
     async def step(self, action: Calculate | FinalAnswer) -> Outcome:
-        """A result, or the end."""
+        """Calculate, or score the answer and end."""
         self._turns += 1
         if isinstance(action, FinalAnswer):
             self._answer = action.answer
@@ -101,14 +100,14 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         return Outcome(result, truncated=self._turns >= self.max_turns)
 
     async def finish(self, status: Status) -> Outcome | None:
-        """An episode that ended without an answer is wrong, which is a score: 0.0."""
+        """Score an episode that ended without an answer as wrong: 0.0, not unscored."""
         if self._answer is not None:
             return None
         return Outcome(reward=self._reward(), metrics=self._metrics())
 
     def _reward(self) -> dict[str, float]:
-        said = self._answer
-        right = said is not None and _NUMBER.fullmatch(said) is not None and int(said) == self._target
+        answer = self._answer
+        right = answer is not None and _NUMBER.fullmatch(answer) is not None and int(answer) == self._target
         return {"exact": float(right)}
 
     def _metrics(self) -> dict[str, float]:
@@ -129,7 +128,7 @@ def calculate(expression: str, width: int = 0) -> str:
 
 
 def read_action(text: str) -> Calculate | FinalAnswer:
-    """What a model wrote: `c...` calls the calculator, `a...` answers. Else a ValueError, with a message for the model.
+    """Parse a model's text: `c...` calls the calculator, `a...` answers. Otherwise a ValueError for the model to read.
 
     `ChatAgent(parse=read_action)` is an agent for this environment.
     """
@@ -160,15 +159,15 @@ def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 
 
 
 def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, bad: float = 0.7, width: int = 3) -> str:
-    """What an imperfect demonstrator writes next, having seen `results` of its calculator calls so far.
+    """The next text of an imperfect demonstrator; `results` are the results of its calculator calls so far.
 
-    Of its episodes the share `bad / 2` answers a random number without a call, `bad / 2` answers the result of the
-    first call, and the rest works the question out from left to right and answers right. The choice is drawn anew each
-    turn, at odds that make these shares, so nothing has to be remembered between turns.
+    A share `bad / 2` of its episodes answers a random number without a call, `bad / 2` answers the result of the first
+    call, and the others compute from left to right and answer correctly. Each turn draws the choice again, with
+    probabilities that give these shares, so no state is kept between turns: (1 - bad/2) * p = bad/2 for the second.
     """
     terms = _TERM.findall(question)
     if "".join(terms) != question or len(terms) < 2:
-        raise BadTasks(f"the demonstrator works from left to right through sums like 47+83+25, not {question!r}")
+        raise BadTasks(f"the demonstrator solves sums from left to right, like 47+83+25, not {question!r}")
     half = bad / 2
     calls = len(results)
     if calls == 0 and rng.random() < half:

@@ -1,9 +1,8 @@
-"""GymEnvironment: any gymnasium environment as one of ours.
+"""GymEnvironment: adapter for gymnasium environments.
 
-Discrete and text spaces, and tuples, dicts and arrays of discrete ones, need no codec; for anything else (boxes of
-floats, pictures) you say how an observation is shown and what an action means. Its randomness is seeded from
-`self.rng`, so the members of a group start alike. gymnasium is imported when an environment is made. This module knows
-nothing of agents.
+Discrete and text spaces, and tuples, dicts and arrays of discrete ones, need no codec. For other spaces (boxes of
+floats, images) pass functions that convert observations and actions. The start is seeded from `self.rng`, so the
+episodes of a group start from the same state. gymnasium is imported when an environment is made.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from ...tapes.steps import Action, Observation
 from ..environment import Environment, Outcome
 
 Observe = Callable[[Any, Any], Observation]
-"""(observation, gymnasium environment) -> what the agent sees. May ask the environment to render."""
+"""(observation, gymnasium environment) -> what the agent sees. May call the environment's `render`."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> what `env.step` takes. A ValueError is told to the agent, and nothing moves."""
+"""(action, gymnasium environment) -> argument of `env.step`. The agent sees the message of a ValueError as a
+`GymRefusal`; `env.step` is then not called."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
-    """What a gymnasium environment showed, as plain values."""
+    """An observation of a gymnasium environment, as plain values."""
 
     value: JsonValue
 
@@ -45,7 +45,7 @@ class GymAction(Action, kind="gym_action"):
 
 
 class GymRefusal(Observation, kind="gym_refusal"):
-    """The last action is none that this environment takes; nothing has changed."""
+    """The last action is outside the action space; the state has not changed."""
 
     problem: str
 
@@ -54,16 +54,16 @@ class GymRefusal(Observation, kind="gym_refusal"):
 
 
 class CodecNeeded(TapereelError, TypeError):
-    """A space that has no plain form; names the space and the codec to give."""
+    """A space has no plain form; the message names the space and the codec to pass."""
 
 
 class GymEnvironment(Environment[Any]):
-    """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a function that makes one.
+    """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a factory function.
 
-    A task is None (the start is drawn from `self.rng`), an int (the seed of the start) or a dict: the `options` of
-    gymnasium's `reset`, with `seed` if you like, and `make` for arguments of `gymnasium.make` that this task wants
-    (they go before those given here). Every step is scored, since gymnasium's always are; an action outside the action
-    space earns 0.0 and a `GymRefusal`.
+    A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict: the `options` of
+    gymnasium's `reset`, optionally with `seed`, and with `make` for this task's arguments of `gymnasium.make`, which
+    override those of the constructor. Every step is scored, as in gymnasium; an action outside the action space has
+    the reward 0.0 and leads to a `GymRefusal`.
     """
 
     blocking = True
@@ -79,7 +79,7 @@ class GymEnvironment(Environment[Any]):
         metrics: Sequence[str] = (),
         **make: Any,
     ) -> None:
-        """observe, act: codecs, where the spaces have no plain form. metrics: numbers of gymnasium's `info` to record.
+        """observe, act: codecs for spaces without a plain form. metrics: numbers of gymnasium's `info` to record.
 
         make: arguments of `gymnasium.make`, for every task.
         """
@@ -87,8 +87,8 @@ class GymEnvironment(Environment[Any]):
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
         if make and callable(env):
             raise TypeError(
-                f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment; "
-                "let the function pass them"
+                f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment: pass them "
+                "inside the function"
             )
         self.env = env
         self.observe = observe
@@ -99,7 +99,7 @@ class GymEnvironment(Environment[Any]):
         self._env_make: dict[str, Any] = {}
 
     async def reset(self, task: Any) -> Observation:
-        """Make the environment on the first call, and again for a task that wants another; start it."""
+        """Start an episode; the first call, and a task with other `make` arguments, make the gymnasium environment."""
         seed, options, make = _start(task)
         if self._env is None or make != self._env_make:
             await self.close()
@@ -114,7 +114,7 @@ class GymEnvironment(Environment[Any]):
         try:
             native = self._native(action)
         except ValueError as error:
-            # The return of an agent that never does anything is 0.0, as in gymnasium; not unknown.
+            # Scored as 0.0, not None: the return of an agent without valid actions is 0.0, as in gymnasium.
             return Outcome(GymRefusal(problem=str(error)), reward=0.0)
         observation, reward, terminated, truncated, info = self._env.step(native)
         return Outcome(
@@ -126,7 +126,7 @@ class GymEnvironment(Environment[Any]):
         )
 
     async def close(self) -> None:
-        """Close what was made."""
+        """Close the gymnasium environment."""
         if self._env is not None:
             self._env.close()
 
@@ -134,8 +134,8 @@ class GymEnvironment(Environment[Any]):
         if callable(self.env):
             if make:
                 raise TypeError(
-                    f"the task gives gymnasium.make {sorted(make)}, but a function makes this environment; "
-                    "name the environment by its id instead, or leave them out of the task's `make`"
+                    f"the task has arguments of gymnasium.make {sorted(make)}, but a function makes this environment: "
+                    "name the environment by its id, or remove them from the task's `make`"
                 )
             return self.env()
         import gymnasium
@@ -144,10 +144,10 @@ class GymEnvironment(Environment[Any]):
             return gymnasium.make(self.env, **self.make)
         try:
             return gymnasium.make(self.env, **{**self.make, **make})
-        except Exception as error:  # gymnasium hands on whatever the environment's own code raises
-            given = ", ".join(f"{name}={value!r:.80}" for name, value in make.items())
+        except Exception as error:  # gymnasium passes on any exception of the environment's code
+            arguments = ", ".join(f"{name}={value!r:.80}" for name, value in make.items())
             raise TypeError(
-                f"gymnasium.make({self.env!r}) refuses what the task gives it ({given}): "
+                f"gymnasium.make({self.env!r}) refuses the task's arguments ({arguments}): "
                 f"{type(error).__name__}: {error}; correct the task's `make`"
             ) from error
 
@@ -161,8 +161,7 @@ class GymEnvironment(Environment[Any]):
             return self.act(action, self._env)
         if not isinstance(action, GymAction):
             raise CodecNeeded(
-                f"{type(action).__qualname__} is no GymAction; tell GymEnvironment what it means: "
-                "act=lambda action, env: ..."
+                f"{type(action).__qualname__} is not a GymAction; pass a codec for it: act=lambda action, env: ..."
             )
         space = self._env.action_space
         value = native(action.value, space)
@@ -172,7 +171,7 @@ class GymEnvironment(Environment[Any]):
 
 
 def plain(value: Any, space: Any) -> JsonValue:
-    """An element of a gymnasium space as JSON values. CodecNeeded where the space has no plain form."""
+    """An element of a gymnasium space as JSON values. CodecNeeded if the space has no plain form."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
@@ -186,13 +185,13 @@ def plain(value: Any, space: Any) -> JsonValue:
     if isinstance(space, spaces.Dict):
         return {key: plain(value[key], of) for key, of in space.spaces.items()}
     raise CodecNeeded(
-        f"the observation space {space} has no plain form; say what the agent sees: "
+        f"the observation space {space} has no plain form; pass a codec: "
         "observe=lambda observation, env: Text(text=...)"
     )
 
 
 def native(value: JsonValue, space: Any) -> Any:
-    """The opposite of `plain`. ValueError where the value doesn't have the space's form."""
+    """The inverse of `plain`. ValueError if the value doesn't have the form of the space."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete) and isinstance(value, int) and not isinstance(value, bool):
@@ -207,9 +206,7 @@ def native(value: JsonValue, space: Any) -> Any:
         return {key: native(part, space.spaces[key]) for key, part in value.items()}
     known = spaces.Discrete, spaces.Text, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple, spaces.Dict
     if not isinstance(space, known):
-        raise CodecNeeded(
-            f"the action space {space} has no plain form; say what an action means: act=lambda action, env: ..."
-        )
+        raise CodecNeeded(f"the action space {space} has no plain form; pass a codec: act=lambda action, env: ...")
     raise _no_action(value, space)
 
 
@@ -217,10 +214,10 @@ def _whole(value: list[JsonValue], space: Any) -> Any:
     import numpy as np
 
     try:
-        # A cast alone would take 1.5 for 1.
+        # Without this check the cast would turn 1.5 into 1.
         if np.array(value).dtype.kind in "iu":
             return np.array(value, dtype=space.dtype)
-    except (ValueError, OverflowError):  # ragged; too large for the space's type
+    except (ValueError, OverflowError):  # a ragged list, or a number too large for the space's type
         pass
     raise _no_action(value, space)
 
@@ -231,17 +228,19 @@ def _no_action(value: JsonValue, space: Any) -> ValueError:
 
 def _start(task: Any) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
     """Seed and options of `env.reset`, and the task's own arguments of `gymnasium.make`."""
-    given = task.private if isinstance(task, Task) else task
-    if given is None:
+    value = task.private if isinstance(task, Task) else task
+    if value is None:
         return None, None, {}
-    if isinstance(given, int) and not isinstance(given, bool):
-        return given, None, {}
-    if isinstance(given, dict):
-        options: dict[str, Any] = dict(given)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, None, {}
+    if isinstance(value, dict):
+        options: dict[str, Any] = dict(value)
         seed, make = options.pop("seed", None), options.pop("make", {})
         if not isinstance(make, dict):
             raise TypeError(
-                f"`make` of a task of GymEnvironment is a dict of gymnasium.make's arguments by name, not {make!r:.80}"
+                f"`make` of a GymEnvironment task must be a dict of gymnasium.make's arguments, not {make!r:.80}"
             )
         return seed, options or None, make
-    raise TypeError(f"a task of GymEnvironment is None, an int (a seed) or a dict (reset's options), not {given!r:.80}")
+    raise TypeError(
+        f"a GymEnvironment task must be None, an int (seed) or a dict (options of reset), not {value!r:.80}"
+    )

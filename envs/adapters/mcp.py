@@ -1,9 +1,8 @@
 """Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
 
-The protocol is that of the official SDK, in its versions 1 and 2 (the extra `mcp`). A server that is gone is the
-environment's fault (`ToolsLost`); what a tool of it reports as an error is a result. What a server says of its tools
-(names, descriptions, hints, results) is text of a stranger: it is shown to the model and believed by nobody, except for
-hints, where no effect is declared. This module knows nothing of agents and models.
+It uses the official SDK, versions 1 and 2 (the extra `mcp`). A lost server is an error of the environment
+(`ToolsLost`); an error that a tool reports is a result. Text from the server (names, descriptions, results) is
+untrusted: it is shown to the model only. The server's hints count only for tools without a declared effect.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from ..environment import Effect
 from .tools import CHARACTERS, SECONDS, BadTool, Tool, ToolFailed, ToolsLost, as_text, in_thread, worst
 
 START_SECONDS = 60.0
-"""That a server may take to start and to list its tools: one that is fetched first takes long."""
+"""Time limit for a server to start and list its tools, in seconds; long, since it may have to be downloaded."""
 STOP_SECONDS = 10.0
 PING_SECONDS = 5.0
 CONNECTION_CLOSED = -32000
-"""Code of the error by which the SDK tells that the other side hung up."""
+"""Error code of the SDK for a connection that the other side closed."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
-"""Opens a session of the SDK: a `ClientSession`, or what has its `list_tools` and `call_tool`, initialized."""
+"""Opens an initialized session of the SDK: a `ClientSession`, or an object with its `list_tools` and `call_tool`."""
 
 
 class McpServer:
     """A source of tools for `ToolEnvironment`: `McpServer.stdio("npx", "-y", "some-server")`, `McpServer.http(url)`.
 
-    Each episode has a session of its own, and over stdio a process of its own, unless it is `shared`: then one session
-    serves all episodes of an event loop at once, until that loop ends or `stop()` is called.
+    Each episode has its own session, and over stdio its own process. With `shared`, one session serves all episodes of
+    an event loop concurrently, until that loop ends or `stop()` is called.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class McpServer:
         limit: int = CHARACTERS,
     ) -> None:
         """
-        name: of the server, in errors.
-        effect: of every tool that `effects` doesn't name. None: what the server hints (`readOnlyHint` is pure,
-            `idempotentHint` idempotent), and irreversible where it doesn't; ahead of the first session it counts as
-            irreversible, so declare it where tapes are to be executed again.
+        name: the server's name in errors.
+        effect: the effect of every tool that `effects` doesn't name. None uses the server's hints (`readOnlyHint` is
+            pure, `idempotentHint` idempotent); a tool without a hint is irreversible. Before the first session the
+            effect counts as irreversible, so declare it if tapes are to be executed again.
         only: names of the tools to offer; None for all.
-        timeout: seconds of one call; start_timeout: of starting and listing. limit: characters of a result.
+        timeout: seconds for one call; start_timeout: seconds to start and list tools. limit: characters of a result.
         """
         self.name = name
         self._connect = connect
@@ -85,15 +84,15 @@ class McpServer:
         cwd: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> McpServer:
-        """A server that is a program. It gets a few harmless variables of this process's environment, and `env`."""
+        """A server that is a program. It gets the SDK's short list of safe environment variables, and `env`."""
         return cls(partial(_over_stdio, command, args, env, cwd), **{"name": command, **options})
 
     @classmethod
     def http(
         cls, url: str, *, headers: Mapping[str, str] | None = None, key_variable: str | None = None, **options: Any
     ) -> McpServer:
-        """A server at an address. key_variable: the environment variable with the bearer token that it wants; neither
-        it nor `headers` are ever recorded."""
+        """A server at an address. key_variable: the environment variable with the server's bearer token; the token and
+        `headers` are never recorded."""
         name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         return cls(partial(_over_http, url, dict(headers or {}), key_variable), **{"name": name, **options})
 
@@ -116,13 +115,13 @@ class McpServer:
             await self.stop()
 
     async def stop(self) -> None:
-        """End the session, a shared one too."""
+        """End the session, also a shared one."""
         session, self._session = self._session, None
         if session is not None:
             await session.end()
 
     def _lock(self) -> asyncio.Lock:
-        """One for each event loop: a shared server outlives the loop it was first opened in."""
+        """One lock for each event loop: a shared server outlives the loop in which it was opened first."""
         loop = asyncio.get_running_loop()
         if self._opening is None or self._opening[0] is not loop:
             self._opening = loop, asyncio.Lock()
@@ -160,7 +159,7 @@ class McpServer:
 
 
 class _Session:
-    """One connection, held by a task of its own: the SDK wants it closed by the task that opened it."""
+    """One connection, held by its own task: the SDK requires that the task that opened it also closes it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -173,7 +172,7 @@ class _Session:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be used, by this event loop."""
+        """Whether this event loop can use the session."""
         return self._loop is asyncio.get_running_loop() and not self._owner.done() and not self._lost
 
     @classmethod
@@ -208,13 +207,13 @@ class _Session:
                     else ToolsLost(f"MCP server {self.name} can't be used: {type(cause).__name__}: {cause}")
                 )
                 ready.set_exception(lost)
-                ready.exception()  # whoever began it may have gone
+                ready.exception()  # mark it as retrieved: the caller may have been cancelled
 
     async def end(self) -> None:
-        """Close it, and wait for that; by force where it takes too long."""
+        """Close the session and wait; cancel its task if that takes too long."""
         self._leave.set()
         if self._loop is not asyncio.get_running_loop():
-            return  # it ended with its loop
+            return  # the session ended with its event loop
         patience = STOP_SECONDS if self._client is not None else 0
         done, _ = await asyncio.wait({self._owner}, timeout=patience)
         if not done:
@@ -222,7 +221,11 @@ class _Session:
             await asyncio.wait({self._owner}, timeout=STOP_SECONDS)
 
     async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str:
-        """What the tool gives. ToolFailed with what it reports as an error; ToolsLost where the server is gone."""
+        """The tool's result. ToolFailed for an error that the tool reports; ToolsLost if the server is gone.
+
+        After another exception a ping decides between the two: otherwise a dead server would look like a failing tool,
+        and the episode would be trained on.
+        """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")
         try:
@@ -246,13 +249,13 @@ class _Session:
         try:
             async with asyncio.timeout(PING_SECONDS):
                 await self._client.send_ping()
-        except Exception:  # whatever it is: nobody is there who answers
+        except Exception:  # any failure means that the server doesn't answer
             return False
         return True
 
 
 async def _listed(client: Any) -> list[Any]:
-    """Every tool, page by page."""
+    """All tools, page by page. A server that repeats a cursor would never end, so that is an error."""
     tools: list[Any] = []
     seen: set[str] = set()
     page = await client.list_tools()
@@ -262,7 +265,7 @@ async def _listed(client: Any) -> list[Any]:
         if cursor is None:
             return tools
         if cursor in seen:
-            raise ValueError(f"it lists its tools in a circle, from {cursor!r} on")
+            raise ValueError(f"the server's list of tools repeats the cursor {cursor!r}")
         seen.add(cursor)
         if "params" in inspect.signature(client.list_tools).parameters:
             from mcp.types import PaginatedRequestParams
@@ -273,7 +276,7 @@ async def _listed(client: Any) -> list[Any]:
 
 
 def _field(thing: Any, new: str, old: str) -> Any:
-    """A field by the name that version 2 of the SDK has for it, or version 1."""
+    """A field by its name in version 2 of the SDK, or in version 1."""
     return getattr(thing, new, None) if hasattr(thing, new) else getattr(thing, old, None)
 
 
@@ -298,7 +301,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 class _First(logging.Filter):
-    """Lets the first line through that was no message, and none after it."""
+    """Passes the first log record of an unreadable line, and drops all later ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +317,7 @@ class _First(logging.Filter):
 
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """The SDK logs a traceback for every line of a server that is no message, of which there may be millions."""
+    """Limit the SDK's log: it writes a traceback for every line that is not a message, possibly millions."""
     logger, first = logging.getLogger("mcp.client.stdio"), _First()
     logger.addFilter(first)
     try:
@@ -327,7 +330,7 @@ def _sparing() -> Iterator[None]:
 async def _over_stdio(
     command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None
 ) -> AsyncIterator[Any]:
-    sdk = await in_thread(_sdk)  # a second of importing, which must not hold up other episodes
+    sdk = await in_thread(_sdk)  # the import takes about a second and would block the event loop
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
     server = StdioServerParameters(
@@ -336,30 +339,30 @@ async def _over_stdio(
         env=dict(env) if env is not None else None,
         cwd=os.fspath(cwd) if cwd is not None else None,
     )
-    with tempfile.TemporaryFile("w+", errors="replace") as told, _sparing():
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr, _sparing():
         try:
-            async with stdio_client(server, errlog=told) as (read, write), sdk(read, write) as session:
+            async with stdio_client(server, errlog=stderr) as (read, write), sdk(read, write) as session:
                 try:
                     await session.initialize()
                 except Exception as error:
-                    told.seek(max(0, told.tell() - 1000))
-                    said = told.read().strip()
-                    raise ConnectionError(f"{_innermost(error)}; it said: {said or 'nothing'}") from error
+                    stderr.seek(max(0, stderr.tell() - 1000))
+                    text = stderr.read().strip()
+                    raise ConnectionError(f"{_innermost(error)}; its stderr: {text or 'empty'}") from error
                 yield session
         finally:
             with contextlib.suppress(OSError):
-                told.truncate(0)
+                stderr.truncate(0)
 
 
 @asynccontextmanager
 async def _over_http(url: str, headers: dict[str, str], key_variable: str | None) -> AsyncIterator[Any]:
-    sdk = await in_thread(_sdk)  # a second of importing, which must not hold up other episodes
+    sdk = await in_thread(_sdk)  # the import takes about a second and would block the event loop
     from mcp.client import streamable_http as transport
 
     if key_variable is not None:
         key = os.environ.get(key_variable)
         if not key:
-            raise ValueError(f"the environment variable {key_variable}, which holds the token of {url}, isn't set")
+            raise ValueError(f"the environment variable {key_variable} (the token of {url}) is not set")
         headers = {**headers, "Authorization": f"Bearer {key}"}
     async with contextlib.AsyncExitStack() as stack:
         if hasattr(transport, "streamable_http_client"):

@@ -1,7 +1,7 @@
-"""Tasks and scorers of reasoning-gym, which is imported when one of them is asked for.
+"""Tasks and scorers of reasoning-gym, which is imported at the first use.
 
 Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it
-by hash. This module knows nothing of environments.
+by hash, or held-out tasks occur in training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ...tapes.records import Task
 from ..taskset import BadTasks, Taskset
 
 BOARDS = ("arc_agi", "rearc")
-"""Their scorers compare boards as tuples, which a task, being JSON, holds as lists."""
+"""Datasets whose scorers compare boards as tuples; a task holds them as lists, since it is JSON."""
 Entry = dict[str, Any]
-"""An item as reasoning-gym makes it: `question`, `answer`, `metadata`."""
+"""An item of reasoning-gym: `question`, `answer`, `metadata`."""
 
 
 def reasoning_tasks(
@@ -34,8 +34,8 @@ def reasoning_tasks(
 ) -> Taskset:
     """`size` distinct tasks of the dataset `name`, made with `config`: public `question`, private `answer` and more.
 
-    keep: which entries to take; all of them when None. question: what the agent is asked, the entry's own question
-    when None. draws: entries to look at before giving up, 100 per task when None.
+    keep: selects entries; None takes all. question: makes the agent's question; None takes the entry's own. draws:
+    largest number of entries to generate; None for 100 per task.
     """
     draws = 100 * size if draws is None else draws
     try:

@@ -1,8 +1,7 @@
-"""A sandbox: snippets of Python or shell that a model wrote, run in processes with bounds, as tools.
+"""A sandbox: tools that run a model's Python and shell snippets in processes with limits.
 
-What holds, and what doesn't, is in `Sandbox`; the process side is in `jail.py`. Once a snippet has run, nothing here
-touches its folder any more but to delete it: what lies there is the snippet's work, links and pipes among it. This
-module knows nothing of agents.
+`Sandbox` documents the guarantees and their gaps; `jail.py` is the code in the child process. After the first snippet
+this process only deletes the folder and never opens its files: they may be links or pipes that the snippet made.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from . import jail
 from .tools import CHARACTERS, Tool, ToolFailed, ToolsLost, cut, tool
 
 GRACE_SECONDS = 30.0
-"""Beyond its own time, that a jail may take to start and to clear away."""
+"""Seconds that a jail may need, in addition to the snippet's time, to start and to clean up."""
 LONGEST_WORD = (128 << 10) - 1
-"""Bytes of one word of a command, a shell command for one: more the system doesn't take."""
+"""The system's size limit for one argument of a command (for example a shell command), in bytes."""
 _CHUNK = 1 << 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NoSandbox(ToolsLost):
-    """The system can't give what was asked of it, or the jail itself failed: the environment's fault. Says why."""
+    """The system can't provide the required isolation, or the jail failed: an error of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a snippet."""
+    """The result of a snippet."""
 
     output: str
-    """Standard output and errors, as they came, at most `limit` characters and a note."""
+    """Standard output and standard error in their order, at most `limit` characters and a note."""
     code: int | None
-    """Exit code; negative: the signal that killed it. None: it was stopped because its time was up."""
+    """Exit code; a negative code is the signal that killed the process. None if it reached its time limit."""
     isolated: bool
-    """Whether it had no network, no other process to see and no place to write but its folder."""
+    """Whether it had no network, saw no other process and could write only to its folder."""
 
     def __str__(self) -> str:
         if self.code is None:
@@ -61,23 +60,21 @@ class Ran:
 class Sandbox:
     """A source of two tools, `python(code)` and `shell(command)`, for one episode: `ToolEnvironment([Sandbox()])`.
 
-    Everywhere on Linux: a time limit, after which every process of the snippet is killed; an address space limit for
-    each process, a limit of files' sizes, of open files and of processes; an empty environment; a folder of its own,
-    the same for the whole episode, which is deleted with it, however deep, many or locked its files are; output cut at
-    `limit`. Nothing that a snippet leaves in its folder, be it a link to elsewhere, a pipe or a locked directory, makes
-    the rest of this process follow it, wait for it or fail: programs are written by a process that has only the rights
-    of the snippets before.
+    On every Linux: a time limit, after which all processes of the snippet are killed; limits of address space for each
+    process, of file size, of open files and of processes; an empty environment; one folder for the episode, which is
+    deleted at its end; output cut at `limit`. Links, pipes or locked directories in the folder can't make this process
+    follow them, block or fail: a process with the rights of the snippets writes the programs.
 
-    Where the system allows namespaces (as root, or with unprivileged user namespaces; many containers forbid them),
-    also: no network, not even loopback; a file system that is read-only but for that folder; no other process to see
-    or signal. `isolation="required"` refuses to run without these, `"auto"` does without and says so in `Ran`.
+    If the system allows namespaces (as root, or with unprivileged user namespaces; many containers forbid them), also:
+    no network, not even loopback; a file system that is read-only except for the folder; other processes are invisible.
+    `isolation="required"` refuses to run without namespaces. `"auto"` runs without them and reports it in `Ran`.
 
-    What it does not guarantee: it is no virtual machine. A hole in the kernel is a hole in it. What this user may read
-    can be read (where this process is root, what everybody may read). Memory is bounded for each process, so all of
-    them together may take `processes` times as much; disk is bounded for each file only. Without namespaces a snippet
-    can reach the network, write wherever this user may (where this process is root: wherever everybody may), and
-    signal this user's processes, this one too unless it is root's. Run what is truly hostile in a virtual machine, and
-    this in there.
+    Not guaranteed: the sandbox is not a virtual machine, so a flaw in the kernel breaks it. A snippet can read what
+    this user can read (if this process is root: files that all users can read). The memory limit is for each process,
+    so all together may use `processes` times as much; disk is limited for each file only. Without namespaces it can
+    reach the network, write where this user can write (if this process is root: where all users can write), and signal
+    this user's processes, including this one unless it is root. Run hostile code in a virtual machine, with this
+    sandbox inside it.
     """
 
     def __init__(
@@ -94,10 +91,11 @@ class Sandbox:
         isolation: Literal["auto", "required", "none"] = "auto",
     ) -> None:
         """
-        seconds: of one snippet, on the clock. memory: bytes of address space of each of its processes.
-        processes: that all of its snippets may have at once. file_size: bytes of one file that it writes.
-        limit: characters of output. files: what its folder begins with. python: the interpreter of the tool `python`;
-            None: this one where everybody may run it, else the system's, since a sandbox of root has a user of its own.
+        seconds: time limit of a snippet (wall clock). memory: address space of each process, in bytes.
+        processes: concurrent processes of all snippets. file_size: size limit of a written file, in bytes.
+        limit: characters of output. files: the initial files of the folder. python: the interpreter of the tool
+            `python`; None takes the current one if all users may run it, else the system's: as root, the sandbox uses
+            another user.
         """
         self._bounds = {"seconds": seconds, "memory": memory, "processes": processes, "file_size": file_size}
         for name, value in self._bounds.items():
@@ -107,7 +105,7 @@ class Sandbox:
         self._files = dict(files or {})
         for name in self._files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"files: {name!r} lies outside the sandbox's folder; give a path inside it")
+                raise ValueError(f"files: {name!r} is outside the sandbox's folder; use a relative path inside it")
         self._isolation = isolation
         self._folder: Path | None = None
         self._uid = 0
@@ -115,12 +113,12 @@ class Sandbox:
 
     @property
     def effect(self) -> Effect:
-        """Its folder is all that it changes, and that begins anew with each episode."""
+        """Pure: a snippet changes its folder only, and each episode has a new one."""
         return "pure"
 
     async def open(self) -> Sequence[Tool]:
         if sys.platform != "linux":
-            raise NoSandbox(f"the sandbox needs Linux, this is {sys.platform}: run it in a container")
+            raise NoSandbox(f"the sandbox needs Linux, but this system is {sys.platform}: run it in a Linux container")
         # In a folder that snippets can't write: so theirs can't be moved, nor another thing be put in its place.
         folder = self._folder = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-")) / "work"
         folder.mkdir(0o700)
@@ -151,7 +149,7 @@ class Sandbox:
         """
         self._count += 1
         name = f"program_{self._count}.py"
-        return self._told(await self._run([self._python, "-B", "-s", "-E", name], (name, code)))
+        return self._text_or_failure(await self._run([self._python, "-B", "-s", "-E", name], (name, code)))
 
     async def shell(self, command: str) -> str:
         """Run a shell command and give what it prints. Files in the working directory stay for the next call.
@@ -159,25 +157,25 @@ class Sandbox:
         Args:
             command: for /bin/sh
         """
-        return self._told(await self.run(["/bin/sh", "-c", command.replace("\0", "")]))
+        return self._text_or_failure(await self.run(["/bin/sh", "-c", command.replace("\0", "")]))
 
-    def _told(self, ran: Ran) -> str:
+    def _text_or_failure(self, ran: Ran) -> str:
         if ran.code != 0:
             raise ToolFailed(str(ran))
         return str(ran)
 
     def _place(self) -> Path:
         if self._folder is None:
-            raise NoSandbox("the sandbox isn't open: it is opened at the environment's `reset`")
+            raise NoSandbox("the sandbox is not open: call the environment's `reset` first")
         return self._folder
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """One command in the sandbox. ToolFailed where it is too long; NoSandbox where the jail itself fails, or can't
-        isolate and must."""
+        """Run one command in the sandbox. ToolFailed if it is too long; NoSandbox if the jail fails or can't provide
+        the required isolation."""
         return await self._run(command, None)
 
     async def _run(self, command: Sequence[str], file: tuple[str, str] | None) -> Ran:
-        """`file`: name and text of one that is written before, by the command's process."""
+        """`file`: name and text of a file that the command's process writes first."""
         words = [_sendable(word) for word in command]
         folder = self._place()
         report, told = os.pipe()
@@ -217,12 +215,12 @@ class Sandbox:
                 output = await _read(process, self._limit)
                 await process.wait()
         except TimeoutError as error:
-            raise NoSandbox("the jail didn't end in time") from error
+            raise NoSandbox("the jail did not end within its time limit") from error
         finally:
             await _kill(process)
             said = _rest(report)
         if not said:
-            raise NoSandbox(f"the jail failed: it ended with {process.returncode}: {output[-500:]}")
+            raise NoSandbox(f"the jail failed with exit code {process.returncode}: {output[-500:]}")
         found: dict[str, Any] = json.loads(said.splitlines()[0])
         if "failed" in found:
             raise NoSandbox(f"the jail failed: {found['failed']}")

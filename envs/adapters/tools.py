@@ -1,9 +1,8 @@
-"""Tools: what an agent may call by name, and the environment in which it calls them.
+"""Tools, which an agent calls by name, and `ToolEnvironment`, in which it calls them.
 
-Plain functions are tools by their type hints and docstring. The calls of one turn are one action, `ToolCalls`, and
-their results one observation, `ToolResults`; what a tool raises, or doesn't give in time, is a result too, for the
-agent to read. Where tools come from elsewhere (an MCP server, a sandbox) is their source's matter. This module knows
-nothing of models and prompts.
+A plain function becomes a tool by its type hints and docstring. The calls of one turn are one action, `ToolCalls`, and
+their results one observation, `ToolResults`. An exception or a timeout of a tool is also a result, which the agent
+reads. Tools that must be opened first (an MCP server, a sandbox) come from a `ToolSource`.
 """
 
 from __future__ import annotations
@@ -25,67 +24,67 @@ from ...tapes import Answer, TapereelError, Task, ToolCall, ToolCalls, ToolOffer
 from ..environment import Effect, Environment, Outcome
 
 SECONDS = 30.0
-"""That a tool may take unless told otherwise."""
+"""Default time limit of a tool, in seconds."""
 CHARACTERS = 20_000
-"""Of a result, unless told otherwise: about 5,000 tokens."""
+"""Default size limit of a result, in characters: about 5,000 tokens."""
 
 
 class BadTool(TapereelError, TypeError):
-    """A function that can't be offered as a tool; names it and what would do."""
+    """A function can't be offered as a tool; the message names it and the remedy."""
 
 
 class ToolFailed(TapereelError, ValueError):
-    """Raised inside a tool: the agent reads the message as it is, as an error."""
+    """Raise it inside a tool: the agent reads the unchanged message as an error."""
 
 
 class ToolsLost(TapereelError, ConnectionError):
-    """What serves the tools is gone, so none of its calls can be answered: the environment's fault, not a result."""
+    """The server of the tools is gone and can't answer any call: an error of the environment, not a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """Something that an agent may call."""
+    """A function that an agent may call."""
 
     name: str
     description: str
     parameters: dict[str, JsonValue]
     """JSON Schema of the arguments, an object."""
     call: Callable[[dict[str, JsonValue]], Awaitable[str]]
-    """From the arguments, as the agent gave them, to the result."""
+    """From the agent's unchecked arguments to the result."""
     effect: Effect = "pure"
-    """What calling it again would do to the world outside."""
+    """The effect of repeating a call on the outside world."""
     timeout: float = SECONDS
-    """Seconds until the agent is told that there is no answer."""
+    """Time limit of a call, in seconds; the agent then reads that there was no answer."""
     limit: int = CHARACTERS
-    """Characters of a result; what is longer is cut, with a note."""
+    """Size limit of a result, in characters; a longer one is cut, with a note."""
 
     @property
     def schema(self) -> dict[str, JsonValue]:
-        """As chat templates and APIs take it."""
+        """The tool as chat templates and APIs expect it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Where tools come from that have to be opened first."""
+    """A source of tools that must be opened first."""
 
     @property
     def effect(self) -> Effect:
-        """The worst that its tools may do, as far as it's known."""
+        """The most harmful effect of its tools, as far as it is known."""
         ...
 
     async def open(self) -> Sequence[Tool]:
-        """Ahead of an episode: its tools."""
+        """Called before an episode; returns the tools."""
         ...
 
     async def close(self) -> None:
-        """After the episode; also where `open` failed, or was never called."""
+        """Called after the episode, also if `open` failed or was never called."""
         ...
 
 
 def worst(effects: Iterable[Effect]) -> Effect:
-    """The one of them that asks for most care; `pure` for none."""
+    """The most harmful of the effects; `pure` if there are none."""
     found = set(effects)
     return "irreversible" if "irreversible" in found else "idempotent" if "idempotent" in found else "pure"
 
@@ -99,11 +98,11 @@ def tool(
     timeout: float = SECONDS,
     limit: int = CHARACTERS,
 ) -> Tool:
-    """A plain function, or a bound method, as a tool: its name, its docstring, its parameters by type hints.
+    """A function or bound method as a tool, with its name, its docstring, and its parameters by type hints.
 
-    Arguments are checked against the hints before it runs. A sync function runs in a thread of its own, since it may
-    block; one that outlasts its time is left behind, because Python can't stop it. An entry under `Args:` in the
-    docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
+    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block; after
+    its time limit the thread is abandoned, because Python can't stop it. An entry under `Args:` in the docstring
+    (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
     known = name or getattr(function, "__name__", type(function).__name__)
     text = description if description is not None else inspect.getdoc(function) or ""
@@ -115,8 +114,8 @@ def tool(
     blocks = not inspect.iscoroutinefunction(function)
 
     async def call(arguments: dict[str, JsonValue]) -> str:
-        given = ArgsKwargs((), arguments)
-        result = await in_thread(adapter.validate_python, given) if blocks else adapter.validate_python(given)
+        values = ArgsKwargs((), arguments)
+        result = await in_thread(adapter.validate_python, values) if blocks else adapter.validate_python(values)
         return as_text(await result if inspect.isawaitable(result) else result)
 
     return Tool(
@@ -134,16 +133,15 @@ def _signature(function: Callable[..., Any], name: str) -> tuple[TypeAdapter[Any
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise BadTool(f"{name} has no signature that Python can tell: wrap it in a function with type hints") from error
+        raise BadTool(f"{name} has no readable signature: wrap it in a function with type hints") from error
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             what = str(parameter).partition(":")[0]
             raise BadTool(
-                f"tool {name}: a model gives arguments by name, so {what} can't be offered; give each "
-                "parameter a name of its own"
+                f"tool {name}: a model passes arguments by name, so {what} can't be offered; use named parameters"
             )
         if parameter.annotation is parameter.empty:
-            raise BadTool(f"tool {name}: parameter {parameter.name!r} has no type hint, so its schema isn't known")
+            raise BadTool(f"tool {name}: parameter {parameter.name!r} has no type hint; add one, its schema needs it")
     adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
     schema = adapter.json_schema()
     for part in schema.get("properties", {}).values():
@@ -152,12 +150,12 @@ def _signature(function: Callable[..., Any], name: str) -> tuple[TypeAdapter[Any
 
 
 def _summary(text: str) -> str:
-    """A docstring up to its sections: those describe parameters and results, which have places of their own."""
+    """A docstring without its sections: the schema describes the parameters."""
     return re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*\n", text, maxsplit=1)[0].strip()
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """name -> description, of the entries under `Args:`."""
+    """Name -> description of the entries under `Args:`."""
     section = re.search(r"(?:^|\n)(?:Args|Arguments|Parameters):\s*\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
     if section is None:
         return {}
@@ -166,25 +164,25 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def as_text(result: Any) -> str:
-    """What a model reads of a tool's result: text as it is, everything else as JSON."""
+    """A tool's result as the model reads it: text unchanged, everything else as JSON."""
     if isinstance(result, str):
         return result
     try:
         return to_json(result, inf_nan_mode="strings").decode()
-    except ValueError:  # nothing that JSON knows
+    except ValueError:  # a type that JSON can't hold
         return str(result)
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, with a note of what was cut, and nothing that JSON can't hold."""
+    """At most `limit` characters and a note of the cut, without lone surrogates, which JSON can't hold."""
     if len(text) > limit:
         text = f"{text[:limit]}\n[cut here: {len(text) - limit:,} of {len(text):,} characters left out]"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """The function in a daemon thread of its own, so that one which never returns holds up neither the others nor the
-    end of the process. Cancelling stops the waiting, not the thread."""
+    """Run the function in its own daemon thread. A pool's thread would not do: a function that never returns would
+    occupy it and delay the end of the process. Cancellation stops the waiting, not the thread."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -202,9 +200,9 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     def work() -> None:
         try:
             result, error = context.run(function, *args), None
-        except BaseException as raised:  # handed to whoever waits
+        except BaseException as raised:  # the waiting task receives it
             result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=f"tapereel-tool-{getattr(function, '__name__', '')}", daemon=True).start()
@@ -212,19 +210,19 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class ToolEnvironment(Environment[ToolCalls | Answer]):
-    """An agent with tools: it calls them, several at once if it likes, until it gives an `Answer`.
+    """An environment with tools: the agent calls them, also several in one turn, until it gives an `Answer`.
 
-    Subclass it for what is asked (`prompt`) and for what an answer is worth (`answered`). The agent for it is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode, and are on the tape
-    from its first step.
+    Override `prompt` (the question) and `answered` (the score of an answer). The agent for it is
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode; the first step of the
+    tape lists them.
     """
 
     task: Task
-    """Of this episode; set by `reset`."""
+    """The task of this episode; set by `reset`."""
 
     def __init__(self, tools: Sequence[Callable[..., Any] | Tool | ToolSource], *, parallel: int = 8) -> None:
-        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: calls of one action that run at
-        once; the others wait."""
+        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
+        further calls wait."""
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]
@@ -234,15 +232,15 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self._gate = asyncio.Semaphore(parallel)
         self.parallel = parallel
         self.tools: Mapping[str, Tool] = _by_name(self._given)
-        """By name; those of sources from `reset` on."""
+        """The tools by name; tools of sources are added by `reset`."""
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
 
     async def prompt(self, task: Task) -> str:
-        """What the agent is asked; the public part of the task unless overridden."""
+        """The question to the agent; by default the public part of the task."""
         return as_text(task.public)
 
     async def answered(self, text: str) -> Outcome:
-        """What an answer leads to; the end, without a score, unless overridden."""
+        """The outcome of an answer; by default the end, without a score."""
         return Outcome(terminated=True)
 
     async def reset(self, task: Any) -> ToolOffer:
@@ -275,7 +273,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
 
 async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str, bool]:
-    """(content, whether it tells of an error)."""
+    """(content, whether it is an error)."""
     timer = asyncio.timeout(tool.timeout)
     try:
         async with timer:
@@ -286,7 +284,7 @@ async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str, bool]:
         return str(error), True
     except ValidationError as error:
         return _mismatch(tool, error), True
-    except Exception as error:  # what a tool raises is its answer
+    except Exception as error:  # the agent reads it as the result
         if isinstance(error, TimeoutError) and timer.expired():
             return f"{tool.name} gave no answer in {tool.timeout:g} s.", True
         return f"{type(error).__name__}: {error}", True
@@ -301,6 +299,6 @@ def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for one in tools:
         if one.name in named:
-            raise BadTool(f"two tools are called {one.name!r}: give one of them another name")
+            raise BadTool(f"two tools have the name {one.name!r}: rename one of them")
         named[one.name] = one
     return named

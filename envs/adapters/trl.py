@@ -1,18 +1,17 @@
-"""What was written for TRL, as it is: its environment classes, its reward functions and its rows of data.
+"""Adapter for code written for TRL: environment classes, reward functions and rows of data.
 
-An environment class has `reset(**row)`, which may give more text for the prompt; its other public methods are the
-tools, by their type hints and docstrings; `get_reward()`, where there is one, scores the end. A reward function is
-`f(prompts, completions, completion_ids, **columns)` and gives a list with one number, or None, for each completion.
-Neither needs TRL to be installed. This module knows nothing of models and trainers.
+An environment class has `reset(**row)`, which may return text that is appended to the prompt. Its other public methods
+are the tools, described by type hints and docstrings. `get_reward()`, if defined, scores the end. A reward function is
+`f(prompts, completions, completion_ids, **columns)` and returns a list with one number, or None, for each completion.
+TRL need not be installed.
 
-1. Here every episode has an instance of its own; TRL resets one again and again.
-2. A reward function gets a batch of one. What compares the completions of a batch needs them all, and is no function of
-   one episode.
-3. Text only: a `reset` that gives images is refused.
-4. What isn't there is never handed over as None: `completion_ids` of an episode without token ids, `environments` of
-   one that is over, and `trainer_state`, since no trainer of TRL's runs here. A function whose signature names one of
-   them without a default fails, and says which; another goes without.
-5. What `log_metric` and `log_extra` are told is kept as the evidence of the score.
+1. Every episode has its own instance; TRL resets one instance repeatedly.
+2. A reward function receives a batch of one. Functions that compare the completions of a batch can't be used.
+3. Text only: a `reset` that returns images is refused.
+4. Missing values are not passed as None: `completion_ids` of an episode without token ids, `environments` of an episode
+   that has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
+   error that names it; a function with a default for it doesn't receive it.
+5. Arguments of `log_metric` and `log_extra` are kept as the evidence of the score.
 """
 
 from __future__ import annotations
@@ -46,41 +45,41 @@ Factory = Callable[[], Any]
 TRLReward = Callable[..., Any]
 """`f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async."""
 _NOT_TOOLS = ("reset", "get_reward")
-_NO_STATE = "no trainer of TRL's runs here, so there is no state of one"
+_NO_STATE = "no TRL trainer runs here, so there is no trainer state"
 
 
 class NotTRL(TapereelError, TypeError):
-    """A class, row or function that doesn't keep TRL's conventions; says which one and what is missing."""
+    """A class, row or function doesn't follow TRL's conventions; the message names it and what is missing."""
 
 
 def trl_row(row: Mapping[str, Any]) -> Task:
-    """A row of TRL's data as a task: the prompt is its public part, every other column is private.
+    """A row of TRL data as a task: the prompt is its public part, every other column is private.
 
-    NotTRL where it has no `prompt`, or one that is neither a text nor messages; None is for an environment whose
-    `reset` gives all of it.
+    NotTRL if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
+    prompt.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
         raise NotTRL(
-            f"a row has a column `prompt`, a text or a list of messages; this is {has}. Where `reset` gives "
-            "all of the prompt, write None"
+            f"a row needs a column `prompt`, a text or a list of messages; this is {has}. If `reset` returns the whole "
+            "prompt, set it to None"
         )
     _messages(row["prompt"])
     return Task(public={"prompt": row["prompt"]}, private={k: v for k, v in row.items() if k != "prompt"})
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """All columns of the row that a task was made of."""
+    """All columns of the row from which a task was made."""
     parts = (task.public, task.private)
     return {key: value for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
 
 
 class TRLEnvironment(ToolEnvironment):
-    """`TRLEnvironment(WordGame, rewards=[exact])`, on tasks made by `trl_row`. For `ChatAgent(actions=[ToolCalls],
-    plain=Answer)`: an answer without a call is the end, as in TRL.
+    """`TRLEnvironment(WordGame, rewards=[exact])`, for tasks made by `trl_row`. The agent for it is
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`: an answer without a call ends the episode, as in TRL.
 
-    factory: what `GRPOTrainer` gets as `environment_factory`: a class, or a dict of them that a row's `environment`
-    chooses from; None for tasks of one turn. rewards: what it gets as `reward_funcs`, each a component under its name.
+    factory: the `environment_factory` of `GRPOTrainer`: a class, or a dict of classes from which a row's `environment`
+    selects; None for tasks of one turn. rewards: its `reward_funcs`, each a component under its name.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class TRLEnvironment(ToolEnvironment):
     async def reset(self, task: Any) -> Prompt:
         self.task = Task.of(task)
         row = row_of(self.task)
-        self._instance, given = self._made(row), None
+        self._instance, addition = self._made(row), None
         if self._instance is not None:
             self.tools = {method.__name__: tool(method, effect=self.effect) for method in _methods(self._instance)}
-            given = await _called(self._instance.reset, **row)
-        messages = _opening(row.get("prompt"), given, self._instance)
+            addition = await _called(self._instance.reset, **row)
+        messages = _opening(row.get("prompt"), addition, self._instance)
         last = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
         return Prompt(text=last, messages=tuple(messages), tools=tuple(t.schema for t in self.tools.values()))
 
@@ -134,11 +133,11 @@ class TRLEnvironment(ToolEnvironment):
         if isinstance(factory, Mapping):
             name = row.pop("environment", None)
             if name not in factory:
-                raise NotTRL(f"the row asks for the environment {name!r}; there are {', '.join(map(repr, factory))}")
+                raise NotTRL(f"the row names the environment {name!r}; there are {', '.join(map(repr, factory))}")
             factory = factory[name]
         made = factory() if factory is not None else None
         if made is not None and not callable(getattr(made, "reset", None)):
-            raise NotTRL(f"{type(made).__qualname__} has no method `reset`, which an environment class of TRL has")
+            raise NotTRL(f"{type(made).__qualname__} has no method `reset`; a TRL environment class must have one")
         return made
 
 
@@ -152,75 +151,78 @@ def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -
 
 
 async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None) -> Scored | None:
-    row, (prompt, said) = row_of(tape.begin.task), _conversation(tape)
-    completion: Any = said[-1]["content"] if isinstance(prompt, str) and said else list(said)
+    row, (prompt, messages) = row_of(tape.begin.task), _conversation(tape)
+    completion: Any = messages[-1]["content"] if isinstance(prompt, str) and messages else list(messages)
     logged: dict[str, dict[str, JsonValue]] = {}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "prompts": [prompt],
         "completions": [completion],
         "log_extra": _log(logged, "extra"),
         "log_metric": _log(logged, "metrics"),
     }
-    given |= {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
+    arguments |= {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
     missing = {"trainer_state": _NO_STATE}
     if environments is not None:
-        given["environments"] = environments
+        arguments["environments"] = environments
     else:
-        missing["environments"] = "the episode has no environment class, or is over"
+        missing["environments"] = "the episode has no environment class, or has ended"
     try:
-        given["completion_ids"] = [completion_ids(tape)]
+        arguments["completion_ids"] = [completion_ids(tape)]
     except NotATape as error:
         missing["completion_ids"] = str(error)
-    return _read(function, await _called(function, **_asked_for(function, given, missing)), logged)
+    return _read(function, await _called(function, **_accepted(function, arguments, missing)), logged)
 
 
-def _asked_for(function: TRLReward, given: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
-    """What of `given` the function takes. NotTRL where it needs what is missing."""
+def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments that the function accepts. NotTRL if it requires a missing one."""
     parameters = _parameters(function)
     for name, why in missing.items():
-        if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in given:
-            raise NotTRL(f"{_name(function)} asks for `{name}`: {why}. Give the parameter a default, or leave it out")
+        if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in arguments:
+            raise NotTRL(f"{_name(function)} requires `{name}`: {why}. Give the parameter a default, or remove it")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValue]]) -> Scored | None:
-    """The one score of a batch of one, with what was logged beside it; NaN is TRL's other way to give None."""
+    """The score of a batch of one, with the logged values as evidence. NaN means None in TRL."""
     try:
         (score,) = scores
         value = None if score is None else float(score)
     except (TypeError, ValueError) as error:
         raise NotTRL(
-            f"{_name(function)} gave {scores!r:.80} for one completion: a reward function gives a list with "
+            f"{_name(function)} returned {scores!r:.80} for one completion: a reward function must return a list with "
             "one number, or None, for each"
         ) from error
     return None if value is None or value != value else Scored(value, evidence={**logged} or None)
 
 
 def completion_ids(tape: Tape) -> list[int]:
-    """Everything after the prompt as the model saw it: what it sampled and, between, what it was told. NotATape where
-    there are no ids, or where the calls aren't one sequence."""
+    """The token ids after the prompt: sampled tokens, and the tokens of observations in between.
+
+    NotATape if there are no ids, or if the calls are not one token sequence: the ids would then not be the model's
+    input.
+    """
     calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
     if not calls:
         raise NotATape(f"tape {tape.id} has no model call, so it has no token ids")
     last = calls[-1]
     prompt, whole = tape.call_prompt(calls[0]), tape.call_prompt(last)
     if last.completion is None:
-        raise NotATape(f"call {last.call} of tape {tape.id} has no token ids: its engine gave text only")
+        raise NotATape(f"call {last.call} of tape {tape.id} has no token ids: its engine returned text only")
     whole.extend(last.completion)
     for call in calls:
         context = tape.call_prompt(call)
         context.extend(call.completion or ())
         if whole[: len(context)] != context:
             raise NotATape(
-                f"the calls of tape {tape.id} aren't one token sequence: its last one doesn't go on from {call.call}"
+                f"the calls of tape {tape.id} are not one token sequence: the last one doesn't continue {call.call}"
             )
     return whole[len(prompt) :].tolist()
 
 
 def _calls(tape: Tape) -> list[Call]:
-    """Those of its prefix too."""
+    """The calls of the tape, including those of its inherited prefix."""
     return [*(_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
 
 
@@ -236,7 +238,7 @@ def _parameters(function: TRLReward) -> Mapping[str, inspect.Parameter]:
 
 
 async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """A sync one may block: it runs in a thread."""
+    """Call the function; a sync function runs in a thread, since it may block."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     found = await in_thread(lambda: function(**arguments))
@@ -248,21 +250,23 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
     return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
-def _opening(prompt: Any, given: Any, instance: Any) -> list[Message]:
-    """The prompt as messages, with what `reset` gave at the end of the last one."""
-    if given is not None and not isinstance(given, str):
+def _opening(prompt: Any, addition: Any, instance: Any) -> list[Message]:
+    """The prompt as messages, with the result of `reset` appended to the last one."""
+    if addition is not None and not isinstance(addition, str):
         raise NotTRL(
-            f"{type(instance).__qualname__}.reset gave {type(given).__name__}, and only a text, or None, can "
+            f"{type(instance).__qualname__}.reset returned {type(addition).__name__}, but only a text, or None, can "
             "be recorded"
         )
     *before, last = _messages(prompt)
-    return [*before, {**last, "content": last["content"] + (given or "")}]
+    return [*before, {**last, "content": last["content"] + (addition or "")}]
 
 
 def _messages(prompt: Any) -> list[Message]:
     messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
     if not isinstance(messages, Sequence) or not messages or not all(_is_message(m) for m in messages):
-        raise NotTRL(f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text")
+        raise NotTRL(
+            f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text `content`"
+        )
     return [dict(message) for message in messages]
 
 
@@ -274,7 +278,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _said(action: Action) -> Message:
+def _as_message(action: Action) -> Message:
     if not isinstance(action, ToolCalls):
         return {"role": "assistant", "content": str(action)}
     calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls]
@@ -282,16 +286,16 @@ def _said(action: Action) -> Message:
 
 
 def _conversation(tape: Tape) -> tuple[Any, list[Message]]:
-    """(prompt as the row has it, everything after it), of a recorded episode."""
-    said: list[Message] = []
+    """(the row's prompt, the messages after it), of a recorded episode."""
+    messages: list[Message] = []
     for step in list(tape)[1:]:
         if isinstance(step, ToolResults):
-            said.extend(heard(step))
+            messages.extend(heard(step))
         elif isinstance(step, Action):
-            said.append(_said(step))
+            messages.append(_as_message(step))
     public = tape.task
     prompt = public.get("prompt") if isinstance(public, dict) else public
-    return prompt, said
+    return prompt, messages
 
 
 def _name(function: Any) -> str:

@@ -1,10 +1,9 @@
-"""Rewards: where the numbers come from that say what an episode, or each of its actions, is worth.
+"""Rewards: functions and models that score an episode, or each of its actions.
 
-`Rewards` and `RewardSource` are the core; the modules beside it make sources: of a `.py` file (`files`), an HTTP
-reward model (`remote`), a local one (`local`), a recipe for each label (`recipe`), the other attempts of a group
-(`relative`) and mathematics (`mathematics`). Judges are in `tapereel.agents.runs.judge`, since they ask an engine.
-Importing
-this loads no optional package.
+`sources` has the core, `Rewards` and `RewardSource`. Other modules make sources: from a `.py` file (`reward_files`), an
+HTTP reward model (`http_rewards`), a local model (`local_models`), a recipe for each label (`reward_recipe`), the
+other attempts of a group (`relative`) and mathematics (`mathematics`). Judges need an engine, so they are in
+`tapereel.agents.runs.judge`. Imports `envs` and `tapes`, and no optional package before it is used.
 """
 
 from ...tapes.store.attempts import GROUP_LAYER

@@ -1,10 +1,10 @@
-"""HTTP reward models: many samples in one POST, and nothing that they answer is taken on trust.
+"""HTTP reward models: many samples in one POST request; every answer is validated.
 
     {"ids": [...], "queries": [...], "prompts": [...], "references": [...], "labels": [...]}  ->  {"rewards": [...]}
 
-`references` and `labels` are there where a sample has one. An answer must have one finite number for each query (or
-named numbers, or null: no score). A server that echoes `ids` may answer in any order; one that doesn't is held to that
-of the queries.
+`references` and `labels` are sent if a sample has one. An answer needs one finite number for each query, or named
+numbers, or null for no score. A server that returns `ids` may answer in any order; otherwise the order of the queries
+counts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .samples import ModelScore, Sample, WrongAnswer, checked, model_source, sam
 from .sources import RewardSource
 
 LARGEST = 64 << 20
-"""Bytes of an answer."""
+"""Size limit of an answer, in bytes."""
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses that say: ask again."""
+"""HTTP statuses after which the request is repeated."""
 LONGEST_WAIT = 60.0
-"""Seconds between two tries, whatever a server asks for."""
+"""Longest wait between two tries, in seconds, also if the server asks for more."""
 
 
 class RewardServerFailed(TapereelError, ConnectionError):
-    """A reward model didn't answer, in as many tries as were made; names the server and the last cause."""
+    """A reward model did not answer in any try; the message names the server and the last cause."""
 
 
 class HttpReward:
@@ -49,22 +49,24 @@ class HttpReward:
         key_variable: str | None = None,
     ) -> None:
         """
-        tries: how often one request is made in all; wait: seconds before the second try, twice as long before each
-            further one, or as long as the server's `Retry-After` says. timeout: seconds of one try.
-        key_variable: the environment variable with its bearer token; neither it nor `headers` are ever recorded.
+        tries: how often a request is sent at most; wait: seconds before the second try, doubled before each further
+            try; the server's `Retry-After` takes precedence. timeout: seconds of one try.
+        key_variable: the environment variable with the bearer token; the token and `headers` are never recorded.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of a reward model; write it as in http://127.0.0.1:5000/score")
+            raise ValueError(
+                f"{url!r} is not the address of a reward model; write it as in http://127.0.0.1:5000/score"
+            )
         if tries < 1:
             raise ValueError(f"tries must be at least 1, not {tries}")
         self.name = f"{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        """The address without what may be secret in it."""
+        """The address without parts that may be secret (user, query)."""
         self.tries, self.wait, self.timeout = tries, wait, timeout
         self._url, self._headers, self._key_variable = url, dict(headers or {}), key_variable
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
-        """One request with all of them. RewardServerFailed where nobody answers, WrongAnswer to what is no answer."""
+        """One request with all samples. RewardServerFailed if no try is answered, WrongAnswer for an invalid answer."""
         body = self._body(samples)
         for k in range(self.tries):
             try:
@@ -72,7 +74,7 @@ class HttpReward:
             except _TryAgain as again:
                 if k == self.tries - 1:
                     raise RewardServerFailed(
-                        f"reward model {self.name} gave no answer in {self.tries} tries; the last one: {again}"
+                        f"reward model {self.name} did not answer in {self.tries} tries; the last one: {again}"
                     ) from again.__cause__
                 pause = self.wait * 2**k if again.after is None else again.after
                 await asyncio.sleep(min(pause, LONGEST_WAIT))
@@ -108,7 +110,9 @@ class HttpReward:
                     pause = _seconds(answer.headers.get("Retry-After"))
                     raise _TryAgain(f"HTTP {answer.status}: {_short(text)}", pause)
                 if answer.status != 200:
-                    raise WrongAnswer(f"reward model {self.name} refuses: HTTP {answer.status}: {_short(text)}")
+                    raise WrongAnswer(
+                        f"reward model {self.name} refused the request: HTTP {answer.status}: {_short(text)}"
+                    )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(error, TapereelError):
                 raise
@@ -116,27 +120,27 @@ class HttpReward:
         try:
             return from_json(text, allow_inf_nan=True)
         except ValueError as error:
-            raise WrongAnswer(f"reward model {self.name} gave what is no JSON: {_short(text)}") from error
+            raise WrongAnswer(f"reward model {self.name} returned invalid JSON: {_short(text)}") from error
 
     def _read(self, answer: JsonValue, samples: Sequence[Sample]) -> list[ModelScore]:
         who = f"reward model {self.name}"
         if not isinstance(answer, dict) or "rewards" not in answer:
-            raise WrongAnswer(f"{who} gave {str(answer)[:120]!r}, without `rewards`")
-        given: Any = answer["rewards"]
+            raise WrongAnswer(f"{who} returned {str(answer)[:120]!r}, without `rewards`")
+        scores: Any = answer["rewards"]
         ids: Any = answer.get("ids")
         if ids is None:
-            return checked(given, samples, who)
-        if not isinstance(ids, list) or not isinstance(given, list) or len(ids) != len(given):
+            return checked(scores, samples, who)
+        if not isinstance(ids, list) or not isinstance(scores, list) or len(ids) != len(scores):
             raise WrongAnswer(
-                f"{who} gave {len(given) if isinstance(given, list) else 'no'} rewards for "
+                f"{who} returned {len(scores) if isinstance(scores, list) else 'no'} rewards for "
                 f"{len(ids) if isinstance(ids, list) else 'no'} ids"
             )
         wanted = [sample.id for sample in samples]
         if sorted(map(str, ids)) != sorted(wanted):
             odd = next((i for i in ids if ids.count(i) > 1 or i not in wanted), None)
             what = f"{odd!r:.80}" if odd is not None else f"no {next(i for i in wanted if i not in ids)!r}"
-            raise WrongAnswer(f"{who} answered other ids than it was asked for: {what}")
-        by_id = dict(zip(ids, given, strict=True))
+            raise WrongAnswer(f"{who} returned other ids than those of the request: {what}")
+        by_id = dict(zip(ids, scores, strict=True))
         return checked([by_id[i] for i in wanted], samples, who)
 
 
@@ -186,12 +190,12 @@ def _short(text: bytes) -> str:
 def _seconds(header: str | None) -> float | None:
     try:
         return max(0.0, float(header)) if header is not None else None
-    except ValueError:  # a date: our own pace will do
+    except ValueError:  # Retry-After may be a date: use the own waiting time instead
         return None
 
 
 def _secret(variable: str) -> str:
     key = os.environ.get(variable)
     if not key:
-        raise ValueError(f"the environment variable {variable}, which holds the token of the reward model, isn't set")
+        raise ValueError(f"the environment variable {variable} (the token of the reward model) is not set")
     return key

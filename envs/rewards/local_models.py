@@ -1,7 +1,7 @@
 """A local reward model: a transformers model for sequence classification, in this process.
 
-It is loaded at the first score, brought to its device for the scores that wait, and put away again after them, so that
-it doesn't hold the memory that sampling and training need. Torch is imported with the first score.
+The first score loads it. Each batch of scores moves it to its device and back afterwards, so that sampling and training
+have the device's memory. Torch is imported with the first score.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .sources import RewardSource
 
 
 class NotAModel(TapereelError, ValueError):
-    """The folder holds no model and tokenizer that can be loaded."""
+    """The folder doesn't hold a loadable model and tokenizer."""
 
 
 class LocalReward:
-    """Scores by a model that gives one logit for each text: as `logits`, as `score`, or as a bare tensor."""
+    """Scores texts with a model that returns one logit for each: as `logits`, as `score`, or as a bare tensor."""
 
     def __init__(
         self,
@@ -36,16 +36,17 @@ class LocalReward:
         dtype: str | None = None,
     ) -> None:
         """
-        folder: model and tokenizer in Hugging Face format. Where the tokenizer has a chat template a text is the
-            messages through it, else the query.
-        device: where it computes; put_away: where it waits; None: it stays.
-        batch: texts of one forward. length: tokens of a text, cut on the left; None: what the model allows.
-        dtype: of its weights, as `bfloat16`; None: as they are stored.
+        folder: model and tokenizer in Hugging Face format. If the tokenizer has a chat template, the text is the
+            rendered messages, else the query.
+        device: the device for scoring; put_away: the device between scores; None keeps it on `device`.
+        batch: texts of one forward pass. length: maximum tokens of a text, which is truncated on the left; None for the
+            model's maximum.
+        dtype: type of the weights, such as `bfloat16`; None for the stored type.
         """
         if not Path(folder).is_dir():
             raise NotAModel(
-                f"there is no folder {str(folder)!r} with a reward model; save one there with "
-                "save_pretrained, or fetch one: hf download NAME --local-dir FOLDER"
+                f"there is no folder {str(folder)!r} with a reward model; save a model there with "
+                "save_pretrained, or download one: hf download NAME --local-dir FOLDER"
             )
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
@@ -53,12 +54,12 @@ class LocalReward:
         self.device, self.put_away, self.batch = device, put_away, batch
         self.length, self.dtype = length, dtype
         self.model: Any = None
-        """None until the first score."""
+        """None before the first score."""
         self.tokenizer: Any = None
         self._lock = threading.Lock()
 
     async def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        """In a thread: a forward of it must not hold up the episodes."""
+        """Score in a thread, because a forward pass would block the event loop and so all episodes."""
         return list(await asyncio.to_thread(self._score, samples))
 
     def _score(self, samples: Sequence[Sample]) -> list[float]:
@@ -66,6 +67,7 @@ class LocalReward:
             import torch
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "torch", "train", "a local reward model") from error
+        # One batch at a time: another thread must not move the model to `put_away` during a forward pass.
         with self._lock:
             self._load()
             texts = [self._text(sample) for sample in samples]
@@ -90,7 +92,7 @@ class LocalReward:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, padding_side="right", truncation_side="left")
             model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, **options).eval()
         except (OSError, ValueError) as error:
-            raise NotAModel(f"{self.folder} holds no reward model in Hugging Face format: {error}") from error
+            raise NotAModel(f"{self.folder} has no reward model in Hugging Face format: {error}") from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:
@@ -119,8 +121,8 @@ class LocalReward:
         scores = answer if hasattr(answer, "numel") else answer["score"] if "score" in answer else answer["logits"]
         if scores.numel() != len(texts):
             raise WrongAnswer(
-                f"the model in {self.folder} gives {tuple(scores.shape)} for {len(texts)} texts: a "
-                "reward model has one output (num_labels=1)"
+                f"the model in {self.folder} returns the shape {tuple(scores.shape)} for {len(texts)} texts: a reward "
+                "model needs one output (num_labels=1)"
             )
         return scores.float().reshape(-1).cpu().tolist()
 
@@ -134,7 +136,7 @@ def local_reward(
     sample: Callable[[Tape], Sample] = sample_of,
     **options: Any,
 ) -> RewardSource[Tape]:
-    """A source of `LocalReward(folder, **options)`, which is loaded once and asked about up to `size` tapes at a time.
+    """A source of `LocalReward(folder, **options)`, which is loaded once and scores up to `size` tapes at a time.
 
-    It needs runtime: its numbers depend on device and batch in their last bits."""
+    It is not pure: the last bits of its scores depend on device and batch, so they can't be recomputed exactly."""
     return model_source(LocalReward(folder, **options), name=name, weight=weight, size=size, sample=sample)

@@ -1,4 +1,4 @@
-"""The process in which math-verify runs: a line of JSON in, a line of JSON out, until its input ends.
+"""The worker process of math-verify: it reads lines of JSON and answers each with a line, until its input ends.
 
 {"answer": "x = \\\\frac{1}{2}", "reference": "0.5"}  ->  {"equal": true}        {}  ->  {"ready": true}
 """
@@ -12,25 +12,25 @@ from typing import Any
 
 
 def equal(question: dict[str, str]) -> dict[str, Any]:
-    """Whether both say the same; `failed` and why, where the reference can't be read."""
+    """`equal` and whether answer and reference are equal; or `failed` and why the reference can't be parsed."""
     from math_verify import parse, verify
 
-    # Their own time limits need signals, and swallow what they stop: whoever started this process stops it.
+    # math-verify's own time limits need signals and hide the timeout: the parent process kills this one instead.
     unlimited: Any = None
     reference: Any = parse(_marked(question["reference"]), parsing_timeout=unlimited)
     if not reference:
-        return {"failed": "the reference is no mathematics"}
+        return {"failed": "the reference is not mathematics"}
     answer: Any = parse(question["answer"], parsing_timeout=unlimited)
     return {"equal": bool(answer) and verify(reference, answer, timeout_seconds=None)}
 
 
 def _marked(reference: str) -> str:
-    """A reference is mathematics as a whole: as LaTeX it needs its marks to be read so."""
+    """The reference between LaTeX marks, which math-verify needs to read the whole text as mathematics."""
     return reference if "$" in reference or "\\boxed" in reference or "\\(" in reference else f"${reference}$"
 
 
 def main() -> None:
-    """Serve."""
+    """Answer questions until stdin ends."""
     logging.disable(logging.WARNING)
     for line in sys.stdin:
         question = json.loads(line)
@@ -38,15 +38,15 @@ def main() -> None:
             try:
                 import math_verify  # noqa: F401
             except ModuleNotFoundError as error:
-                said: dict[str, Any] = {"missing": error.name or "math_verify"}
+                reply: dict[str, Any] = {"missing": error.name or "math_verify"}
             else:
-                said = {"ready": True}
+                reply = {"ready": True}
         else:
             try:
-                said = equal(question)
-            except Exception as error:  # what it can't compare is told to whoever asked
-                said = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), flush=True)
+                reply = equal(question)
+            except Exception as error:  # the parent process records it as the cause
+                reply = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

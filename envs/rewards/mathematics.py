@@ -1,7 +1,7 @@
-"""Mathematics: does an answer say the same as the right one? By the library math-verify (the extra `math`).
+"""Mathematics: is an answer equal to the reference? It uses the library math-verify (the extra `math`).
 
-It parses LaTeX and expressions with sympy, which some answers keep busy for ever; so it runs in a process of its own,
-which is killed when an answer's time is up, and replaced.
+math-verify parses LaTeX and expressions with sympy, which never ends for some answers. It therefore runs in a separate
+process, which is killed at the time limit of an answer and replaced.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .samples import reference_of
 from .sources import RewardSource
 
 START_SECONDS = 120.0
-"""That the process may take to import sympy."""
+"""Time limit for the process to import sympy, in seconds."""
 
 
 class NotVerified(TapereelError, RuntimeError):
-    """The right answer can't be read, or an answer couldn't be checked in time; says which."""
+    """The reference can't be parsed, or an answer was not checked in time; the message says which."""
 
 
 class MathVerifier:
-    """math-verify in a process, one answer at a time. Safe to share between threads and event loops."""
+    """math-verify in a separate process, one answer at a time. Threads and event loops may share it."""
 
     def __init__(self, *, timeout: float = 10.0) -> None:
-        """timeout: seconds of one answer, beyond the start of the process."""
+        """timeout: seconds for one answer, without the start of the process."""
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         self.timeout = timeout
@@ -43,19 +43,20 @@ class MathVerifier:
         self._process: subprocess.Popen[bytes] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
-        """Whether the answer, anywhere in its text, gives what the reference gives. NotVerified where the reference is
-        no mathematics or the time is up."""
+        """Whether the answer's text contains an expression equal to the reference. NotVerified if the reference can't
+        be parsed or the time limit is reached."""
         with self._lock:
             process = self._process if self._process is not None and self._process.poll() is None else self._start()
             try:
-                said = self._ask(process, {"answer": answer, "reference": reference}, self.timeout)
+                reply = self._ask(process, {"answer": answer, "reference": reference}, self.timeout)
             except BaseException:
+                # Kill it also after a cancellation: its late reply would be read as the reply to the next answer.
                 _kill(process)
                 self._process = None
                 raise
-        if "failed" in said:
-            raise NotVerified(f"the answer {answer[-200:]!r} can't be compared with {reference!r}: {said['failed']}")
-        return bool(said["equal"])
+        if "failed" in reply:
+            raise NotVerified(f"the answer {answer[-200:]!r} can't be compared with {reference!r}: {reply['failed']}")
+        return bool(reply["equal"])
 
     def close(self) -> None:
         """End the process; the next answer starts another."""
@@ -71,10 +72,10 @@ class MathVerifier:
             stdout=subprocess.PIPE,
         )
         weakref.finalize(self, _kill, process)
-        if "missing" in (said := self._ask(process, {}, START_SECONDS)):
+        if "missing" in (reply := self._ask(process, {}, START_SECONDS)):
             self._process = None
             _kill(process)
-            raise MissingExtra(said["missing"], "math", "verifying mathematics")
+            raise MissingExtra(reply["missing"], "math", "verifying mathematics")
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], question: dict[str, str], seconds: float) -> dict[str, Any]:
@@ -103,12 +104,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was written and never read
+            with contextlib.suppress(OSError):  # unsent data in the buffer of a closed pipe
                 pipe.close()
 
 
 def last_text(tape: Tape) -> str:
-    """The text of the tape's last action: what a model reads of it."""
+    """The text of the tape's last action, as a model reads it."""
     return str(tape.actions[-1]) if tape.actions else ""
 
 
@@ -121,9 +122,9 @@ def math_reward(
     reference: Callable[[Tape], Any] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
-    """A source that gives 1.0 where the answer is equal to the reference and 0.0 where it isn't, or says nothing that
-    can be read as mathematics. An answer that can't be checked in time, or a reference that is no mathematics, leaves
-    the tape unscored. A task without a reference has no score."""
+    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for an answer that is not
+    mathematics. A timeout, or a reference that is not mathematics, leaves the tape unscored. A task without a reference
+    has no score."""
     verify = verifier or MathVerifier(timeout=timeout)
 
     async def score(tape: Tape) -> float | None:

@@ -1,7 +1,7 @@
-"""Rewards relative to the other attempts of a group: what an attempt earns beside those it is compared with.
+"""Rewards relative to the other attempts of a group.
 
-A source `per="group"` is asked once all attempts have ended, so what it gives can't be part of the tapes any more: it
-is a layer on each of them. Training counts it with the reward that is on the tape.
+A source with `per="group"` scores after all attempts have ended. The tapes are closed then, so its scores are a layer
+on each tape. Training adds them to the reward on the tape.
 """
 
 from __future__ import annotations
@@ -16,26 +16,31 @@ from .sources import Rewards, RewardSource
 
 
 def layer_of(tape: Tape) -> list[Reward]:
-    """What the tape earned beside its group; none where nobody has compared it."""
+    """The group rewards of the tape; empty before the comparison."""
     return [r for r in tape.layers if isinstance(r, Reward) and r.layer == GROUP_LAYER]
 
 
 def counted(tape: Tape) -> list[Reward]:
-    """The rewards that count in training: those on the tape, and those of its group's layer. None at all where one of
-    them, or the comparison, failed: then it is unscored."""
+    """The rewards that count in training: those on the tape and those of the group layer.
+
+    Empty if one of them failed: the tape is then unscored, because a partial sum would be a wrong reward.
+    """
     every = [*tape.rewards, *layer_of(tape)]
     return [] if any(r.failed for r in every) else every
 
 
 def training_reward(tape: Tape) -> float | None:
-    """Their sum; None where nothing was scored."""
+    """The sum of the counted rewards; None for an unscored tape."""
     return total(counted(tape))
 
 
 async def compared(
     rewards: Rewards[Tape] | None, tapes: Sequence[Tape], append: Callable[[Record], None] | None = None
 ) -> list[Tape]:
-    """The tapes of one group with their layers; those that lack one get it, and `append` is given its records."""
+    """The tapes of one group with their group layer. A missing layer is computed, and `append` receives its records.
+
+    Tapes that already have the layer are not scored again, so resuming a run can't append it twice.
+    """
     if rewards is None or not rewards.relative or all(layer_of(tape) for tape in tapes):
         return list(tapes)
     found = await rewards.compare(tapes)
@@ -51,8 +56,8 @@ async def compared(
 
 
 def ranked(*, by: str | None = None, name: str = "rank", weight: float = 1.0) -> RewardSource[Sequence[Tape]]:
-    """From 0 for the worst attempt to 1 for the best, by reward, or by the component `by`; equals share the mean of
-    their places. One that isn't scored has no place; one alone has none either."""
+    """A rank from 0 (worst attempt) to 1 (best), by reward or by the component `by`; equal attempts share their mean
+    rank. An unscored attempt, or the only scored one, has no rank."""
 
     def rank(tapes: Sequence[Tape]) -> list[float | None]:
         values = [_value(tape, by) for tape in tapes]

@@ -1,7 +1,7 @@
-"""A reward function in a `.py` file: `reward_func(queries, prompts, labels=..., references=...)`, many samples at once.
+"""A reward function in a `.py` file: `reward_func(queries, prompts, labels=..., references=...)`, for many samples.
 
-Those parameters that the function has are given, as lists; it gives a list of numbers (or an array), or a dict of such
-lists, named. Loading runs the file, as importing it would.
+The function receives the lists for which it has parameters. It returns a list of numbers (or an array), or a dict of
+named lists. Loading imports the file and so runs its code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "reference
 
 
 class FileReward:
-    """That function as a reward model."""
+    """The function of a file as a reward model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -40,26 +40,24 @@ class FileReward:
         ]
         if strange or not self.wanted:
             raise UsageError(
-                f"{getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}; a "
-                f"reward function of a file takes some of {', '.join(FIELDS)}"
+                f"{getattr(function, '__name__', function)} has the parameters {', '.join(parameters) or '(none)'}; a "
+                f"reward function in a file may have {', '.join(FIELDS)}, and needs at least one of them"
             )
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
-        """One call with all of them; a sync function runs in a thread."""
-        given = {name: [getattr(sample, FIELDS[name]) for sample in samples] for name in self.wanted}
+        """One call with all samples; a sync function runs in a thread."""
+        columns = {name: [getattr(sample, FIELDS[name]) for sample in samples] for name in self.wanted}
         if inspect.iscoroutinefunction(self.function):
-            scores = await self.function(**given)
+            scores = await self.function(**columns)
         else:
-            scores = await asyncio.to_thread(self.function, **given)
+            scores = await asyncio.to_thread(self.function, **columns)
         if not isinstance(scores, Mapping):
             return _listed(scores)
-        columns = {str(key): _listed(values) for key, values in scores.items()}
-        for key, values in columns.items():
+        named = {str(key): _listed(values) for key, values in scores.items()}
+        for key, values in named.items():
             if len(values) != len(samples):
                 raise WrongAnswer(f"{key!r} has {len(values)} scores for {len(samples)} samples")
-        rows = [
-            {key: values[k] for key, values in columns.items() if values[k] is not None} for k in range(len(samples))
-        ]
+        rows = [{key: values[k] for key, values in named.items() if values[k] is not None} for k in range(len(samples))]
         return rows  # type: ignore[return-value]
 
 
@@ -71,7 +69,7 @@ def file_reward(
     size: int = 64,
     sample: Callable[[Tape], Sample] = sample_of,
 ) -> RewardSource[Tape]:
-    """A source of the `reward_func` in that file, named like the file. It counts as pure, unless the function has an
+    """A source of the `reward_func` in a file; by default it has the file's name. It is pure unless the function has an
     attribute `pure = False`."""
     function = load_named(f"{path}:{FUNCTION}")
     if not callable(function):
@@ -87,9 +85,11 @@ def file_reward(
 
 
 def _listed(scores: Any) -> list[Any]:
-    """A list, or what an array or tensor has of one."""
+    """The scores as a list; an array or tensor is converted."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
-        raise WrongAnswer(f"a reward function gives a list of scores, not {type(scores).__name__} {str(scores)[:80]!r}")
+        raise WrongAnswer(
+            f"a reward function must return a list of scores, not {type(scores).__name__} {str(scores)[:80]!r}"
+        )
     return list(scores)

@@ -1,4 +1,4 @@
-"""Rewards as a configuration names them: `module:name`, a `.py` file, or the address of a reward model."""
+"""Loads rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
     if callable(found) and not isinstance(found, type):
         return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
     raise NoReward(
-        f"{name or 'it'} is a {type(found).__name__}; a reward is a Rewards, a RewardSource, or a function "
-        "from a tape to a number, named numbers or None"
+        f"{name or 'the reward'} is a {type(found).__name__}; a reward must be a Rewards, a RewardSource, or a "
+        "function from a tape to a number, named numbers or None"
     )
 
 
 def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
-    """All of them together; None for no name. UsageError where one names no reward."""
+    """All named rewards together; None for no names. UsageError if a name is not that of a reward."""
     every: list[RewardSource[Any]] = []
     for name in names:
         found = load_reward(name)
@@ -39,13 +39,15 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
 
 
 def load_reward(name: str) -> Rewards[Tape]:
-    """What `name` names: `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`. UsageError
-    where it names none, or is an address that holds a secret: names are recorded with what they score."""
+    """Load `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`.
+
+    UsageError if the name is invalid, or an address that holds a secret: names are recorded with their scores.
+    """
     if holds_secret(name):
         raise UsageError(
-            f"{without_secrets(name)} has a user, a password or a key in it, which would be recorded; "
-            "name the environment variable that holds it, as in http_reward(url, key_variable=...) in a "
-            "module, and that module here: module:name"
+            f"{without_secrets(name)} contains a user, a password or a key, which would be recorded; put the secret "
+            "into an environment variable, write http_reward(url, key_variable=...) in a module, and name it here as "
+            "module:name"
         )
     if name.startswith(("http://", "https://")):
         from .http_rewards import http_reward

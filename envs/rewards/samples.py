@@ -1,7 +1,6 @@
-"""What a reward model is shown of a tape: texts, the reference answer and the label, with an id to tell it by.
+"""The input of reward models (texts, reference answer, label and id of a tape), and batching of their requests.
 
-And how many tapes become one request: scores are asked for tape by tape, and models answer many at once. Knows nothing
-of any one model.
+Scores are requested for single tapes, while models score many at once: `Batched` collects the requests.
 """
 
 from __future__ import annotations
@@ -21,38 +20,41 @@ ModelScore = float | Mapping[str, float] | None
 
 
 class WrongAnswer(TapereelError, ValueError):
-    """A reward model gave what is no answer to the samples it was shown; says what is wrong with it."""
+    """The answer of a reward model doesn't fit the samples; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode, to a reward model."""
+    """One episode, as the input of a reward model."""
 
     id: str
-    """Of the tape."""
+    """Id of the tape."""
     prompt: str
-    """What the model was asked last: its whole conversation up to there."""
+    """The prompt of the last call: the whole conversation before its answer."""
     query: str
-    """The prompt and the answer to it."""
+    """The prompt and its answer."""
     messages: tuple[Message, ...]
-    """The same as chat messages, the answer last."""
+    """The query as chat messages, the answer last."""
     reference: JsonValue = None
-    """The right answer, as far as the task has one; None: it hasn't."""
+    """The right answer; None if the task has none."""
     label: str | None = None
-    """What kind of task it is; None: nothing is said."""
+    """The kind of task; None if the task doesn't name it."""
 
 
 class RewardModel(Protocol):
     """Scores many samples at once."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[ModelScore]:
-        """One score for each, in their order."""
+        """One score for each sample, in the same order."""
         ...
 
 
 def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = None) -> Sample:
-    """The tape's last call. decode: from token ids to text with special tokens, as a tokenizer's `decode`: then prompt
-    and query are exactly what was sampled from and what was sampled; else they are the messages, `role: content`."""
+    """The tape's last call as a sample.
+
+    decode: converts token ids to text with special tokens, like a tokenizer's `decode`. With it, prompt and query are
+    exactly the sampled text; without it, they are the messages as `role: content`.
+    """
     call = next((c for c in reversed(tape.calls) if c.finish not in ("error", "cancelled")), None)
     if call is None:
         messages = list(tape.messages(path=tape.begin.agent.name))
@@ -69,12 +71,12 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
 
 
 def as_script(messages: Sequence[Message]) -> str:
-    """Messages as text, as good as it gets without a chat template."""
+    """Messages as text, without a chat template."""
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """The task's private part, or `answer` or `reference` in it."""
+    """`answer` or `reference` in the task's private part, or the whole private part if it is not a dict."""
     private = tape.begin.task.private
     if not isinstance(private, dict):
         return private
@@ -90,22 +92,24 @@ def label_of(tape: Tape) -> str | None:
 
 
 def checked(scores: Sequence[Any], samples: Sequence[Sample], who: str) -> list[ModelScore]:
-    """The scores, if they are one finite number (or named ones, or None) for each sample. WrongAnswer if not."""
+    """The scores, if each sample has one finite number, named finite numbers, or None. WrongAnswer otherwise."""
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
-        raise WrongAnswer(f"{who} gave {type(scores).__name__} {str(scores)[:80]!r}, not a list of scores")
+        raise WrongAnswer(f"{who} returned {type(scores).__name__} {str(scores)[:80]!r}, not a list of scores")
     if len(scores) != len(samples):
-        raise WrongAnswer(f"{who} gave {len(scores)} scores for {len(samples)} samples")
+        raise WrongAnswer(f"{who} returned {len(scores)} scores for {len(samples)} samples")
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (number and _finite(value)) and score is not None:
                 odd = "an integer that no float can hold" if number and isinstance(value, int) else f"{value!r:.80}"
-                raise WrongAnswer(f"{who} gave {odd} for {sample.id}; a score is a finite number, or null for none")
+                raise WrongAnswer(
+                    f"{who} returned {odd} for {sample.id}; a score must be a finite number, or null for no score"
+                )
     return list(scores)
 
 
 def _finite(value: float) -> bool:
-    """Also of an integer that no float can hold."""
+    """False also for an integer that no float can hold, for which `math.isfinite` raises."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -113,8 +117,11 @@ def _finite(value: float) -> bool:
 
 
 class Batched:
-    """A scorer of single tapes that asks a model about all those waiting at once, at most `size`, in `concurrency`
-    calls at a time. One call that fails leaves all of its tapes unscored."""
+    """A scorer of single tapes that sends all waiting tapes to a model in one call.
+
+    A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed call leaves all of its tapes
+    unscored.
+    """
 
     def __init__(
         self, model: RewardModel, *, size: int = 64, concurrency: int = 1, sample: Callable[[Tape], Sample] = sample_of
@@ -129,11 +136,11 @@ class Batched:
 
     async def __call__(self, tape: Tape) -> Score:
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # those of an earlier loop ended with it
+        if self._loop is not loop:  # the requests of an earlier event loop ended with that loop
             self._loop, self._waiting, self._asking = loop, [], set()
         answer: asyncio.Future[ModelScore] = loop.create_future()
         self._waiting.append((self.sample(tape), answer))
-        loop.call_soon(self._begin)  # what else comes in this round of the loop goes along
+        loop.call_soon(self._begin)  # deferred, so that requests of the same loop pass share one batch
         return await answer
 
     def _begin(self) -> None:
@@ -153,7 +160,7 @@ class Batched:
         samples = [sample for sample, _ in batch]
         try:
             scores = checked(await self.model.score(samples), samples, type(self.model).__name__)
-        except Exception as error:  # each of those who wait is told
+        except Exception as error:  # every waiting tape gets the error
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(error)
@@ -174,7 +181,7 @@ def model_source(
     pure: bool = False,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """A reward model as a source."""
+    """A reward source that batches requests to a reward model."""
     return RewardSource(
         score=Batched(model, size=size, concurrency=concurrency, sample=sample),
         name=name,

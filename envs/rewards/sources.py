@@ -1,8 +1,7 @@
-"""Rewards: named, weighted functions that say what an episode, or each of its actions, is worth.
+"""Rewards: named, weighted functions that score an episode or each of its actions.
 
-A source gives a number, named numbers, or None where it has nothing to say, which is not zero. A source that fails
-leaves the whole tape unscored, with the cause on record: a sum with a part missing would be a wrong number that looks
-like a right one. This module knows nothing of environments beyond `Outcome`, and nothing of training.
+A source returns a number, named numbers, or None for no score, which is not zero. If a source fails, the whole tape
+stays unscored and the cause is recorded: a sum without one of its parts would be a wrong reward that looks right.
 """
 
 from __future__ import annotations
@@ -25,52 +24,51 @@ from ..environment import Environment, Outcome, TapeScorer, check_factory, new_e
 SubjectT = TypeVar("SubjectT")
 LARGEST = sys.float_info.max
 SECONDS = 600.0
-"""That a source may take unless told otherwise."""
+"""Default time limit of a source, in seconds."""
 
 
 class NoReward(TapereelError, TypeError):
-    """What was given is no reward function; says what would do."""
+    """The object is not a reward function; the message says what is accepted."""
 
 
 class RewardFailed(TapereelError, RuntimeError):
-    """A reward source raised, took too long or gave what is no score; names the source and the cause."""
+    """A reward source raised, took too long or returned an invalid score; the message names source and cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score with more to say than its numbers."""
+    """A score with evidence or weights."""
 
     score: float | Mapping[str, float] | None
     evidence: JsonValue = None
-    """What it rests on (a judge's question and answer); kept on the first record of the score."""
+    """The reason for the score (a judge's question and answer); kept on the first record of the score."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of named numbers: what each counts, times the source's weight; 1 for those not named."""
+    """Weight of each named number, multiplied by the source's weight; 1 for missing names."""
 
 
 Score = float | Mapping[str, float] | Scored | None
-"""A number (component: the source's name), named ones (`source/name`), these with evidence, or None: nothing to say."""
+"""A number (its component has the source's name), named numbers (`source/name`), a `Scored`, or None for no score."""
 Scorer = Callable[[SubjectT], Score | Sequence[Score] | Awaitable[Score | Sequence[Score]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSource(Generic[SubjectT]):
-    """One function and how its scores count."""
+    """A function and the weight of its scores."""
 
     score: Scorer[SubjectT]
-    """Sync or async. Given a `Tape`, or whatever an environment hands to `Rewards.outcome`; with `per="group"` a list
-    of tapes."""
+    """Sync or async. It receives a `Tape`, or the argument of `Rewards.outcome`; with `per="group"` a list of tapes."""
     name: str = ""
-    """Of its component; the function's name unless given."""
+    """Name of its component; by default the function's name."""
     weight: float = 1.0
-    """In the sum that is the reward; 0 makes a metric of it, which is only reported."""
+    """Weight in the reward, which is a sum; 0 makes it a metric, which is only reported."""
     per: Literal["episode", "step", "group"] = "episode"
-    """`step`: the function gives a sequence with one score for each action of the tape, in order. `group`: it is given
-    the attempts at one task, all closed, and gives one score for each, which is a layer on its tape."""
+    """`step`: the function returns one score for each action of the tape, in order. `group`: it receives the closed
+    attempts at one task and returns one score for each, which is recorded as a layer on its tape."""
     pure: bool = True
-    """The tape alone decides the score, so that it can be verified later. False for what needs the world as it is now
-    (a judge model, a sandbox): if it is sync it then runs in a thread, since it may block."""
+    """True if the score depends on the tape only and can be verified later. False if it needs other resources (a judge
+    model, a sandbox); a sync function then runs in a thread, since it may block."""
     timeout: float | None = SECONDS
-    """Seconds until the source counts as failed; None to wait. A sync pure source can't be interrupted."""
+    """Seconds until the source counts as failed; None for no limit. A sync pure source can't be interrupted."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -80,7 +78,7 @@ class RewardSource(Generic[SubjectT]):
 
 
 class Rewards(Generic[SubjectT]):
-    """Several sources as one, whose reward is their weighted sum.
+    """Several sources; the reward is the weighted sum of their scores.
 
     `Rewards([exact, RewardSource(score=brief, weight=0.1)])`; a bare function has weight 1.
     """
@@ -90,27 +88,27 @@ class Rewards(Generic[SubjectT]):
         names = [source.name for source in every]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two reward sources are called {twice[0]!r}; give one of them another `name`")
+            raise ValueError(f"two reward sources have the name {twice[0]!r}; give one of them another `name`")
         self.sources: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per != "group")
-        """Those that look at one tape."""
+        """The sources that score one tape."""
         self.relative: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per == "group")
-        """Those that compare the tapes of a group."""
+        """The sources that compare the tapes of a group."""
 
     @property
     def names(self) -> list[str]:
-        """Of all sources."""
+        """Names of all sources."""
         return [source.name for source in (*self.sources, *self.relative)]
 
     @property
     def pure(self) -> Rewards[SubjectT]:
-        """Only those sources whose scores can be recomputed from a tape alone."""
+        """Only the sources whose scores can be recomputed from a tape alone."""
         return Rewards(source for source in self.sources if source.pure)
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
-        """The reward records of `tape`, for a later scoring called `layer` or (None) as part of the tape.
+        """The reward records of `tape`, for a later scoring called `layer`, or as part of the tape (None).
 
-        When a source fails every record has weight 0, so the tape stays unscored, and the failed source's own record
-        has the value NaN and the cause as its evidence. Actions that a fork inherited are the parent's to score.
+        If a source fails, every record has weight 0, so the tape stays unscored. The record of the failed source has
+        the value NaN, and the cause as its evidence. Inherited actions of a fork are scored on the parent tape only.
         """
         at = [k for k, step in enumerate(tape) if isinstance(step, Action)]
         results = await asyncio.gather(*(_ask(source, tape, len(at)) for source in self.sources))
@@ -127,9 +125,10 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
-        """tape -> what it earned beside the others, of the sources `per="group"`: records of layer GROUP_LAYER.
+        """Tape id -> records of layer GROUP_LAYER, from the sources with `per="group"`.
 
-        When one of them fails, every record of every tape has weight 0.
+        If one of them fails, every record of every tape has weight 0: the attempts of a group are only comparable if
+        all are scored by the same sources.
         """
         results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
         failed = any(isinstance(result, RewardFailed) for result in results)
@@ -146,19 +145,19 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def outcome(self, subject: SubjectT) -> Outcome:
-        """For `Environment.finish`: the components of `subject`, already weighted, and the weight-0 ones as metrics.
+        """For `Environment.finish`: the weighted components of `subject`; components of weight 0 become metrics.
 
-        Raises RewardFailed when a source fails, so that the episode ends as an error of the environment, unscored.
+        Raises RewardFailed if a source fails, so that the episode ends as an error of the environment, unscored.
         """
         for source in (*self.sources, *self.relative):
             if source.per != "episode":
                 what = (
-                    "single steps; an environment gives those from `step`"
+                    "single steps: return their rewards from `step`"
                     if source.per == "step"
-                    else "groups, which an environment doesn't see"
+                    else "groups, which an environment can't see: pass it as a reward of the run"
                 )
                 raise ValueError(
-                    f"reward source {source.name!r} scores {what}, or the finished tape is scored with Rewards.score"
+                    f"reward source {source.name!r} scores {what}, or score the finished tape with Rewards.score"
                 )
         reward: dict[str, float] = {}
         metrics: dict[str, float] = {}
@@ -177,7 +176,7 @@ class Rewards(Generic[SubjectT]):
 
 
 class rewarded:
-    """An environment's factory, whose instances have these rewards beside any of their own."""
+    """An environment factory whose instances have these rewards in addition to their own."""
 
     def __init__(self, make: Callable[[], Environment[Any]], rewards: Rewards[Tape]) -> None:
         check_factory(make)
@@ -195,12 +194,12 @@ def _every(rewards: TapeScorer | None) -> tuple[RewardSource[Any], ...]:
     if rewards is None:
         return ()
     if not isinstance(rewards, Rewards):
-        raise TypeError(f"rewards of type {type(rewards).__name__} can't be joined with others: give a Rewards(...)")
+        raise TypeError(f"rewards of type {type(rewards).__name__} can't be combined with others: use Rewards(...)")
     return (*rewards.sources, *rewards.relative)
 
 
 class _Part(NamedTuple):
-    """One number that a source gave."""
+    """One number of a source's score."""
 
     place: int | None
     """Ordinal of the action, or of the tape in its group; None for the episode."""
@@ -233,33 +232,33 @@ def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed
 
 
 async def asked(source: RewardSource[Any], subject: Any) -> Any:
-    """What the source's function gives, as it is: in a thread where it may block."""
+    """The raw result of the source's function; a sync function that may block runs in a thread."""
     is_async = inspect.iscoroutinefunction(source.score) or inspect.iscoroutinefunction(type(source.score).__call__)
     if source.pure or is_async:
-        given = source.score(subject)
+        result = source.score(subject)
     else:
-        given = await asyncio.to_thread(source.score, subject)
-    return await given if inspect.isawaitable(given) else given
+        result = await asyncio.to_thread(source.score, subject)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Part] | RewardFailed:
     timer = asyncio.timeout(source.timeout)
     try:
         async with timer:
-            given = await asked(source, subject)
+            scores = await asked(source, subject)
         if source.per == "episode":
-            return _parts(source.name, given, None)
+            return _parts(source.name, scores, None)
         of = "action" if source.per == "step" else "tape"
-        if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
             raise TypeError(
-                f"a source per {source.per} gives a sequence with one score for each {of}, not {given!r:.80}"
+                f"a source per {source.per} must return a sequence with one score for each {of}, not {scores!r:.80}"
             )
-        if len(given) != places:
-            raise ValueError(f"it gave {len(given)} scores for {places} {of}s")
-        return [part for k, one in enumerate(given) for part in _parts(source.name, one, k)]
+        if len(scores) != places:
+            raise ValueError(f"it returned {len(scores)} scores for {places} {of}s")
+        return [part for k, one in enumerate(scores) for part in _parts(source.name, one, k)]
     except TimeoutError as error:
         late = timer.expired()
-        return _failure(source, f"gave no score in {source.timeout} s" if late else f"TimeoutError: {error}", error)
+        return _failure(source, f"no score within {source.timeout} s" if late else f"TimeoutError: {error}", error)
     except Exception as error:  # the boundary: the fault becomes a record, or is raised by `outcome`
         return _failure(source, f"{type(error).__qualname__}: {error}", error)
 
@@ -272,7 +271,7 @@ def _failure(source: RewardSource[Any], what: str, error: BaseException) -> Rewa
 
 
 def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
-    """Where it raised; where the function begins, if what it gave is refused here."""
+    """The line that raised; the first line of the function if this module refuses its result."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
     if code is not None and (not frames or frames[-1].filename == __file__):
@@ -281,22 +280,22 @@ def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
 
 
 def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
-    told = score if isinstance(score, Scored) else Scored(score)
-    if told.score is None:
+    scored = score if isinstance(score, Scored) else Scored(score)
+    if scored.score is None:
         return []
-    if isinstance(told.score, Mapping):
-        found = [(f"{name}/{key}", value, told.weights.get(key, 1.0)) for key, value in told.score.items()]
+    if isinstance(scored.score, Mapping):
+        found = [(f"{name}/{key}", value, scored.weights.get(key, 1.0)) for key, value in scored.score.items()]
     else:
-        found = [(name, told.score, 1.0)]
+        found = [(name, scored.score, 1.0)]
     for part, value, _ in found:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{part} is {value!r:.80}; a score is a float, a dict of floats, or None")
+            raise TypeError(f"{part} is {value!r:.80}; a score must be a float, a dict of floats, or None")
         if not -LARGEST <= value <= LARGEST:
             raise ValueError(
-                f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; "
-                "where there is no score, give None"
+                f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; return a "
+                "finite number, or None for no score"
             )
     return [
-        _Part(place, part, float(value), weight, told.evidence if k == 0 else None)
+        _Part(place, part, float(value), weight, scored.evidence if k == 0 else None)
         for k, (part, value, weight) in enumerate(found)
     ]

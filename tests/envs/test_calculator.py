@@ -234,5 +234,5 @@ def test_steps_are_terse_for_a_model():
 
 @pytest.mark.parametrize("width", [-1, 101, 10**12])
 def test_a_width_that_nobody_reads_is_refused(width: int):
-    with pytest.raises(ValueError, match=f"a width of {width}"):
+    with pytest.raises(ValueError, match=f"width is {width}"):
         Calculator(width=width)

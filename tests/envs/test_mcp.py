@@ -204,13 +204,13 @@ def test_a_shared_session_serves_all_episodes_of_a_loop_and_ends_with_it(address
 @pytest.mark.parametrize(
     ("server", "says"),
     [
-        (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "it said: no luck today"),
+        (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "its stderr: no luck today"),
         (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "can't be used"),
         (McpServer.stdio("no-such-program"), "MCP server no-such-program can't be used: FileNotFoundError"),
         (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r"MCP server http://127\.0\.0\.1:9/mcp can't be used"),
         (
             McpServer.http("http://127.0.0.1:9/", key_variable="NOT_SET_ANYWHERE"),
-            "variable NOT_SET_ANYWHERE, which holds",
+            "variable NOT_SET_ANYWHERE",
         ),
         (
             McpServer.stdio(sys.executable, "-c", "import sys; sys.stdin.read()", start_timeout=0.2),
@@ -284,7 +284,7 @@ def test_a_list_without_end_is_refused():
     async def connect() -> AsyncIterator[Any]:
         yield lying
 
-    with pytest.raises(ToolsLost, match="lists its tools in a circle"):
+    with pytest.raises(ToolsLost, match="list of tools repeats the cursor"):
         asyncio.run(tools_of(McpServer(connect, name="lying")))
 
 

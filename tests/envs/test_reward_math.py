@@ -82,7 +82,7 @@ def test_a_process_that_dies_is_replaced():
 
 
 def test_what_cant_be_verified_is_said(verifier: MathVerifier):
-    with pytest.raises(NotVerified, match="can't be compared with '': the reference is no mathematics"):
+    with pytest.raises(NotVerified, match="can't be compared with '': the reference is not mathematics"):
         verifier.equal("5", "")
     with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
         MathVerifier(timeout=0)

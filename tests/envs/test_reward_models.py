@@ -192,16 +192,16 @@ def test_waiting_between_tries_grows_and_blocks_nobody(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        ("down", "gave no answer in 2 tries; the last one: HTTP 503: 'no luck'"),
-        ("hangup", "gave no answer in 2 tries; the last one: ServerDisconnectedError"),
-        ("forbidden", "refuses: HTTP 403: 'not you'"),
-        ("others", "answered other ids than it was asked for: 'x'"),
-        ("twice", "answered other ids than it was asked for: '"),
-        ("short", "gave 1 scores for 2 samples"),
-        ("nan", "gave nan for"),
-        ("huge", "gave an integer that no float can hold for"),
-        ("text", "gave 'good' for"),
-        ("html", "gave what is no JSON: '<h1>hello</h1>'"),
+        ("down", "did not answer in 2 tries; the last one: HTTP 503: 'no luck'"),
+        ("hangup", "did not answer in 2 tries; the last one: ServerDisconnectedError"),
+        ("forbidden", "refused the request: HTTP 403: 'not you'"),
+        ("others", "returned other ids than those of the request: 'x'"),
+        ("twice", "returned other ids than those of the request: '"),
+        ("short", "returned 1 scores for 2 samples"),
+        ("nan", "returned nan for"),
+        ("huge", "returned an integer that no float can hold for"),
+        ("text", "returned 'good' for"),
+        ("html", "returned invalid JSON: '<h1>hello</h1>'"),
         ("bare", "without `rewards`"),
     ],
 )
@@ -235,7 +235,7 @@ def test_an_answer_without_end_is_cut_off(server: str, monkeypatch: pytest.Monke
 
 def test_one_that_never_answers_has_its_time(server: str):
     (records,) = ask(server, "slow", "a", timeout=0.05)
-    assert "gave no answer in 2 tries; the last one: TimeoutError" in failure(records)
+    assert "did not answer in 2 tries; the last one: TimeoutError" in failure(records)
     (records,) = scores([http_reward("http://127.0.0.1:9/x", name="rm", tries=1)], *tapes(["a"]))
     assert "ClientConnectorError" in failure(records)
 
@@ -247,11 +247,11 @@ def test_its_token_comes_from_the_environment_and_stays_off_the_record(server: s
     assert "sk-hidden" not in "".join(r.body().decode() for r in records)
     monkeypatch.delenv("RM_KEY")
     (records,) = ask(server, "fine", "a", key_variable="RM_KEY")
-    assert "variable RM_KEY, which holds the token of the reward model, isn't set" in failure(records)
+    assert "variable RM_KEY (the token of the reward model) is not set" in failure(records)
 
 
 def test_no_address_is_refused_at_once():
-    with pytest.raises(ValueError, match="'localhost:5' is no address of a reward model"):
+    with pytest.raises(ValueError, match="'localhost:5' is not the address of a reward model"):
         HttpReward("localhost:5")
     assert HttpReward("http://user:pw@127.0.0.1:5/s?key=k").name == "127.0.0.1:5/s"
 
@@ -314,8 +314,8 @@ def test_a_function_in_a_file_gets_what_it_asks_for(tmp_path: Path, name: str, c
 @pytest.mark.parametrize(
     ("name", "code", "says"),
     [
-        ("short_file", "def reward_func(queries): return []", "gave 0 scores for 1 samples"),
-        ("text_file", "def reward_func(queries): return 'good'", "gives a list of scores, not str 'good'"),
+        ("short_file", "def reward_func(queries): return []", "returned 0 scores for 1 samples"),
+        ("text_file", "def reward_func(queries): return 'good'", "must return a list of scores, not str 'good'"),
         ("uneven_file", "def reward_func(queries): return {'a': []}", "'a' has 0 scores for 1 samples"),
         ("raises_file", "def reward_func(queries): raise KeyError('gold')", "KeyError: 'gold'"),
     ],
@@ -328,7 +328,9 @@ def test_a_function_that_answers_wrongly_leaves_the_tape_unscored(tmp_path: Path
 def test_a_file_without_such_a_function_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="has no 'reward_func'; it has other"):
         file_reward(file(tmp_path, "lacking_file", "def other(): pass"))
-    with pytest.raises(UsageError, match="reward_func takes tape; a reward function of a file takes some of queries"):
+    with pytest.raises(
+        UsageError, match="reward_func has the parameters tape; a reward function in a file may have queries"
+    ):
         file_reward(file(tmp_path, "tape_file", "def reward_func(tape): pass"))
     judge = "def reward_func(queries): return [0.0] * len(queries)\nreward_func.pure = False"
     assert not file_reward(file(tmp_path, "impure_file", judge)).pure
@@ -379,8 +381,8 @@ def test_an_unknown_label_or_a_silent_part_leaves_the_tape_unscored_with_its_nam
     parts: dict[str, Any] = {"m0": lambda tape: None, "rule": lambda tape: Scored(1.0, {"why": "so"})}
     source = ensemble(parts, {"a": {"m0": 1.0}, "b": {"rule": 1.0}, "named": {"rule": 1.0}})
     unknown, silent, told = scores([source], *labelled(("x", "zebra"), ("x", "a"), ("x", "b")))
-    assert "the task has the label 'zebra', and there are recipes for 'a', 'b', 'named'" in failure(unknown)
-    assert "part 'm0', which the recipe of 'a' needs, has nothing to say" in failure(silent)
+    assert "the task has the label 'zebra', which has no recipe; there are 'a', 'b', 'named'" in failure(unknown)
+    assert "part 'm0', which the recipe of 'a' needs, returned no score" in failure(silent)
     assert told[0].evidence == {"label": "b", "rule": {"why": "so"}}
     (none,) = scores([source], *labelled(("x", None)))
     assert "the label None" in failure(none)
@@ -390,7 +392,7 @@ def test_an_ensemble_needs_runtime_where_a_part_does_and_knows_its_parts():
     impure = RewardSource(score=lambda tape: {"x": 1.0}, name="world", pure=False)
     assert not ensemble({"w": impure}, {"a": {"w": 1.0}}).pure
     assert ensemble({"w": lambda tape: 1.0}, {"a": {"w": 1.0}}).pure
-    with pytest.raises(ValueError, match="the recipe of 'a' names 'm1'; there are m0"):
+    with pytest.raises(ValueError, match="the recipe of 'a' names 'm1', which is not a part; there are m0"):
         ensemble({"m0": lambda tape: 1.0}, {"a": {"m1": 1.0}})
     (records,) = scores([ensemble({"w": impure}, {"a": {"w": 1.0}})], *labelled(("x", "a")))
-    assert "a part of an ensemble gives one number" in failure(records)
+    assert "a part of an ensemble must return one number" in failure(records)

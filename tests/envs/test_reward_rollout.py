@@ -282,7 +282,7 @@ def test_a_run_is_scored_by_what_its_configuration_names(tmp_path: Path):
     ("name", "says"),
     [
         ("no_such_module_anywhere:x", "there is no module"),
-        ("math:pi", "math:pi is a float; a reward is a Rewards"),
+        ("math:pi", "math:pi is a float; a reward must be a Rewards"),
         ("ftp://x", "is not the name of an object|no module"),
         ("nowhere.py", "there is no file"),
     ],
@@ -294,7 +294,7 @@ def test_a_name_that_is_no_reward_is_refused(name: str, says: str):
 
 def test_two_rewards_of_one_name_are_refused(tmp_path: Path):
     path = world(tmp_path, "world_of_two_rewards")
-    with pytest.raises(UsageError, match="two reward sources are called 'length'"):
+    with pytest.raises(UsageError, match="two reward sources have the name 'length'"):
         load_rewards([f"{path}:length", f"{path}:length"])
     assert load_rewards([]) is None
 

@@ -94,15 +94,15 @@ def test_a_fork_scores_its_own_actions_and_leaves_the_parents_alone():
 
 FAILURES = [
     (broken, r"KeyError: 'no such column'"),
-    (lambda tape: "1.0", "'1.0'; a score is a float"),
-    (lambda tape: True, "True; a score is a float"),
-    (lambda tape: float("nan"), "is nan; where there is no score, give None"),
-    (lambda tape: 10**400, "is an integer that no float can hold; where there is no score, give None"),
+    (lambda tape: "1.0", "'1.0'; a score must be a float"),
+    (lambda tape: True, "True; a score must be a float"),
+    (lambda tape: float("nan"), "is nan; return a finite number, or None for no score"),
+    (lambda tape: 10**400, "is an integer that no float can hold; return a finite number, or None for no score"),
     (lambda tape: -(10**9000), "is an integer that no float can hold"),
     (lambda tape: {"x": math.inf}, "x is inf"),
-    (RewardSource(score=lambda tape: 1.0, per="step"), "gives a sequence with one score for each action"),
+    (RewardSource(score=lambda tape: 1.0, per="step"), "must return a sequence with one score for each action"),
     (RewardSource(score=lambda tape: [1.0], per="step"), "1 scores for 2 actions"),
-    (RewardSource(score=lambda tape: "ab", per="step"), "gives a sequence"),
+    (RewardSource(score=lambda tape: "ab", per="step"), "must return a sequence"),
 ]
 
 
@@ -152,7 +152,7 @@ def test_a_source_out_of_time_failed_and_its_own_timeout_stays_its_own():
     late, raised = _score(RewardSource(score=forever, timeout=0.01), RewardSource(score=own, timeout=60.0))
     assert isinstance(late.evidence, dict)
     assert isinstance(raised.evidence, dict)
-    assert "gave no score in 0.01 s" in str(late.evidence["failed"])
+    assert "no score within 0.01 s" in str(late.evidence["failed"])
     assert "TimeoutError: the judge is down" in str(raised.evidence["failed"])
 
 
@@ -188,7 +188,7 @@ def test_an_environment_scores_whatever_it_hands_over():
 
 
 def test_wrong_sources_are_refused_at_once():
-    with pytest.raises(ValueError, match="two reward sources are called 'long'"):
+    with pytest.raises(ValueError, match="two reward sources have the name 'long'"):
         Rewards([long, long])
     with pytest.raises(ValueError, match="weight nan"):
         RewardSource(score=long, weight=math.nan)

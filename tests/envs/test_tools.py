@@ -119,7 +119,7 @@ def test_what_can_be_no_tool_is_refused_with_the_reason():
         tool(bare)
     with pytest.raises(BadTool, match=r"\*numbers can't be offered"):
         tool(many)
-    with pytest.raises(BadTool, match="two tools are called 'add'"):
+    with pytest.raises(BadTool, match="two tools have the name 'add'"):
         Sums(add)
     with pytest.raises(ValueError, match="at least 1, not 0"):
         ToolEnvironment([], parallel=0)

@@ -172,7 +172,7 @@ def test_a_row_chooses_its_environment() -> None:
     assert [reward.name for reward in tape.rewards] == ["WordGame"]
     tape = play(says("x"), lambda: TRLEnvironment({"a": Silent}), {**ROW, "environment": "z"})
     assert tape.cause is not None
-    assert tape.cause.message == "the row asks for the environment 'z'; there are 'a'"
+    assert tape.cause.message == "the row names the environment 'z'; there are 'a'"
 
 
 def test_a_prompt_of_text_gives_completions_of_text() -> None:
@@ -246,8 +246,8 @@ def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() 
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (long, "long asks for `completion_ids`: call"),
-        (late, "late asks for `trainer_state`: no trainer of TRL's"),
+        (long, "long requires `completion_ids`: call"),
+        (late, "late requires `trainer_state`: no TRL trainer"),
     ],
 )
 def test_what_a_function_asks_for_and_is_not_there_is_named_and_never_none(function: Any, sentence: str) -> None:
@@ -262,7 +262,7 @@ def test_the_environments_are_given_while_the_episode_runs_and_refused_by_name_l
     assert {reward.name: reward.value for reward in tape.rewards} == {"WordGame": 0.5, "found": 1.0}
     (record,) = asyncio.run(Rewards([trl_reward(found)]).score(tape, layer="later"))
     assert record.failed
-    assert "found asks for `environments`" in str(record.evidence)
+    assert "found requires `environments`" in str(record.evidence)
 
 
 def test_nan_is_no_score_either() -> None:
@@ -282,7 +282,7 @@ def test_rewards_that_a_run_names_come_beside_those_of_the_instance() -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"goal": 1}, "a row has a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
+        ({"goal": 1}, "a row needs a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
         ({}, "this is {}"),
         ([1], "this is [1]"),
         ({"prompt": 5}, "the prompt 5 is neither a text nor a list"),
@@ -299,8 +299,8 @@ def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentenc
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([0.1, 0.2], "gave [0.1, 0.2] for one completion"),
-        (0.5, "gave 0.5 for one completion"),
+        ([0.1, 0.2], "returned [0.1, 0.2] for one completion"),
+        (0.5, "returned 0.5 for one completion"),
     ],
 )
 def test_a_function_that_breaks_the_contract_ends_the_episode_unscored(given: Any, sentence: str) -> None:
@@ -327,7 +327,7 @@ def test_what_is_no_environment_class_is_named() -> None:
     assert "Bare has no method `reset`" in (tape.cause.message or "")
     tape = play(says("x"), lambda: TRLEnvironment(Painter))
     assert tape.cause is not None
-    assert "reset gave list, and only a text, or None, can be recorded" in (tape.cause.message or "")
+    assert "reset returned list, but only a text, or None, can be recorded" in (tape.cause.message or "")
 
 
 def test_rows_become_tasks() -> None:
