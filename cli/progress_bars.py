@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ..tapes.common.progress import Progress
 from ..tapes.common.text import safe
@@ -39,7 +38,7 @@ def _line_reporter() -> Progress:
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (
@@ -50,7 +49,7 @@ def _bars() -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     with Bars(*columns, console=console_for(sys.stderr)) as bars:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
 
         def report(phase: str, done: int, of: int, note: str) -> None:
             if phase not in tasks:

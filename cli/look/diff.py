@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...tapes.common.text import number, safe
 from ...tapes.errors import UsageError
@@ -16,9 +16,10 @@ from ..console import answer, table
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from rich.console import RenderableType
 
-    from ...tapes.audit.compare import RunDiff, TapeDiff
+    from ...tapes.audit.compare import Parting, RunDiff, TapeDiff
     from ...tapes.store.store import Store
     from ...tapes.tape import Tape
     from ...tapes.transcript import StepLine
@@ -176,7 +177,7 @@ def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
         )
 
 
-def _place(parting: Any) -> str:
+def _place(parting: Parting | None) -> str:
     if parting is None:
         return ""
     return parting.field if parting.turn is None else f"turn {parting.turn}: {parting.field}"
@@ -193,7 +194,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= CLIP else f"{text[:CLIP]}…"
 
 
-def _value(value: Any) -> str:
+def _value(value: JsonValue) -> str:
     return "nothing" if value is None else _cut(value if isinstance(value, str) else json.dumps(value))
 
 

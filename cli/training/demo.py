@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import CONFIG, pin_line
-from ..console import Exit, answer
+from ..console import Exit, answer, table
 from ..progress_bars import live_progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...finetune.run.demonstrations import Demo
+    from ...tapes.view.overview import Score
 
 EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
 
@@ -63,23 +70,20 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS
 
 
-def _table(demo: Any, rows: Any) -> Any:
-    from rich.table import Table
-
+def _table(demo: Demo, rows: Sequence[Score]) -> Table:
     title = f"Held-out reward (exact answers), {len(demo.held_out)} tasks, seed {demo.config.seed}"
-    table = Table(title=title, title_justify="left")
-    for name, right in (("policy", False), ("sampled", True), ("greedy", True), ("note", False)):
-        table.add_column(name, justify="right" if right else "left")
+    made = table("policy", "#sampled", "#greedy", "note", fold=("note",))
+    made.title, made.title_justify = title, "left"
     for row in rows:
-        table.add_row(row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
-    return table
+        made.add_row(row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
+    return made
 
 
-def _closing(demo: Any, summary: dict[str, Any], commands: tuple[str, ...]) -> str:
+def _closing(demo: Demo, summary: dict[str, Any], commands: tuple[str, ...]) -> str:
     seconds, tokens = summary["seconds"], summary["tokens"]
     lines = [
-        f"{seconds['total']:.0f} s: imitation {seconds['sft']:.0f} s, improvement {seconds.get('rl', 0):.0f} s "
-        f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, side by side).",
+        f"{seconds['total']:.0f} s: imitation {seconds['sft']:.0f} s, reinforcement {seconds.get('rl', 0):.0f} s "
+        f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, concurrently).",
         f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
         f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",

@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exit_code(summary: TrainSummary) -> int:
-    return Exit.HOLDS if summary.books_close and not _untaught(summary) else Exit.BROKEN
+    return Exit.HOLDS if summary.books_close and not _learned_nothing(summary) else Exit.BROKEN
 
 
-def _untaught(summary: TrainSummary) -> bool:
+def _learned_nothing(summary: TrainSummary) -> bool:
     return bool(summary.updates) and not summary.tokens["trained"] and not summary.tokens["authored_trained"]
 
 
@@ -75,15 +75,11 @@ def _summary_lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
-        f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, side by side).",
+        f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; "
-        + (
-            "every token is accounted for."
-            if summary.books_close
-            else "some are NOT accounted for: see tapereel audit."
-        ),
-        *([UNTAUGHT] if _untaught(summary) else []),
+        + ("all are accounted for." if summary.books_close else "some are NOT accounted for: see tapereel audit."),
+        *([UNTAUGHT] if _learned_nothing(summary) else []),
         safe(f"The model: {summary.model}"),
         *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
         pin_line(summary.run),
