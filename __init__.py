@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         delegate,
         rollout,
     )
+    from .agents.engines.check_engine import check_engine
     from .agents.engines.embedded.embedded_engine import EmbeddedEngine
     from .envs import Environment, Outcome, Taskset, check_env
     from .finetune import get_recipe, rows
@@ -48,6 +49,7 @@ __all__ = [
     "Taskset",
     "Thought",
     "agent",
+    "check_engine",
     "check_env",
     "delegate",
     "evaluate",
@@ -64,6 +66,7 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ScriptedEngine"), "agents"),
     **dict.fromkeys(("agent", "delegate", "rollout"), "agents"),
+    "check_engine": "agents.engines.check_engine",
     "EmbeddedEngine": "agents.engines.embedded.embedded_engine",
     **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
     **dict.fromkeys(("get_recipe", "rows"), "finetune"),

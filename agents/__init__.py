@@ -8,7 +8,18 @@ if __name__ == "agents":
         "import tapereel.agents, not agents: the repository root is the package `tapereel` (pip install -e .)"
     )
 
-from .engines.engine import Completion, Engine, EngineError, PromptTooLong, Request
+from typing import TYPE_CHECKING
+
+from .engines.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    PromptTooLong,
+    RecordedEngine,
+    Request,
+    SleepingEngine,
+    TrainableEngine,
+)
 from .engines.scripted import ScriptedEngine
 from .episode.agent import Agent, FunctionAgent, agent, delegate
 from .episode.chat import ChatAgent, TooManyParseErrors
@@ -17,6 +28,24 @@ from .episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from .episode.rollout import rollout
 from .replay.replay_engine import Diverged, ReplayEngine
 from .runs.group import rollout_group
+
+if TYPE_CHECKING:
+    from .engines.embedded.embedded_engine import EmbeddedEngine
+    from .engines.servers.litellm_engine import LiteLLMEngine
+    from .engines.servers.server_engine import RemoteEngine
+    from .engines.team_engine import TeamEngine
+
+    def _conform(
+        scripted: ScriptedEngine,
+        hosted: LiteLLMEngine,
+        embedded: EmbeddedEngine,
+        remote: RemoteEngine,
+        replay: ReplayEngine,
+        team: TeamEngine,
+    ) -> tuple[tuple[Engine, ...], tuple[TrainableEngine, ...], SleepingEngine, RecordedEngine]:
+        """Never called: the type checker finds here where an engine deviates from its protocols."""
+        return (scripted, hosted), (embedded, remote, replay, team), remote, replay
+
 
 __all__ = [
     "LLM",
@@ -32,11 +61,14 @@ __all__ = [
     "TooManyParseErrors",
     "ModelFailed",
     "PromptTooLong",
+    "RecordedEngine",
     "RenderFailed",
     "ReplayEngine",
     "Reply",
     "Request",
     "ScriptedEngine",
+    "SleepingEngine",
+    "TrainableEngine",
     "agent",
     "delegate",
     "rollout",

@@ -5,12 +5,14 @@ Torch is imported when an engine that needs it is made.
 
 from __future__ import annotations
 
+import inspect
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from ...envs.load_named import load_named
 from ...tapes.common.config import Config
@@ -18,7 +20,7 @@ from ...tapes.common.redact import holds_secret, names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish
 from ..engines.embedded.pretrained import Dtype
-from ..engines.engine import Engine, EngineError, Request
+from ..engines.engine import Engine, EngineError, Request, require
 from ..engines.scripted import Policy, ScriptedEngine
 from ..engines.weights.weight_config import AdapterConfig, NCCLConfig, PublishWay
 
@@ -180,12 +182,7 @@ class VLLMInProcessConfig(_Served):
 
     @model_validator(mode="after")
     def _no_keys(self) -> Self:
-        refused = sorted(name for name, value in self.options.items() if names_secret(name) and isinstance(value, str))
-        if refused:
-            raise ValueError(
-                f"options {', '.join(refused)} would be recorded with the run; set the environment "
-                "variable that vLLM reads instead, as HF_TOKEN"
-            )
+        _check_no_keys(self.options, "set the environment variable that vLLM reads instead, as HF_TOKEN")
         return self
 
     @model_validator(mode="after")
@@ -223,9 +220,75 @@ class LiteLLMConfig(Config):
     """Further arguments of litellm's `completion`, as in `{"reasoning_effort": "low"}`."""
 
 
+class CustomConfig(Config):
+    """An engine of your own: a class, or a function that makes an instance."""
+
+    kind: str = Field(pattern=r"^[^:]+:[^:]+$")
+    """`package.module:name` or `file.py:name`, called with `options` as keyword arguments."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Arguments of the class or function. They are recorded with the run: keep keys in environment variables."""
+    model: str | None = None
+    """A folder in Hugging Face format: the model that the trainer holds. Required in training."""
+    renderer: RendererConfig = RendererConfig()
+    """Of the trainer and of an embedded engine with its weights; the engine brings its own renderer."""
+    slots: int = Field(default=64, ge=1)
+    """Of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
+    capacity: int | None = Field(default=None, ge=2)
+    """Of that engine, as in an embedded one."""
+
+    @model_validator(mode="after")
+    def _no_keys(self) -> Self:
+        _check_no_keys(self.options, "read them from an environment variable in the engine")
+        return self
+
+    def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
+        """A new engine. UsageError where `kind` names nothing that can be called with `options`, IncompleteEngine where
+        the result lacks members of `protocol`, which `use` needs."""
+        factory = load_named(self.kind)
+        if not callable(factory):
+            raise UsageError(
+                f"engine.kind={self.kind} is an object of type {type(factory).__qualname__}: name a class, or a "
+                "function that makes an engine"
+            )
+        try:
+            inspect.signature(factory).bind(**self.options)
+        except TypeError as error:
+            raise UsageError(f"engine.options doesn't fit {self.kind}: {error}") from error
+        except ValueError:
+            pass  # a callable without a signature: the call itself tells
+        engine = factory(**self.options)
+        require(engine, protocol, f"{use} with engine.kind={self.kind}")
+        return cast(Engine, engine)
+
+    async def check(self, protocol: type = Engine, use: str = "This run") -> None:
+        """Make an engine and close it: raises as `make` does, before anything is written."""
+        await self.make(protocol, use).close()
+
+
+def _check_no_keys(options: Mapping[str, JsonValue], instead: str) -> None:
+    refused = sorted(name for name, value in options.items() if names_secret(name) and isinstance(value, str))
+    if refused:
+        raise ValueError(f"options {', '.join(refused)} would be recorded with the run; {instead}")
+
+
+def engine_kind(settings: Any) -> str | None:
+    """The tag in the union of engine settings: `custom` for `module:name`, else the kind itself."""
+    kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
+    return "custom" if isinstance(kind, str) and ":" in kind else kind
+
+
 ServedConfig = VLLMConfig | SGLangConfig | VLLMInProcessConfig
-AnyEngineConfig = ScriptedConfig | EmbeddedConfig | ServedConfig | LiteLLMConfig
-EngineConfig = Annotated[AnyEngineConfig, Field(discriminator="kind")]
+AnyEngineConfig = ScriptedConfig | EmbeddedConfig | ServedConfig | LiteLLMConfig | CustomConfig
+EngineConfig = Annotated[
+    Annotated[ScriptedConfig, Tag("scripted")]
+    | Annotated[EmbeddedConfig, Tag("embedded")]
+    | Annotated[VLLMConfig, Tag("vllm")]
+    | Annotated[SGLangConfig, Tag("sglang")]
+    | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")]
+    | Annotated[LiteLLMConfig, Tag("litellm")]
+    | Annotated[CustomConfig, Tag("custom")],
+    Discriminator(engine_kind),
+]
 
 
 @dataclass(frozen=True)
@@ -245,6 +308,8 @@ async def make_engine(config: AnyEngineConfig) -> Made:
         return _embedded(config)
     if isinstance(config, LiteLLMConfig):
         return Made(_hosted(config), None)
+    if isinstance(config, CustomConfig):
+        return Made(config.make(), None)
     return Made(await connect_to(config), None)
 
 

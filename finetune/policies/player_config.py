@@ -12,21 +12,23 @@ from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 from ...agents.setup.engine_config import (
     AnyEngineConfig,
+    CustomConfig,
     EmbeddedConfig,
     SGLangConfig,
     VLLMConfig,
     VLLMInProcessConfig,
+    engine_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from .trainer_config import TrainerConfig
 
-TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig
+TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig | CustomConfig
 
 
 def kind(value: Any) -> str:
-    """The kind of an engine's settings; `embedded` by default."""
-    return value.get("kind", "embedded") if isinstance(value, dict) else value.kind
+    """The tag of the engine's settings; `embedded` where no kind is set."""
+    return engine_kind({"kind": "embedded", **value} if isinstance(value, dict) else value) or ""
 
 
 def _trainable(value: Any) -> Any:
@@ -42,7 +44,8 @@ TrainedEngine = Annotated[
     Annotated[EmbeddedConfig, Tag("embedded")]
     | Annotated[VLLMConfig, Tag("vllm")]
     | Annotated[SGLangConfig, Tag("sglang")]
-    | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")],
+    | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")]
+    | Annotated[CustomConfig, Tag("custom")],
     Discriminator(kind),
     BeforeValidator(_trainable),
 ]
@@ -122,6 +125,11 @@ def check_engine(
                     f"{name}.{key} is now {trains}.{key} in training, since the engine samples with a copy of the "
                     f"trained model: set {trains}.{key}={value} and remove {name}.{key}"
                 )
+    if isinstance(engine, CustomConfig) and engine.model is None:
+        raise ValueError(
+            f"{name}.model is missing: training needs the folder of the model that the trainer holds, in Hugging Face "
+            f"format. {name}.kind={engine.kind} receives its weights"
+        )
     if trainer.dtype != "float32" and trainer.lora is None:
         raise ValueError(
             f"{trains}.dtype={trainer.dtype} rounds most of an update's small steps away: leave the weights "
@@ -153,7 +161,7 @@ def check_engine(
             f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
             "loop.publish=reprefill, by which requests continue with the new weights"
         )
-    if loop.sleep and publish in (None, "lora"):
+    if loop.sleep and publish in (None, "lora") and not isinstance(engine, CustomConfig):
         what = (
             "an engine in this process, which shares the trainer's memory"
             if publish is None

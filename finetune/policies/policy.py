@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
+from ...agents.engines.engine import SleepingEngine, TrainableEngine
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
-from ...agents.setup.engine_config import EmbeddedConfig, connect_to
+from ...agents.setup.engine_config import AnyEngineConfig, CustomConfig, EmbeddedConfig, connect_to
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
@@ -21,9 +22,6 @@ from ..trainer.checkpoint import copied_weights
 from ..trainer.updates import PolicyTrainer
 from .player_config import TrainedConfig
 from .trainer_config import TrainerConfig
-
-if TYPE_CHECKING:
-    from ...agents.engines.servers.server_engine import RemoteEngine
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Policy:
     capacity: int | None = None
     attention: Attention | None = None
     """The model's attention implementation in training; None: as transformers chose."""
-    servers: Callable[[], Awaitable[RemoteEngine]] | None = None
+    servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
     def copy(self, version: str) -> EmbeddedEngine:
@@ -50,7 +48,7 @@ class Policy:
             model, self.renderer, version=version, slots=self.slots, capacity=self.capacity, copy=False
         )
 
-    async def sampler(self, version: str) -> EmbeddedEngine | RemoteEngine:
+    async def sampler(self, version: str) -> TrainableEngine:
         """The engine of the loop, with the present weights."""
         if self.servers is None:
             return self.copy(version)
@@ -88,17 +86,43 @@ class Policy:
 def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
     """The model that `engine` names, on the device of `trainer`, with its adapters, which `seed` draws."""
     device = device_of(trainer.device)
+    assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
     renderer = engine.renderer.make(found.tokenizer)
     # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
     # on every machine.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
-    servers = (
-        None if isinstance(engine, EmbeddedConfig) else partial(connect_to, engine, weights=True, adapters=trainer.lora)
-    )
     return Policy(
-        placed(model, device), found.tokenizer, renderer, engine.slots, engine.capacity, trainer.attention, servers
+        placed(model, device),
+        found.tokenizer,
+        renderer,
+        engine.slots,
+        engine.capacity,
+        trainer.attention,
+        _connection(engine, trainer),
     )
+
+
+def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
+    """Makes the engine that samples for the loop; None: an embedded engine with a copy of the weights does."""
+    if isinstance(engine, EmbeddedConfig):
+        return None
+    if isinstance(engine, CustomConfig):
+        return partial(_make_custom, engine)
+    return partial(connect_to, engine, weights=True, adapters=trainer.lora)
+
+
+async def _make_custom(engine: CustomConfig) -> TrainableEngine:
+    return cast(TrainableEngine, engine.make(TrainableEngine, "Training"))
+
+
+async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: bool = False) -> None:
+    """Make an engine of the user's own once and close it, so that training refuses it before anything is written.
+    UsageError and IncompleteEngine, as `CustomConfig.make`."""
+    if isinstance(engine, CustomConfig) and frozen:
+        await engine.check()
+    elif isinstance(engine, CustomConfig):
+        await engine.check(SleepingEngine if loop.sleep else TrainableEngine, "Training")
 
 
 def sampling_attention(attention: Attention | None) -> Attention | None:

@@ -38,7 +38,7 @@ try:
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
     from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
-    from ..policies.policy import Policy, check_begun, load_policy
+    from ..policies.policy import Policy, check_begun, check_custom, load_policy
     from ..policies.policy_team import NO_WARM_START, Team
     from ..policies.trainer_config import TrainerConfig
     from ..recipes import get_recipe
@@ -281,6 +281,7 @@ class _Run:
                 self.rates = rates_of(self.config.curriculum, self.train_tasks)
                 drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
+        run_async(self._check_custom_engines())
         places = (
             "trainer",
             *(f"players.{name}.{part}" for name in self.config.players for part in ("trainer", "engine")),
@@ -308,6 +309,11 @@ class _Run:
                 directory.save()
                 self.draw(directory)
         return self.summary(directory)
+
+    async def _check_custom_engines(self) -> None:
+        await check_custom(self.config.engine, self.config.loop)
+        for player in self.config.players.values():
+            await check_custom(player.engine, self.config.loop, frozen=player.frozen)
 
     def work(self, directory: RunDir) -> None:
         """Restore, then the warm start, then the loop with its evaluations."""
@@ -342,7 +348,10 @@ class _Run:
 
     def _same_model(self, directory: RunDir) -> None:
         check_begun(
-            directory.results, weights_digest(self.policy.model.state_dict()), directory.path, self.config.engine.model
+            directory.results,
+            weights_digest(self.policy.model.state_dict()),
+            directory.path,
+            str(self.config.engine.model),
         )
 
     def tapes_to_imitate(self) -> Sequence[str]:
