@@ -1,6 +1,6 @@
 """Tapes: typed steps, the records around them, the tape that they make, and the store that keeps it.
 
-Needs pydantic and the standard library, nothing else; knows nothing of environments, agents, models or training.
+It needs pydantic and the standard library only, and imports no other folder of the package.
 """
 
 if __name__ == "tapes":

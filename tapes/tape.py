@@ -179,7 +179,7 @@ class TapeLog:
 def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
     if begin.parent is None:
         if parent is not None:
-            raise NotATape(f"tape {begin.tape} is no fork, but a parent was given")
+            raise NotATape(f"tape {begin.tape} is not a fork, so it can't have a parent")
         return None
     if parent is None:
         raise NotATape(f"tape {begin.tape} is a fork of {begin.parent.tape}; give that tape as its parent")

@@ -1,8 +1,9 @@
-"""Configuration: pydantic models, written in Python first; a YAML or TOML file and `key.sub=value` settings go on top.
+"""Configuration: pydantic models with values from Python, a YAML or TOML file, and `key.sub=value` settings.
 
-`load_config` gives a validated model or a `ConfigError` that names each wrong key, where it was set and the nearest
-keys that exist. An unknown key is always an error, so a model that would ignore one is refused. `dump_config` writes
-the resolved whole, and `load_config` reads that back as an equal model. No setting is known here by name.
+Later sources override earlier ones, in this order. `load_config` returns a validated model, or raises a `ConfigError`
+that names each wrong key, where it was set and the nearest keys that exist. An unknown key is always an error, so a
+model that would ignore one is refused. `dump_config` writes every setting, and `load_config` reads that back as an
+equal model. The record of a run (`is_recorded`) may have old keys, which are translated; a user's file may not.
 """
 
 from __future__ import annotations
@@ -25,24 +26,27 @@ from .redact import holds_secret, without_secrets
 from .renamed import is_recorded, moved_key, translate_config
 
 NAME = "NAME"
-"""Stands for any key of a mapping of groups."""
+"""Placeholder for any key of a mapping of groups, as in `players.NAME.lr`."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
 
 
 class Config(BaseModel):
-    """Base of a group of settings: frozen, and an unknown key is an error."""
+    """Base of a group of settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _onto_defaults(cls, data: Any) -> Any:
-        """A group that is set in part keeps the rest of the field's default, which the group's own may differ from."""
+        """A group that is set in part keeps the other values of the field's default.
+
+        The field's default may differ from the defaults of the group's own class, which pydantic would take.
+        """
         if not isinstance(data, Mapping):
             return data
         partly = {
-            name: _merged(_given(info.default), data[name])
+            name: _merged(_explicit(info.default), data[name])
             for name, info in cls.model_fields.items()
             if isinstance(data.get(name), Mapping) and _is_group(info)
         }
@@ -61,7 +65,7 @@ class Config(BaseModel):
 
 
 def _is_group(info: FieldInfo) -> bool:
-    """Whether the field is one model by default, and can be no other."""
+    """Whether the field's type is one model class, and its default is an instance of it."""
     return isinstance(info.default, BaseModel) and info.annotation is type(info.default)
 
 
@@ -75,7 +79,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a setting; groups in it look after theirs."""
+    """The texts in a setting. Groups inside it are skipped: they validate their own."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -84,20 +88,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class ConfigError(UsageError):
-    """Settings that don't make a configuration; one line for each that is wrong."""
+    """Invalid settings; the message has one line for each."""
 
 
 @dataclass
 class _Layers:
-    """Settings as they pile up, and where each one came from."""
+    """Settings of all sources so far, with the origin of each."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[Keys, str] = field(default_factory=dict)
     raw: dict[Keys, str] = field(default_factory=dict)
-    """The text of a setting that was typed on a command line, for fields that want text."""
+    """The text of a setting as typed on a command line, for fields of type text: `--set name=123` is "123" there."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set one value; a mapping is merged into the one that is there, anything else replaces it."""
+        """Set one value. A mapping is merged into the present one, any other value replaces it."""
         if isinstance(value, Mapping) and (value or not keys):
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)
@@ -106,7 +110,7 @@ class _Layers:
         for i, key in enumerate(keys[:-1], start=1):
             below = node.setdefault(key, {})
             if not isinstance(below, dict):
-                # A file may turn `x: null` into `x: {...}`: what stood there is replaced, like any other value.
+                # A file may turn `x: null` into `x: {...}`: the old value is replaced, like any other.
                 node[key] = below = {}
                 self.origin.pop(keys[:i], None)
             node = below
@@ -115,7 +119,7 @@ class _Layers:
         self.raw.pop(keys, None)
 
     def where(self, keys: Keys) -> str:
-        """The origin of a key, of the nearest one above it, or of what is inside it."""
+        """The origin of a key, else of the nearest group above it, else of the settings inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self.origin:
                 return self.origin[keys[:n]]
@@ -126,12 +130,12 @@ class _Layers:
 def load_config(
     base: type[ModelT] | ModelT, file: str | PathLike[str] | None = None, sets: Sequence[str] = ()
 ) -> ModelT:
-    """The configuration that `base` (a model, or an instance whose values come first), `file` and `sets` make."""
+    """The configuration from `base` (a model class, or an instance with values), `file` and `sets`, in this order."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
     layers = _Layers()
     if not isinstance(base, type):
-        layers.put((), _given(base), "Python")
+        layers.put((), _explicit(base), "Python")
     if file is not None:
         _add_file(layers, Path(file))
     for text in sets:
@@ -140,12 +144,12 @@ def load_config(
 
 
 def dump_config(config: BaseModel) -> str:
-    """Every setting with its value, as YAML that `load_config` reads back."""
+    """Every setting with its value, as YAML that `load_config` reads as an equal model."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--config`, `--set` and `--dry-run`, for a verb whose work is described by a configuration."""
+    """Add `--config`, `--set` and `--dry-run` to the parser of a verb that has a configuration."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     parser.add_argument(
         "--set",
@@ -159,7 +163,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_keys(cls: type[BaseModel]) -> list[str]:
-    """Every key that `cls` knows, dotted: `train.lr`."""
+    """Every key of `cls`, dotted: `train.lr`."""
     return [".".join(keys) for keys, _ in _walk(cls, (), ())]
 
 
@@ -246,7 +250,7 @@ def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:
-    """The keys of the settings that an error's location names; names of union members in between are dropped."""
+    """The keys in the location of a pydantic error, without the names of union members, which are no keys."""
     keys: list[str] = []
     for item in loc:
         listed = isinstance(data, list | tuple) and isinstance(item, int) and item < len(data)
@@ -275,17 +279,20 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
     return len(group) == len(above) and all(k in (name, NAME) for k, name in zip(group, above, strict=True))
 
 
-def _given(value: Any, whole: bool = False) -> Any:
-    """What was set in Python, and every one-word field, which tells the members of a union apart; all of a group, since
-    what isn't there would be taken from the default of its place."""
+def _explicit(value: Any, whole: bool = False) -> Any:
+    """The values of a model that Python code set, as plain groups, without the model's defaults.
+
+    Literal fields are included, because they tell the members of a union apart. With `whole` all values are: of a
+    group that is a field's default, a missing value would be taken from another default.
+    """
     if isinstance(value, BaseModel):
         return {
-            info.alias or name: _given(getattr(value, name), _is_group(info))
+            info.alias or name: _explicit(getattr(value, name), _is_group(info))
             for name, info in type(value).model_fields.items()
             if whole or name in value.model_fields_set or get_origin(info.annotation) is Literal
         }
     if isinstance(value, dict):
-        return {key: _given(item) for key, item in value.items()}
+        return {key: _explicit(item) for key, item in value.items()}
     return value
 
 
@@ -299,7 +306,7 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """(keys, models inside) of each field of `cls` and of the models in it; a model inside itself is walked once."""
+    """(keys, model classes inside) of each field of `cls` and of the models in it; a recursive model is walked once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

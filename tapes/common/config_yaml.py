@@ -1,7 +1,7 @@
-"""YAML for settings: line numbers kept, a key given twice refused, and no surprises among plain values.
+"""YAML for settings: line numbers are kept, a repeated key is an error, and plain values mean what they do in YAML 1.2.
 
-Plain `yes`, `no`, `on` and `off` are text and `1e-3` is a number, as in YAML 1.2; dates are text. Only plain data can
-be written: a tag that would build a Python object is an error. This module knows nothing of models.
+Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
+written: a tag that would build a Python object is an error.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ Keys = tuple[str, ...]
 
 
 class YamlProblem(ValueError):
-    """Text that isn't the YAML of settings; says where."""
+    """Text that is not YAML of settings; the message says where."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data by the rules above."""
+    """Reads plain data by the rules of this module."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either loader, ours or a stock one, would take for something else."""
+    """Quotes text that `_Loader` or a standard YAML loader would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def text(self, data: str) -> yaml.ScalarNode:
-        # Only double quotes carry the rarer line breaks through: a reader folds them in any other style.
+        # In any other style a reader folds these rare line breaks into spaces; double quotes keep them.
         quoted = any(c in "\x85\u2028\u2029\ufeff" for c in data)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
 
 
 _Dumper.add_representer(str, _Dumper.text)
+# YAML 1.1, which PyYAML reads by default, takes `no` for false and `1e-3` for text.
 _OURS = {
     "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     "tag:yaml.org,2002:float": (
@@ -90,7 +91,7 @@ def settings_of(data: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Key
 
 
 def read_value(text: str) -> Any:
-    """One value as it would stand after `key: ` in a file; an empty text is an empty string."""
+    """The value that `text` has after `key: ` in a file; an empty text is an empty string."""
     try:
         return yaml.load(text, _Loader) if text.strip() else text
     except yaml.YAMLError:
@@ -98,7 +99,7 @@ def read_value(text: str) -> Any:
 
 
 def write_yaml(data: Any) -> str:
-    """`data` as YAML, in its order."""
+    """`data` as YAML, in the order of its keys."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

@@ -1,4 +1,4 @@
-"""Which extra brings an optional package, read from the installed package's own metadata."""
+"""Which extra installs an optional package, from the metadata of the installed Tapereel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NoReturn
 from ..errors import MissingExtra
 
 BUNDLES = ("dev", "demo")
-"""Extras made of other extras: named only where no other brings the package."""
+"""Extras made of other extras: named only where no other extra has the package."""
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that brings the package which `module` belongs to; None for what is no optional package of ours."""
+    """The extra that installs the package of `module`; None where it is not an optional dependency of Tapereel."""
     try:
         needs = requires("tapereel") or []
-    except PackageNotFoundError:  # run from a bare checkout: there is no metadata to ask
+    except PackageNotFoundError:  # a bare checkout has no metadata
         needs = []
     wanted = module.split(".")[0].lower()
     found = []
@@ -29,7 +29,7 @@ def extra_of(module: str) -> str | None:
 
 
 def raise_missing(error: ModuleNotFoundError, purpose: str) -> NoReturn:
-    """MissingExtra where the module is an optional package of ours, else the error as it was."""
+    """Raise MissingExtra where the module belongs to an optional dependency of Tapereel, else `error` itself."""
     extra = extra_of(error.name or "")
     if extra is None:
         raise error

@@ -1,7 +1,7 @@
-"""JSON that somebody else wrote, a model or a client: what comes out can be written again, by any reader of ours.
+"""Reading JSON from a model or a client, so that the value can be written again as valid JSON.
 
-Python reads more than JSON has (NaN, numbers beyond all floats, halves of characters), and a text of a thousand
-brackets ends a recursion somewhere later. All of that is a ValueError here, in words for whoever wrote it.
+Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and a deeply nested text
+exceeds the recursion limit of later code. `read_plain` refuses both with a ValueError for the author of the text.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import re
 from typing import Any
 
 DEPTH = 64
-"""Arrays and objects inside each other."""
+"""Largest nesting of arrays and objects."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def read_plain(text: str | bytes) -> Any:
-    """The value. ValueError says what is wrong with it."""
+    """The value in a JSON text. ValueError says what is wrong with the text."""
     if isinstance(text, bytes):
         text = text.decode()
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} arrays and objects inside each other") from None
+    # Counting brackets is cheap and never counts too few, so most texts skip the walk.
     if text.count("[") + text.count("{") > DEPTH:
         _check_depth(value)
     if _SURROGATE.search(text):
@@ -35,6 +36,7 @@ def read_plain(text: str | bytes) -> Any:
 
 
 def _check_depth(value: Any) -> None:
+    """ValueError where the value is nested too deep. Goes level by level, since recursion is what it guards against."""
     level = [value]
     for _ in range(DEPTH):
         level = [
@@ -59,6 +61,7 @@ def _float(digits: str) -> float:
 
 
 def _int(digits: str) -> int:
+    # Python's conversion of digits takes quadratic time, and refuses more than 4,300 with an error about itself.
     if len(digits) > 1000:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)

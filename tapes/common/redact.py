@@ -1,9 +1,9 @@
-"""Secrets stay out of what is recorded, logged and said: where text comes from outside, it passes here first.
+"""Redaction: text from outside passes here before it is recorded, logged or printed.
 
-A server may echo the key it was sent, an exception may quote an address with a password, a settings object may hold a
-token. Known are the values of environment variables whose name says what they are, values under such a name, addresses
-with user and password, bearer tokens and keys that show their maker. What else is secret nobody can tell from its text;
-so this is the second line, and the first is that keys are given by the name of their variable only.
+A server may echo the key it received, an exception may quote an address with a password, a settings object may hold a
+token. This module recognises: values of environment variables with a secret's name, values under such a name in a
+configuration, addresses with user and password, bearer tokens, and keys with a known prefix. It can't recognise any
+other secret by its text, so it is the second defence. The first: settings hold the name of a variable, never a key.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 HIDDEN = "[secret]"
-"""What stands in a secret's place."""
+"""The text that replaces a secret."""
 SHORTEST = 8
-"""Characters of the shortest environment value that is taken for a secret; shorter ones stand in ordinary words."""
+"""Characters. Shorter environment values are not treated as secrets: they may be parts of ordinary words."""
 
 _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
 _SHAPES = (
@@ -35,7 +35,7 @@ _SHAPES = (
         HIDDEN,
     ),
 )
-"""(text that must be there at all, what is searched then, what takes its place)."""
+"""(texts of which one must occur, pattern, replacement). The search for plain text skips most patterns, for speed."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
 _QUERY = re.compile(r"[?&;]([^=&;]+)=[^&;]")
@@ -50,8 +50,10 @@ def names_secret(name: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text is an address that opens what it leads to: by a user, by a query like `?api_key=`, or by a key
-    that is known as one. A longer text that has such an address in it is none."""
+    """Whether a text is an address that contains a secret: a user, a query like `?api_key=`, or a recognised key.
+
+    False for a longer text with such an address in it.
+    """
     if not _ADDRESS.fullmatch(text):
         return False
     named = any(names_secret(unquote(name)) for name in _QUERY.findall(text))
@@ -59,13 +61,16 @@ def holds_secret(text: str) -> bool:
 
 
 def environment_secrets() -> list[str]:
-    """Values of the environment's variables that are secrets by their name, longest first."""
+    """Values of the environment variables with a secret's name, longest first.
+
+    Longest first, because one secret may contain another: hiding the short one first would leave the rest visible.
+    """
     found = {value for name, value in os.environ.items() if len(value) >= SHORTEST and names_secret(name)}
     return sorted(found, key=len, reverse=True)
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """`text` with every secret in it hidden; `known` are further ones. Applying it again changes nothing."""
+    """`text` with every recognised secret hidden, and those in `known`. Applying it again changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 
@@ -79,16 +84,20 @@ class _Filter(logging.Filter):
 
 
 def guard_log(name: str) -> None:
-    """Hide the secrets in all that the logger of a library says from now on. Of an error it logs, the message alone is
-    kept: tracebacks quote what was read."""
+    """Hide secrets in everything that the logger of a library writes from now on.
+
+    Of a logged exception only the message is kept, because a traceback quotes lines of code and their values.
+    """
     logger = logging.getLogger(name)
     if not any(isinstance(one, _Filter) for one in logger.filters):
         logger.addFilter(_Filter())
 
 
 def hide(value: ValueT) -> ValueT:
-    """A JSON value with the secrets in its strings hidden, and all of what stands under a secret's name. The
-    environment is asked only where a string looks like a key: this is done for every episode."""
+    """A JSON value with secrets in its strings hidden, and with every text under a secret's name hidden.
+
+    It runs for every episode, so it reads the environment only where a string looks like a key.
+    """
     hidden: object = value
     if isinstance(value, str):
         hidden = _hidden(value, environment_secrets() if _KEYLIKE.search(value) else ())
@@ -113,6 +122,6 @@ def _hidden(text: str, known: Iterable[str]) -> str:
 
 
 def bearer(header: str | None) -> str:
-    """The token in an Authorization header of the scheme Bearer, whose name has no case; empty where there is none."""
+    """The token of an Authorization header with the scheme Bearer (any case); empty without one."""
     found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
     return found[1] if found else ""

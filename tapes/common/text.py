@@ -1,10 +1,10 @@
-"""Numbers and untrusted text, formatted for people: no character of the result is a terminal command."""
+"""Numbers and untrusted text, formatted for people. The result holds no control sequence of a terminal."""
 
 from __future__ import annotations
 
 
 def number(value: float | None) -> str:
-    """A reward or a mean as people read it: three decimals at most, and no number where there is none."""
+    """A reward or a mean with at most three decimals; `-` for None."""
     return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
 
 

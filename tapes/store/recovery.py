@@ -264,7 +264,7 @@ def _end(
         cause = Cause(
             type=CauseType.OURS,
             message="the process died when the irreversible action "
-            f"{record.get('kind')!r} may have been under way: somebody must look whether it happened",
+            f"{record.get('kind')!r} may have been under way: a person must check whether it happened",
         )
     now = clock()
     end = End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now)

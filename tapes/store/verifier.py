@@ -109,7 +109,9 @@ class _Fold:
             if record.parent is not None:
                 self.forks.append((record.tape, record.parent))
             if record.task.hash != record.task_hash:
-                self.broken.append(f"tape {record.tape}: its task hashes to {record.task.hash}, not to what it says")
+                self.broken.append(
+                    f"tape {record.tape}: its task hashes to {record.task.hash}, not to the recorded {record.task_hash}"
+                )
 
 
 class _Pins:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the segments of a Tapereel run with nothing but the standard library: read it, run it, trust nothing else.
+"""Check the segments of a Tapereel run with the standard library alone. It shares no code with Tapereel.
 
     python verify_tape.py RUN [--pin SEGMENT:HASH] ...
 
@@ -12,9 +12,9 @@ as "opened"; nothing follows a seal, whose c is its n.   A pin is the h of a lin
 digest is d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`, `reward`
 records, in order, to its `end`.
 
-Exit code 0: all lines are whole, chained and pinned. 1: bytes that were durable are not what was written. 2: it can't
-be told (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is used where it is there.
-It does not know whether a torn tail is old garbage: a later line in the same file that says otherwise is believed.
+Exit code 0: all lines are whole, chained and pinned. 1: durable bytes differ from those that were written. 2: neither
+is certain (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is read where it exists.
+Unlike `tapereel verify`, this script takes any sound line after a break as evidence, also old blocks of another file.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def read_line(raw: bytes) -> tuple:
 
 
 def can_stand(line: tuple, name: str, state: tuple) -> bool:
-    """Whether a sound line is the one that belongs after `state` in segment `name`."""
+    """Whether a sound line is the next one after `state` in segment `name`."""
     (n, c, p, _, record, _), (lines, head, frontier, sealed, first) = line, state
     if sealed or n != lines or not frontier <= c <= n:
         return False
@@ -57,7 +57,7 @@ def can_stand(line: tuple, name: str, state: tuple) -> bool:
 
 
 def read_segment(path: Path, run: dict) -> dict:
-    """Check one file; gives what it holds and adds its hashes, pins and tapes to `run`."""
+    """Check one file: add its hashes, pins and tapes to `run`, and return a summary of it."""
     name, state, broken = path.stem, (0, "0" * 64, 0, False, ""), None
     run["hashes"][name] = set()
     with path.open("rb") as file:

@@ -148,7 +148,7 @@ class SegmentWriter:
         self._unnamed += 1
 
     def _start(self, name: str, pins: dict[str, str], head: bytes) -> None:
-        """Begin the lines of segment `name`; they are written after those that are queued."""
+        """Queue the first line of segment `name`, after the lines that are queued already."""
         self.segment = name
         self._head = head
         self._base = self._appended
