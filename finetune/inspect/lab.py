@@ -46,7 +46,7 @@ from ..recipes import get_recipe
 from ..trainer.checkpoint import checkpoint_folders, checkpoints
 from ..trainer.trainer import Trainer
 from ..trainer.updates import UpdateStats
-from .rebuild import Past
+from .rebuild import RebuiltRun
 
 ROUNDING = 1e-6
 """Shares of a pull that differ by less count as equal."""
@@ -171,13 +171,13 @@ def lab(
     named = [_named(recipe) for recipe in recipes]
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=()):
         lineage, folder = _lineage(run, store, policy)
-        past = Past.of(run, store, Path(scratch), lineage)
+        rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)
         wanted = _wanted(store.ledger(lineage).uses, updates)
-        bench = _Bench(past, named, tokens)
-        past.history.directory = folder
+        bench = _Bench(rebuilt, named, tokens)
+        rebuilt.history.directory = folder
         done = []
         for k, epochs in enumerate(wanted):
-            _go_to(past.history, epochs[0].update)
+            _go_to(rebuilt.history, epochs[0].update)
             done.append(bench.experiment(epochs))
             progress("computing updates under other recipes", k + 1, len(wanted), "")
     return LabReport(
@@ -250,12 +250,12 @@ def _go_to(history: History, update: int) -> None:
 class _Bench:
     """Computes updates under every recipe, with one model in memory."""
 
-    def __init__(self, past: Past, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
-        self.history, self.recipes, self.tokens = past.history, recipes, tokens
-        self.decode: Callable[[int], str] = lambda token: str(past.training.tokenizer.decode([token]))
-        every = [past.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
+    def __init__(self, rebuilt: RebuiltRun, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
+        self.history, self.recipes, self.tokens = rebuilt.history, recipes, tokens
+        self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.tokenizer.decode([token]))
+        every = [rebuilt.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
-        self.reference: Frozen | None = frozen(past.history.model) if wants else None
+        self.reference: Frozen | None = frozen(rebuilt.history.model) if wants else None
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history
@@ -390,6 +390,6 @@ def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
     weights = [list(item) for item in items(batch.rows, stats)] if stats.applied else []
     recorded = [list(item) for item in use.items]
     if stats.applied and stats.shown is not None:
-        recorded = recorded[: len(weights)]  # what was imitated beside the batch follows
+        recorded = recorded[: len(weights)]  # the weights of imitated demonstrations follow those of the batch
     info = UpdateInfo.of(use)
     return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info.loss, info.grad_norm)

@@ -31,7 +31,7 @@ class Unknown(TapereelError, ValueError):
 
 
 @dataclass(frozen=True)
-class Past:
+class RebuiltRun:
     """The beginning of a run. The history's model has the base weights; the history has no checkpoint."""
 
     training: Training
@@ -40,7 +40,7 @@ class Past:
     """A description of the base weights."""
 
     @classmethod
-    def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+    def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
         """Of the run in the directory `run`, open as `store`. scratch: an empty directory for what the history writes.
         Unknown where the beginning can't be rebuilt."""
         if not (run / CONFIG).exists():
@@ -61,7 +61,7 @@ class Past:
         return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
 
     @classmethod
-    def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> Past:
+    def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
         """A control of a demo begins with the weights that the demo had after its imitation."""
         demo = run.parent.parent
         directory = RunDir(scratch, {**_results(demo), "lineage": lineage}, store, resumed=True)

@@ -42,7 +42,9 @@ from ..trainer.checkpoint import (
     read_checkpoint,
     weights_digest,
 )
-from .rebuild import Past, Unknown
+from .rebuild import RebuiltRun, Unknown
+
+Outcome = Literal["verified", "diverged", "unverifiable"]
 
 
 class Difference(Value):
@@ -66,7 +68,7 @@ class Reproduction(Value):
     checkpoint: str | None
     """Directory of the checkpoint; None where only the ledger was compared."""
     lineage: str
-    outcome: Literal["verified", "diverged", "unverifiable"]
+    outcome: Outcome
     base: str
     """A description of the base weights."""
     updates: int
@@ -133,7 +135,7 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
         lineage = str(wanted.state["lineage"])
         among = [c for c in found if c.update < wanted.update and c.state["lineage"] == lineage]
         try:
-            past = Past.of(run, store, Path(scratch), lineage)
+            rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)
         except Unknown as error:
             return Reproduction(
                 run=str(run),
@@ -146,10 +148,10 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
                 reason=str(error),
             )
         return retrace(
-            past.history,
+            rebuilt.history,
             until=wanted.update,
             files=[*(among if checkpoint is None else ()), wanted],
-            base=past.base,
+            base=rebuilt.base,
             progress=progress,
         )
 
@@ -350,7 +352,7 @@ class _Walk:
             )
         return self._made("diverged", difference=difference)
 
-    def _made(self, outcome: Any, **more: Any) -> Reproduction:
+    def _made(self, outcome: Outcome, **more: Any) -> Reproduction:
         done = outcome == "verified"
         return Reproduction(
             run=str(self.history.store.path),
@@ -374,7 +376,7 @@ class _Walk:
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """(place, saved, derived) of every value that is not bit-equal; tensors are given by their digests."""
+    """(place, saved, derived) of every value that is not bit-equal; tensors as their digests."""
     if isinstance(saved, dict) and isinstance(derived, dict):
         for key in dict.fromkeys([*saved, *derived]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ...agents.engines.embedded.pretrained import load_pretrained, weights_digest
 from ...tapes import Tape
@@ -39,7 +40,7 @@ class Policy:
     """The folder."""
     digest: str
     """As in a `publish` record."""
-    load: Callable[[], Any] = field(repr=False)
+    load: Callable[[], nn.Module] = field(repr=False)
     """() -> the model, ready to score."""
 
 
@@ -56,7 +57,7 @@ class Policies:
         self.only = _folder(Path(only)) if only is not None else None
         self._known: dict[str, Policy] | None = None
         self._begun = begun
-        self._loaded: tuple[str, Any] | None = None
+        self._loaded: tuple[str, nn.Module] | None = None
 
     def of(self, version: str) -> Policy | str:
         """The weights of a version, or the reason why there are none."""
@@ -71,7 +72,7 @@ class Policies:
             self._known = {policy.digest: policy for policy in found}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
-    def model(self, policy: Policy) -> Any:
+    def model(self, policy: Policy) -> nn.Module:
         """The model with these weights. Only the last model stays in memory."""
         if self._loaded is None or self._loaded[0] != policy.digest:
             self._loaded = (policy.digest, policy.load())
@@ -79,7 +80,7 @@ class Policies:
 
 
 def _checkpoint(one: Checkpoint) -> Policy:
-    def load() -> Any:
+    def load() -> nn.Module:
         weights = one.weights()
         narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
         model = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32").model

@@ -1,4 +1,4 @@
-"""Keeps `report.html` up to date beside a training run: the viewer's overview page, written as one file.
+"""Keeps the `report.html` of a training run up to date: the viewer's overview page, written as one file.
 
 The file is written at evaluations and checkpoints, and when the run ends, also by an error. A failure to write the
 file never ends the run.
@@ -55,7 +55,7 @@ class Reporter:
         return self.run.path / REPORT
 
     def on_line(self, line: Mapping[str, Any]) -> None:
-        """Called with each line of metrics: writes the report in a thread where it is due, so that the loop goes on."""
+        """Called with each line of metrics: writes a due report in a thread, so that the loop doesn't wait."""
         due = line.get("phase") == "evaluation" or int(line.get("update", 0)) % self.checkpoint_every == 0
         busy = self._thread is not None and self._thread.is_alive()
         if not due or busy or time.perf_counter() - self._last < EVERY:

@@ -76,7 +76,7 @@ class Overview(Value):
     title: str
     subtitle: str = ""
     notes: tuple[str, ...] = ()
-    """What a reader must know before the numbers: that the run goes on, or what ended it early."""
+    """What a reader must know before the numbers: that the run is at work, or what ended it early."""
     facts: tuple[Fact, ...] = ()
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()

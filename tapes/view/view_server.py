@@ -46,7 +46,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
-class Door:
+class Access:
     """Decides which requests are answered: by Host header and by token."""
 
     host: str
@@ -60,7 +60,7 @@ class Door:
         """Whether only this machine can connect."""
         return _is_loopback(self.host)
 
-    def lets(self, host: str) -> bool:
+    def names(self, host: str) -> bool:
         """Whether this `Host` header names this server."""
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
         name = name.strip("[]").lower()
@@ -73,7 +73,7 @@ class Door:
         # No foreign name server resolves a bare address, so an address can't be used for DNS rebinding.
         return _is_address(name)
 
-    def knows(self, request: web.Request) -> bool:
+    def has_token(self, request: web.Request) -> bool:
         """Whether the request has the token, or needs none."""
         if self.token is None:
             return True
@@ -95,7 +95,7 @@ class Server:
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.view = view
-        self.door = Door(host, 0, choose_token(host, token))
+        self.access = Access(host, 0, choose_token(host, token))
         self._thread = ThreadPoolExecutor(1, "tapereel-view")
         self._slow = ThreadPoolExecutor(1, "tapereel-view-explains")
         self._verifying: asyncio.Task[dict[str, Any]] | None = None
@@ -103,9 +103,9 @@ class Server:
     @property
     def url(self) -> str:
         """The address of the page, with the token where requests need one."""
-        host = f"[{self.door.host}]" if ":" in self.door.host else self.door.host
-        query = f"?token={self.door.token}" if self.door.token is not None else ""
-        return f"http://{host}:{self.door.port}/{query}"
+        host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
+        query = f"?token={self.access.token}" if self.access.token is not None else ""
+        return f"http://{host}:{self.access.port}/{query}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Server]:
@@ -114,9 +114,9 @@ class Server:
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self.door.host, port)
+            site = web.TCPSite(runner, self.access.host, port)
             await site.start()
-            self.door = Door(self.door.host, runner.addresses[0][1], self.door.token)
+            self.access = Access(self.access.host, runner.addresses[0][1], self.access.token)
             yield self
         finally:
             await runner.cleanup()
@@ -160,7 +160,7 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self.door.lets(request.host):
+        if not self.access.names(request.host):
             return _refusal(
                 403,
                 f"the Host header {request.host[:80]!r} doesn't name this server: open the address that "
@@ -169,13 +169,13 @@ class Server:
         if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
             return _refusal(403, "a page of another site sent this request, and only the viewer's own page may")
         token = request.query.get("token")
-        if self.door.token is not None and token is not None and request.path == "/":
-            if not hmac.compare_digest(token.encode("utf-8", "replace"), self.door.token.encode()):
+        if self.access.token is not None and token is not None and request.path == "/":
+            if not hmac.compare_digest(token.encode("utf-8", "replace"), self.access.token.encode()):
                 return _refusal(401, "the token is wrong: open the address that `tapereel view` printed")
             found = web.Response(status=303, headers={"Location": "/", **_HEADERS})
-            found.set_cookie(COOKIE, self.door.token, httponly=True, samesite="Strict")
+            found.set_cookie(COOKIE, self.access.token, httponly=True, samesite="Strict")
             return found
-        if not self.door.knows(request):
+        if not self.access.has_token(request):
             return _refusal(401, "the request has no token: open the address that `tapereel view` printed")
         try:
             response = await handler(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tapereel.finetune.inspect.rebuild import Past
+from tapereel.finetune.inspect.rebuild import RebuiltRun
 from tapereel.finetune.inspect.requery import Policies, requery
 from tapereel.tapes.store.store import Store
 
@@ -16,7 +16,7 @@ def assert_versions_true(run: Path, fresh: Path, model: Path, lineage: str, upda
     go to `fresh`, which isn't there; `model` is what the run began with."""
     fresh.mkdir()
     with Store.open(run) as store:
-        history = Past.of(run, store, fresh, lineage).history
+        history = RebuiltRun.of(run, store, fresh, lineage).history
         for update in range(1, updates + 1):
             history.restore(until=update)
             history.checkpoint(pinned=True)

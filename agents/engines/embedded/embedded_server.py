@@ -34,7 +34,7 @@ from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import guard_log
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
-from ....tapes.view.view_server import Door
+from ....tapes.view.view_server import Access
 from ..engine import Completion, EngineError, PromptTooLong, Request
 from .embedded_engine import EmbeddedEngine, PublishMode, eos_ids
 
@@ -93,8 +93,8 @@ class EngineServer:
     ) -> None:
         """Takes `model` over. `token` is what clients send as their API key; ValueError where others could connect
         without one. `version` is the first label of the weights."""
-        self.door = Door(host, 0, token)
-        if token is None and not self.door.loopback:
+        self.access = Access(host, 0, token)
+        if token is None and not self.access.loopback:
             raise ValueError(
                 f"a server at {host} can be reached by others: give it a token, which clients send as their API key"
             )
@@ -114,8 +114,8 @@ class EngineServer:
     @property
     def url(self) -> str:
         """Where it listens."""
-        host = f"[{self.door.host}]" if ":" in self.door.host else self.door.host
-        return f"http://{host}:{self.door.port}"
+        host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
+        return f"http://{host}:{self.access.port}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[EngineServer]:
@@ -124,8 +124,8 @@ class EngineServer:
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self.door.host, port).start()
-            self.door = Door(self.door.host, runner.addresses[0][1], self.door.token)
+            await web.TCPSite(runner, self.access.host, port).start()
+            self.access = Access(self.access.host, runner.addresses[0][1], self.access.token)
             yield self
         finally:
             await self.engine.close()
@@ -158,9 +158,9 @@ class EngineServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self.door.lets(request.host):
+        if not self.access.names(request.host):
             return _refusal(403, f"this server answers for its own address only, not for {request.host[:80]!r}")
-        if not self.door.knows(request):
+        if not self.access.has_token(request):
             return _refusal(401, "an API key is needed: the token that the server was started with")
         return await handler(request)
 

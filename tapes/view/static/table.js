@@ -173,7 +173,7 @@ T.Table = class {
     this.searching = "searching…";
     this.select();
     let short = 0;
-    let told = 0;
+    let reported = 0;
     try {
       for (let at = 0; at < ids.length;) {
         const read = await T.source.textsOf(ids.slice(at, at + AT_ONCE));
@@ -190,8 +190,8 @@ T.Table = class {
           }
         }
         at += read.length;
-        if (Date.now() - told > 300) {
-          told = Date.now();
+        if (Date.now() - reported > 300) {
+          reported = Date.now();
           this.searching = `searched ${T.count(at)} of ${T.count(ids.length)}`;
           this.select();
         }
