@@ -1,8 +1,8 @@
 """From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
 
-A call that extends an earlier one goes on in its row, so an episode of n turns costs O(tokens). A call that doesn't
-starts a new row, and what it kept is context there: each completion is a label in exactly one row. Knows nothing of
-models, losses or groups beyond their ids.
+A call that extends an earlier call continues its row, so an episode of n turns costs O(tokens), not O(n tokens). Any
+other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row: twice would
+double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...tapes import Call, NotATape, Tape
 from ...tapes.records import Label, Sampling, Tokens
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""The label of a token without a loss (PyTorch's ignore_index)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,18 @@ class Row:
     """Path of each call, aligned to `calls`."""
     versions: tuple[str, ...]
     episode: str = ""
-    """Of whose reward its tokens are taught, where that isn't the whole tape's; empty: the tape's."""
+    """Name of the `Episode` whose reward trains the tokens; empty: the tape's own episode."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def taught_by(self) -> str:
-        """Which `Episode` it belongs to."""
+        """Name of the `Episode` that the row belongs to."""
         return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_]) -> Row:
-        """The row with only those of its own tokens that `keep` (n,) holds; the others become context."""
+        """The row with only the own tokens where `keep` (n,) is True; the others become context."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
@@ -126,15 +126,17 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | N
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """The turn of each of the tape's own calls, by its place: nothing else tells where no step was read from one."""
+    """The turn of each of the tape's own calls, by its position in the log. A call from which no step was parsed has no
+    other sign of its turn."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Each call with the one that it goes on from, in the order of recording but for parents that a label names: those
-    come before. What is no agent's and what nothing goes on from is left out: it would take its parent's row."""
+    """Each call with the call that it continues, in recorded order, except that parents named by a label come first.
+
+    A call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}
@@ -156,7 +158,7 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
 
 
 def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Building | None) -> array[int] | None:
-    """The prompt ids that `call` adds to the row of its base; None when it doesn't go on from there."""
+    """The prompt ids that `call` adds to its base's row; None when it doesn't extend that row token by token."""
     if row is None:
         return None
     if prompt is None:

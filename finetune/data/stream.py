@@ -1,10 +1,8 @@
 """The stream: the packed 1-D own tokens of a batch, with id columns and small tables beside them.
 
-There are no masks, no padding and no sentinels here, so misalignment, dilution by padding and 0/0 can't be written
-down: a token that isn't the agent's own has no place in it. Unknown is NaN. The order is that of the rows given, row
-after row; `time` gives each episode's tokens in the order of its turns, whatever rows they lie in.
-
-It knows nothing of models, prompts, padding, losses or recipes.
+Only the agents' own tokens are in a stream: there are no masks, no padding and no sentinel values. So misaligned
+columns, means over padding and 0/0 can't occur. Unknown is NaN, so a missing number shows instead of counting as 0.
+Tokens are in the order of the rows; `time` orders each episode's tokens by turn, whichever rows hold them.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from ...tapes.records import CauseType, Status, trains
 from .rows import Row
 
 LOGPROB_SLACK = 1e-3
-"""A log-prob in (0, LOGPROB_SLACK] is rounding and reads as 0; above it the engine is wrong."""
+"""A log-prob in (0, LOGPROB_SLACK] is rounding and is read as 0; a larger one is an error of the engine."""
 
 
 class BadBatch(TapereelError, ValueError):
-    """Rows and episodes that can't be one batch; names which and why."""
+    """Rows and episodes that can't form a batch; the message names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What the objective must know of one tape, whatever the number of rows it became."""
+    """What the objective needs to know of one tape, which may have any number of rows."""
 
     tape: str
     """Its id; `id#path` where it is one agent's part of the tape."""
@@ -47,7 +45,7 @@ class Episode:
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
-    """Value of the state where a truncated episode was cut; None when nobody estimated it (then 0)."""
+    """Value of the state at which a truncated episode was cut; None: unknown, counted as 0."""
     length: int | None = None
     """Tokens that count against the length limit; None: the number of own tokens in the batch."""
     fork: str | None = None
@@ -55,7 +53,7 @@ class Episode:
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
     """path -> rewards of each turn that are that agent's alone (components named `name@path`), part of `reward`."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
-    """Rewards of each turn that are no agent's alone; None where there are none, or nobody asked."""
+    """Rewards of each turn that all agents share; None where there are none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
     """(tape, call, start, end) of completions that a label says are not the agent's: context, wherever they stand."""
     pin: tuple[str, ...] = ()
@@ -163,7 +161,9 @@ class Stream:
         index = {episode.tape: i for i, episode in enumerate(episodes)}
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
-            raise BadBatch(f"episode {twice!r} is given twice: each tape is one episode, however many rows it has")
+            raise BadBatch(
+                f"episode {twice!r} is in the batch twice: give each tape one Episode, also where it has several rows"
+            )
         unknown = next((row.taught_by for row in rows if row.taught_by not in index), None)
         if unknown is not None:
             raise BadBatch(
@@ -225,7 +225,7 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
         row = next(row for row in rows if np.any(row.old > LOGPROB_SLACK))
         raise BadBatch(
             f"tape {row.tape!r} has a log-prob of {float(np.nanmax(row.old)):.4g}, above 0 by more than "
-            f"{LOGPROB_SLACK}: the engine that sampled it reports something else than log-probs"
+            f"{LOGPROB_SLACK}: the engine that sampled it doesn't report log-probs; check the engine"
         )
     return torch.where(old > 0, torch.zeros_like(old), old)
 

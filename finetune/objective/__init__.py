@@ -1,5 +1,9 @@
 """The eleven terms of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
-select, weigh. Each is its constants and a pure function over the stream."""
+select, weigh. Each is its constants and a pure function over the stream.
+
+Three terms make the advantage: `baseline` (what a reward is compared with), `credit` (how it is spread over tokens) and
+`adjust` (whitening and clipping). `loss` puts the terms together; the formula of GRPO's loss is `surrogate.PPO`.
+"""
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor

@@ -46,6 +46,7 @@ class Whiten(Adjust):
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
+        # Equal advantages leave rounding in `square`; see Baseline._whole.
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(a)
         var = square / (n - self.ddof)
@@ -75,7 +76,7 @@ class Relu(Adjust):
 
 
 class GroupWeights(Adjust):
-    """Makes up for groups that teach nothing."""
+    """Weighs groups, so that flat groups don't make the update smaller."""
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)

@@ -29,7 +29,7 @@ Per = Literal["token", "turn", "episode"]
 
 
 class Anchor(Term):
-    """What the new log-prob is compared with."""
+    """The log-prob that ratios are taken against."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
     """Whose log-prob the ratio is taken against."""
@@ -38,7 +38,7 @@ class Anchor(Term):
     per: Per = "token"
     """Over whose tokens the importance weight is taken."""
     combine: Literal["mean", "sum"] = "mean"
-    """How tokens' log-ratios become one where `per` is turn or episode."""
+    """How the tokens' log-ratios are combined where `per` is turn or episode."""
     low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
     high: float = Field(default=2.0, gt=0)
@@ -55,7 +55,7 @@ class Anchor(Term):
 
     @property
     def local(self) -> bool:
-        """True when a token needs nothing of other tokens."""
+        """True: the importance weight of a token reads no other token."""
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:

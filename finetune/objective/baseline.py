@@ -48,7 +48,7 @@ class Baseline(Term):
         return y
 
     def _owner(self, units: int, stream: Stream) -> Tensor:
-        """(U,) whom each unit is compared with."""
+        """(U,) the number of the set that each unit is compared with."""
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
@@ -76,9 +76,11 @@ class Baseline(Term):
         return torch.where(flat[owner], torch.zeros_like(y), y)
 
     def _whole(self, x: Tensor, context: Context) -> Tensor:
-        """The batch as one group, over all ranks."""
+        """Compares over the whole batch, over all ranks."""
         n, mean, square = context.mean_and_square(x)
         y = x - mean
+        # Equal values leave rounding in `square`, which a division by s would scale up to advantages of size 1. The
+        # bound is the rounding of n sums in float64, relative to the mean.
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(y)
         match self.kind:

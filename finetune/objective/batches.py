@@ -1,7 +1,7 @@
-"""Several rollout batches in one optimiser step: what a recipe compares over a whole batch stays within each of them.
+"""Several rollout batches in one optimiser step: a term that compares over a whole batch compares within each of them.
 
-Weights are those of all of them together, fixed once, so that the gradient is that of one batch wherever nothing is
-compared `by = batch`. Knows nothing of models.
+Token weights are computed once, over all batches together. So the gradient equals that of one large batch for every
+recipe without a term that compares `by = batch`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def prepare(
     context: Context,
     sizes: Sequence[int] = (),
 ) -> objective.Batch:
-    """The batch of `stream`, which is that of rows and episodes. sizes: episodes of each rollout batch; empty: one."""
+    """The batch of `stream`, the stream of `rows` and `episodes`. sizes: episodes of each rollout batch; empty: one."""
     if len(sizes) < 2:
         return objective.prepare(recipe, stream, context)
     if sum(sizes) != len(episodes):
         raise BadBatch(
-            f"rollout batches of {', '.join(map(str, sizes))} episodes don't make up the {len(episodes)} that there are"
+            f"rollout batches of {', '.join(map(str, sizes))} episodes add up to {sum(sizes)}, but there are "
+            f"{len(episodes)} episodes: give the sizes of all batches"
         )
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[stream.episode]
     parts: list[tuple[torch.Tensor, objective.Batch]] = []

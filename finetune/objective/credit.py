@@ -48,11 +48,15 @@ class Credit(Term):
         reward = clock.place(y, stream)
         if price is not None:
             reward = reward + segments.total(price.to(reward.dtype), clock.step, len(reward))
+        # Decay 0 at an episode's last step: the recurrence runs over the packed batch and must not cross episodes.
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
             return segments.recur(reward, decay)[clock.step], None
         if stream.value is None:
-            raise ValueError("gae needs a value per token: train with a critic, or use credit 'returns'")
+            raise ValueError(
+                "credit 'gae' needs a value per token, and there is no critic: pass critic=... to the "
+                "trainer, or use credit 'returns'"
+            )
         value = stream.value.to(reward.dtype)[clock.first]
         beyond = stream.episodes.bootstrap.to(reward.dtype)[clock.episode]
         after = torch.where(clock.last, beyond, value.roll(-1))
@@ -66,7 +70,7 @@ def unit_of_token(units: int, stream: Stream) -> Tensor:
 
 
 class _Clock:
-    """Steps of time in order, episode after episode."""
+    """The time steps of all episodes, in order, episode after episode."""
 
     def __init__(self, step: Tensor, episode: Tensor, first: Tensor, end_of_turn: Tensor) -> None:
         self.step = step
@@ -79,10 +83,11 @@ class _Clock:
         """(N,) the last step of each turn, or of the turns before it in its episode; -1 when there is none."""
         nxt = torch.cat([episode[1:], episode.new_full((1,), -1)]) if len(episode) else episode
         self.last = episode != nxt
-        """(S,) bool: nothing of this episode follows."""
+        """(S,) bool: the last step of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """(S,) rewards of units at the step that ends them; what was earned before any own token moves nothing."""
+        """(S,) rewards of units at the step that ends them. A reward before the first own token has no step
+        and is dropped: no action of the agent led to it."""
         out = torch.zeros(len(self.episode), dtype=y.dtype)
         if len(y) == len(stream.episodes.tape):
             return out.index_add(0, self.last.nonzero()[:, 0], y[self.episode[self.last]])

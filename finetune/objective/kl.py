@@ -4,7 +4,7 @@
     k2 = d^2 / 2    as a loss its expected gradient is exactly that of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-1. Where e^x would overflow (x > 20) it goes on along its tangent, so that value and gradient stay finite and large.
+1. Above x = 20, e^x continues along its tangent. So value and gradient stay finite and large where e^x would overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 
 STEEP = 20.0
-"""Above this exponent `exp` continues as a straight line."""
+"""Above this exponent `exp` continues as a straight line: one token's broken log-prob can't make the loss infinite."""
 
 
 def exp(x: Tensor) -> Tensor:

@@ -1,11 +1,9 @@
 """The objective: from a stream and a recipe to one loss, in two halves.
 
-`prepare` is everything that doesn't depend on the weights being trained: who enters, advantages. It is done once per
-rollout batch, groups whole. `Part.loss` is the rest, for any subset of the tokens of one optimiser batch: with weights
-w fixed for that batch, loss = sum_t w_t l_t over the subset, so that the losses and gradients of disjoint subsets add
-up to those of the whole.
-
-It knows nothing of models, rows, micro-batches and optimisers.
+`prepare` computes all that doesn't depend on the trained weights: which tokens enter, and their advantages. It runs
+once per rollout batch, on whole groups. `Part.loss` computes the rest, for any subset of the tokens of one optimiser
+batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. So the losses and gradients of
+disjoint subsets (micro-batches, ranks) add up to those of the whole batch.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A rollout batch, ready to be trained on."""
+    """A rollout batch with its advantages."""
 
     recipe: Recipe
     stream: Stream
@@ -32,14 +30,15 @@ class Batch:
     entered: Tensor
     """(T,) bool: tokens that are counted in T."""
     selected: Tensor
-    """(T,) bool: those of them that have a loss."""
+    """(T,) bool: tokens whose loss counts."""
     target: Tensor | None
-    """(T,) float64 what the critic should have said; None without a critic."""
+    """(T,) float64: the critic's targets; None without a critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """What one optimiser step trains on: all, or the episodes in `episodes` (E,) bool.
+        """What one optimiser step trains on: all episodes, or those where `episodes` (E,) bool is True.
 
-        add_up adds a tensor up over all ranks that take the step together.
+        add_up: sums a tensor over all ranks of the step. The denominator must count the tokens of all ranks: the ranks'
+        gradients are summed, not averaged.
         """
         entered = self.entered if episodes is None else self.entered & episodes[self.stream.episode]
         n = self.recipe.weigh.totals(self.stream, entered)
@@ -61,18 +60,19 @@ class Part:
 
     batch: Batch
     weight: Tensor
-    """(T,) float64 w: what each token's loss counts; 0 off the selected tokens of this part."""
+    """(T,) float64 w: the weight of each token's loss; 0 for tokens outside of this part or not selected."""
     entered: Tensor
     """(T,) bool: tokens counted in T."""
     live: Tensor
-    """(T,) bool: tokens whose loss can have a gradient; the model needs to see no others."""
+    """(T,) bool: tokens whose loss can have a gradient. Only these are forwarded."""
 
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
-        """sum of w l over the tokens `index` (n,), whose log-probs are lp (n,).
+        """Sum of w l over the tokens `index` (n,), whose log-probs are lp (n,).
 
-        Where the recipe isn't local, `index` holds whole units. betas: the coefficient of each regulariser now.
+        Where the recipe isn't local, `index` must hold whole units (turns or episodes). betas: the current coefficient
+        of each regulariser.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -95,7 +95,8 @@ class Part:
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
-    """Everything of the objective that comes before the log-probs to be trained: selection, rewards to advantages."""
+    """The objective up to the advantages: selection, rewards, baseline, credit and adjustments. No trained log-prob is
+    read."""
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
     episodes = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
@@ -129,6 +130,7 @@ def _advantages(
     ours = ours & ~x.isnan()
     context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
     context.sums.add("reward/square", stream.episodes.reward[scored].square())
+    # Unscored units are NaN. They are set to 0 here: a NaN that enters a sum over the batch would reach every token.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
         if not isinstance(term, TokenKL):
@@ -150,11 +152,14 @@ def betas(recipe: Recipe) -> tuple[float, ...]:
 
 
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:
-    """A recipe that needs a model which isn't there is refused before anything is computed."""
+    """BadBatch where the recipe needs a reference model or a critic that the trainer doesn't have."""
     if recipe.needs_reference and not reference:
         raise BadBatch(
-            f"recipe {recipe.name!r} compares with a reference model: pass reference=... to the trainer, or "
-            "set its beta to 0"
+            f"recipe {recipe.name!r} reads a reference model's log-probs, and the trainer has none: pass reference=... "
+            "to the trainer, or set the KL coefficient (beta) to 0"
         )
     if recipe.needs_value and not critic:
-        raise BadBatch(f"recipe {recipe.name!r} needs a value per token: pass critic=... to the trainer")
+        raise BadBatch(
+            f"recipe {recipe.name!r} needs a value per token, and the trainer has no critic: pass "
+            "critic=... to the trainer"
+        )

@@ -23,11 +23,11 @@ from .weigh import Weigh
 
 
 class BadRecipe(UsageError):
-    """An unknown recipe, an unknown key, or terms that contradict each other."""
+    """An unknown recipe, an unknown key, a wrong value, or terms that contradict each other."""
 
 
 class NoSuchRecipe(BadRecipe):
-    """A name that no recipe has; says which there are."""
+    """An unknown recipe name; the message lists the known ones."""
 
 
 class Score(Term):
@@ -62,7 +62,7 @@ class Recipe(Term):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """True allows a KL price in the reward and a KL loss at once: different terms, and both is rarely meant."""
+    """True allows a KL in the reward and a KL loss together; usually only one of them is intended."""
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
@@ -82,13 +82,13 @@ class Recipe(Term):
         paid = any(isinstance(term, KL) and term.needs_reference for term in self.regulariser)
         if priced and paid and not self.both_kls:
             raise ValueError(
-                f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: take "
-                "one out, or set both_kls=True to mean both"
+                f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: remove "
+                "one of them, or set both_kls=True to have both"
             )
         if self.token_price is not None and self.credit.kind == "broadcast":
             raise ValueError(
-                f"recipe {self.name!r}: token_kl prices each token, credit 'broadcast' has no time to "
-                "carry it along: use credit 'returns' or 'gae', or shape 'episode_kl'"
+                f"recipe {self.name!r}: token_kl adds a reward to each token, and credit 'broadcast' has no "
+                "time steps to carry it: use credit 'returns' or 'gae', or shape 'episode_kl'"
             )
         if len([term for term in self.shape if isinstance(term, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
@@ -100,7 +100,7 @@ class Recipe(Term):
 
     @property
     def token_price(self) -> TokenKL | None:
-        """The KL price per token, if there is one."""
+        """The term that adds a KL penalty to each token's reward; None without one."""
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
@@ -196,7 +196,9 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(error: Any) -> str:
-    where = ".".join(map(str, error["loc"])) or "recipe"
+    if not error["loc"]:  # terms that contradict each other: the message names them, the whole recipe would bury it
+        return error["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         valid = [name for name in _keys_beside(error["loc"]) if name != "kind"]
         near = difflib.get_close_matches(str(error["loc"][-1]), valid)

@@ -31,7 +31,7 @@ class Adaptive(Term):
     """A proportional controller that keeps the KL near a target."""
 
     target: float = Field(gt=0)
-    """Nats per token that the KL is kept near."""
+    """The KL to keep, in nats per token."""
     horizon: float = Field(gt=0)
     """Episodes over which the coefficient may change by 20 %."""
 
@@ -114,7 +114,9 @@ class KL(Regulariser):
     ) -> Tensor:
         other = stream.old if self.to == "sampler" else stream.ref
         if other is None:
-            raise ValueError(f"a KL to the {self.to} needs its log-probs: give the trainer a reference model")
+            raise ValueError(
+                f"a KL to the {self.to} reads its log-probs, and there are none: pass reference=... to the trainer"
+            )
         other = other[index].to(lp.dtype)
         with torch.no_grad():
             for kind in ("k1", "k3"):
@@ -127,7 +129,7 @@ class Entropy(Regulariser):
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
-    """What a nat of entropy is worth."""
+    """Coefficient of the entropy, per nat."""
 
     @property
     def active(self) -> bool:
@@ -145,12 +147,14 @@ class Entropy(Regulariser):
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
         if entropy is None:
-            raise ValueError("an entropy bonus needs the entropy of each token: score with entropy=True")
+            raise ValueError(
+                "an entropy bonus reads the entropy of each token, and there is none: score with entropy=True"
+            )
         return -self.coefficient * entropy
 
 
 class _Beside(Regulariser):
-    """A term that belongs to no own token of the batch."""
+    """A regulariser that adds to no own token of the batch: the trainer computes it from other tokens or logits."""
 
     per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)

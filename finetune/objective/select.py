@@ -63,7 +63,7 @@ class Select(Term):
         table, entered = stream.episodes, scored
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Imitation lets in what nobody scored, which says nothing of how the others of its group differ.
+            # Recipes without advantages also train on unscored episodes, which don't count in whether a group is flat.
             flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
@@ -100,21 +100,24 @@ class Select(Term):
         if self.entropy_top is None:
             return entered
         if stream.entropy is None:
-            raise ValueError("select.entropy_top needs the entropy of each token, from before the update")
+            raise ValueError(
+                "select.entropy_top reads the entropy of each token before the update, and there is none: use "
+                "Trainer.prepare"
+            )
         at = entered.nonzero()[:, 0]
         by_entropy = at[torch.argsort(stream.entropy[at], descending=True, stable=True)]
         ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
         owner = stream.episode[ranked]
         size = torch.bincount(owner, minlength=len(stream.episodes.tape))
         rank = torch.arange(len(ranked)) - (torch.cumsum(size, 0) - size)[owner]
-        # floor of share * length, robust against 0.1 * 30 = 3.0000000000000004 and its like
+        # floor(share * length), plus 1e-9: 0.29 * 100 is 28.999999999999996, and one token would be lost
         quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)
         out = torch.zeros_like(entered)
         out[ranked[rank < quota[owner]]] = True
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """(n,) bool: which of the tokens `index` keep their loss, given their log-probs now; None: all."""
+        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs; None: all."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:

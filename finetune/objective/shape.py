@@ -131,7 +131,9 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 def _priced(kind: Estimator, stream: Stream) -> Tensor:
     """(T,) float64 estimates of sampler against reference; 0 where the sampler's log-prob is unknown."""
     if stream.ref is None:
-        raise ValueError("a KL price needs the reference's log-probs: give the trainer a reference model")
+        raise ValueError(
+            "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
+        )
     lp = stream.old if stream.anchor is None else stream.anchor
     known = lp.isfinite()
     d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))

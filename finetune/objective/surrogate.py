@@ -12,7 +12,7 @@
 With per = turn or episode, r is the geometric mean of its tokens' ratios (GSPO).
 
 1. A token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. e^x goes on along its tangent above x = 20: r A with A < 0 is unclipped above and would overflow.
+2. e^x continues along its tangent above x = 20: r A with A < 0 isn't clipped from above and would overflow.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Bound on r for A < 0 (dual clip); None: none."""
+    """Bound on r for A < 0 (dual clip); None: no bound."""
     per: Per = "token"
-    """Over whose tokens the ratio is taken: the geometric mean of theirs."""
+    """The unit of the ratio: for a turn or an episode, the geometric mean of its tokens' ratios."""
 
     @property
     def local(self) -> bool:
@@ -186,9 +186,9 @@ class MinorNLL(Surrogate):
     needs_reference: ClassVar[bool] = True
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
-    """How soon it fades."""
+    """How fast the gradient fades as lp grows beyond the reference."""
     per: Per = "episode"
-    """Over what log-ratios are averaged."""
+    """The unit over which log-ratios are averaged."""
 
     @property
     def local(self) -> bool:
@@ -198,13 +198,16 @@ class MinorNLL(Surrogate):
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
     ) -> Tensor:
         if stream.ref is None:
-            raise ValueError("minor_nll needs the reference's log-probs: give the trainer a reference model")
+            raise ValueError(
+                "surrogate minor_nll reads the reference's log-probs, and there are none: pass reference=... "
+                "to the trainer"
+            )
         ratio = over_unit(lp - stream.ref[index].to(lp.dtype), self.per, index, stream)
         return -2 / self.beta * F.logsigmoid(self.beta * ratio)
 
 
 class NoSurrogate(_Local):
-    """Nothing: the regularisers are the whole loss."""
+    """No loss: the regularisers are the whole loss."""
 
     advantages: ClassVar[bool] = False
     kind: Literal["none"] = "none"

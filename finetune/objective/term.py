@@ -126,7 +126,7 @@ def _imported(base: type[Term], value: Mapping[str, Any]) -> Term:
 class Sums:
     """Metrics as sums and counts, so that parts (micro-batches, ranks, updates) add up exactly.
 
-    Extremes are kept beside them. A mean is only ever taken when it is read.
+    A mean is taken only when it is read: a mean of the parts' means would weigh a small part like a large one.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,10 @@ class Sums:
         self.highs: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, *, extremes: bool = False) -> None:
-        """Adds every element of `values`; booleans count as 0 and 1."""
+        """Adds every element of `values`; booleans count as 0 and 1.
+
+        Sums are float64: a float32 sum over a million tokens has an error of the size of a KL near 0.
+        """
         n = values.numel()
         self.put(name, float(values.sum(dtype=torch.float64)) if n else 0.0, n)
         if extremes and n:
@@ -144,7 +147,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
 
     def put(self, name: str, total: float, n: float = 1) -> None:
-        """Adds a sum that was taken elsewhere, over `n` elements."""
+        """Adds a sum over `n` elements that was computed elsewhere."""
         self.sums[name] = self.sums.get(name, 0.0) + total
         self.counts[name] = self.counts.get(name, 0.0) + n
 
@@ -158,7 +161,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), value)
 
     def without(self, *names: str) -> Sums:
-        """A copy that lacks these."""
+        """A copy without the metrics `names`."""
         copy = Sums()
         for mine, its in (
             (self.sums, copy.sums),
@@ -170,12 +173,15 @@ class Sums:
         return copy
 
     def mean(self, name: str) -> float | None:
-        """Sum over count; None when nothing was counted, which is not zero."""
+        """Sum / count; None when nothing was counted, which isn't zero."""
         n = self.counts.get(name, 0.0)
         return self.sums[name] / n if n else None
 
     def std(self, name: str) -> float | None:
-        """Biased deviation, where `name/square` was added as well; None when nothing was counted."""
+        """Standard deviation (divided by n), where `name/square` was added too; None when nothing was counted.
+
+        The difference of two sums may be below 0 by rounding, so it is clamped: its root would be NaN.
+        """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
 
@@ -185,7 +191,7 @@ class Sums:
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Means, and extremes as `name/min` and `name/max`: for a line of metrics, not for adding up."""
+        """Means, and extremes as `name/min` and `name/max`. For one line of metrics: these numbers don't add up."""
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
         return means | {f"{name}/max": value for name, value in self.highs.items()}
@@ -199,14 +205,14 @@ class Sums:
 
 @dataclass
 class Moments:
-    """Running count, mean and sum of squared deviations of all rewards seen."""
+    """Running count, mean and sum of squared deviations of all rewards so far."""
 
     n: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
 
     def take(self, n: float, mean: float, m2: float) -> None:
-        """Joins a batch's moments (Chan's parallel form): the same numbers as in one pass over everything."""
+        """Merges a batch's moments (Chan et al.): equal to one pass over all values, without cancellation."""
         if n == 0:
             return
         delta, whole = mean - self.mean, self.n + n
@@ -216,23 +222,27 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Unbiased; None while fewer than two values or no spread were seen, when nothing can be scaled by it."""
+        """Standard deviation (divided by n - 1); None for fewer than two values, or if all values are equal."""
         return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None
 
 
 @dataclass
 class Context:
-    """What a term may touch beside the stream."""
+    """What a term reads and writes besides the stream."""
 
     sums: Sums = field(default_factory=Sums)
-    """Where it reports."""
+    """The metrics of the update."""
     moments: Moments = field(default_factory=Moments)
-    """Of the rewards, kept by the trainer from update to update."""
+    """Moments of the rewards, kept by the trainer from update to update."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Adds a tensor up over all ranks; one process has nothing to add."""
+    """Sums a tensor over all ranks; the identity for a single process."""
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
-        """(n, mean, sum of squared deviations) of x over all ranks, in two passes so that nothing cancels."""
+        """(n, mean, sum of squared deviations) of x over all ranks.
+
+        Two passes: E[x^2] - E[x]^2 cancels where the mean is large against the deviation, and whitening would then
+        divide by noise.
+        """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)
         return n, mean, float(self.add_up((x - mean).square().sum().to(torch.float64)))

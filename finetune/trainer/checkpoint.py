@@ -1,9 +1,9 @@
-"""Checkpoints: a directory that is either whole or not there.
+"""Checkpoints: directories that are either complete or absent, also after a crash.
 
-Holds the policy in Hugging Face format (so that anything can load it), the trainer's state (optimiser, counts, reward
-moments, KL coefficients, running average, critic, random numbers), `taught.jsonl`, the digest of every tape that was
-trained on, and `state.json`: what the loop needs to go on and what an auditor needs to check. Nothing is unpickled:
-tensors are safetensors or `torch.load(weights_only=True)`.
+A checkpoint holds the policy in Hugging Face format; the trainer's state (optimiser, counts, reward moments, KL
+coefficients, running average, critic, random numbers); `taught.jsonl`, the digest of every trained tape; and
+`state.json`, which the loop needs to continue and an auditor needs to check. Nothing is unpickled: tensors are
+safetensors or `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GONE = ".gone"
 
 
 class BadCheckpoint(TapereelError, ValueError):
-    """A checkpoint directory that can't be used; says which file and why."""
+    """A checkpoint directory that can't be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,24 @@ class Checkpoint:
     """`state.json`."""
 
     def trainer_state(self) -> dict[str, Any]:
-        """What `Trainer.state_dict()` gave."""
+        """The trainer's state, as `Trainer.state_dict()` returned it."""
         return self._load("trainer.pt")
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by name, as they were saved; the digest is checked."""
+        """The policy's parameters by name. BadCheckpoint where their digest differs from the recorded one."""
         weights = self._load("policy.pt")
         found = weights_digest(weights)
         if found != self.state["digest"]:
-            raise BadCheckpoint(f"{self.path}: the weights fold to {found}, state.json says {self.state['digest']}")
+            raise BadCheckpoint(
+                f"{self.path}: the weights have digest {found}, state.json says {self.state['digest']}: they were "
+                "changed or damaged; use another checkpoint"
+            )
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """tape -> (its digest, digests of the layers it was read with), of every tape that was trained on; the file's
-        own digest is checked. Empty where the checkpoint was written without."""
+        """tape -> (its digest, digests of the layers it was read with), for every tape that was trained on.
+
+        Empty where the checkpoint was written without the list. BadCheckpoint where the file's digest differs."""
         about = self.state.get("taught")
         if about is None:
             return {}
@@ -67,18 +71,21 @@ class Checkpoint:
             raise BadCheckpoint(f"{self.path / TAUGHT} can't be read: {error}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != about["sha256"]:
-            raise BadCheckpoint(f"{self.path / TAUGHT} folds to {found}, state.json says {about['sha256']}")
+            raise BadCheckpoint(
+                f"{self.path / TAUGHT} has digest {found}, state.json says {about['sha256']}: the file was changed or "
+                "damaged; use another checkpoint"
+            )
         return {tape: tuple(pin) for tape, *pin in map(json.loads, data.splitlines())}
 
     def _load(self, name: str) -> dict[str, Any]:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever torch makes of a broken file
+        except Exception as error:  # torch raises many types for a broken file
             raise BadCheckpoint(f"{self.path / name} can't be read: {type(error).__name__}: {error}") from error
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
+        """Size of all files, in bytes."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
@@ -97,9 +104,10 @@ def save_checkpoint(
     tokenizer: Any | None = None,
     taught: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
-    """Write `directory/update-NNNNNN` and make it durable; one that is there is replaced.
+    """Writes `directory/update-NNNNNN` durably; replaces an existing one.
 
-    A crash leaves at worst a hidden directory (`.partial`, `.gone`), which is ignored.
+    All files are written and synced under a hidden name, then renamed in one step. A crash leaves at worst a hidden
+    directory (`.partial`, `.gone`), which readers ignore.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"update-{update:06d}"
@@ -126,21 +134,23 @@ def save_checkpoint(
     if target.exists():
         _delete(target)
     os.rename(partial, target)
-    _sync(directory)
+    _sync(directory)  # without it a power failure can undo the rename
     return Checkpoint(target, update, full)
 
 
 def _with(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """A copy of the model with these weights in place of its own."""
+    """A copy of the model with `weights` loaded into it."""
     other = copy.deepcopy(model)
     other.load_state_dict(weights, strict=False)
     return other
 
 
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
-    """Delete the oldest checkpoints until at most the last `keep` and at most `keep_bytes` in all are left (None: no
-    bound). The newest, the base (update 0), the pinned ones and that of update `best` are never deleted, so more may
-    stay than was asked for."""
+    """Deletes the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left (None: no bound).
+
+    The newest, the base (update 0), pinned checkpoints and the one of update `best` are never deleted, so more than the
+    bounds may stay.
+    """
     found = checkpoints(directory)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
     total = sum(sizes.values())
@@ -155,7 +165,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
 
 
 def _delete(path: Path) -> None:
-    """Out of sight first, in one step: a crash in the middle must not leave half a checkpoint under its name."""
+    """Renames the directory, then deletes it: a crash halfway must not leave half a checkpoint under its name."""
     gone = path.with_name(f".{path.name}{_GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
@@ -163,13 +173,13 @@ def _delete(path: Path) -> None:
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The whole checkpoints under `directory`, oldest first."""
+    """The complete checkpoints under `directory`, oldest first."""
     found = map(read_checkpoint, directory.glob("update-*")) if directory.is_dir() else ()
     return sorted(found, key=lambda c: c.update)
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Where a run has checkpoints: of its own policy first, then of its players, each in a folder of its name."""
+    """The run's checkpoint folders: of its own policy first, then one for each other policy, by name."""
     own = run / "checkpoints"
     return [own, *sorted({path.parent.parent for path in own.glob(f"*/update-*/{STATE}")})]
 
@@ -181,7 +191,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, int(state["update"]), state)
     except (OSError, ValueError, KeyError) as error:
         raise BadCheckpoint(
-            f"{path}: state.json can't be read ({error}); delete the directory to go on without it"
+            f"{path}: state.json can't be read ({error}); delete the directory to continue without this checkpoint"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""The critic: a value per own token, with its own loss, optimiser and schedule. It never touches the policy's gradient.
+"""The critic: a value for each own token, with its own loss, optimiser and schedule, apart from the policy's gradient.
 
-The value of a token is that of the state before it, read off the hidden state that predicts it. A critic has a body of
-its own (`Critic.of`, a copy of the policy's), or reads the policy's states without gradient (`Critic.on`, a head alone:
-cheap, and it sees what the policy has learned).
+The value of a token is the value of the state before it, computed from the hidden state that predicts the token. A
+critic has its own body (`Critic.of`, a copy of the policy's), or only a head that reads the policy's hidden states
+without gradient (`Critic.on`: cheaper, and its states improve with the policy's).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Value(Term):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from what it was and still be pulled; None: no bound."""
+    """Distance that a value may move from its old value before its loss loses its gradient; None: no bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
         """(n,) losses."""
@@ -98,17 +98,20 @@ class Critic(nn.Module):
 
     @property
     def fresh(self) -> bool:
-        """True until it was given a scale."""
+        """True until the first scale is set."""
         return float(self.mean) == 0 and float(self.std) == 1
 
     def begin(self, mean: float, std: float) -> None:
-        """The first scale: a new head, which adds nothing to the mean, says the mean of the targets from here on."""
+        """Sets the first scale. The new head is 0, so that every value is the mean of the targets."""
         self.mean.fill_(mean)
         self.std.fill_(std)
 
     @torch.no_grad()
     def rescale(self, mean: float, std: float) -> None:
-        """Another mean and deviation of the targets; what the critic says stays as it was."""
+        """Sets another mean and deviation of the targets and corrects the head, so that no value changes (PopArt).
+
+        Without the correction each change of scale would move all values at once, and the next advantages with them.
+        """
         old_mean, old_std = float(self.mean), float(self.std)
         self.head.weight.mul_(old_std / std)
         self.head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
@@ -117,7 +120,7 @@ class Critic(nn.Module):
 
 
 class CriticTrainer:
-    """Trains a critic on the targets of the updates it is given."""
+    """Trains a critic on the targets (advantage + old value) of each update."""
 
     def __init__(
         self,
@@ -135,9 +138,9 @@ class CriticTrainer:
         gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """passes: optimiser steps on each update's targets; with one, a critic is late in a short run. autocast: the
-        body forwards in this dtype, the head in that of its weights. ranks: the processes that step together; they must
-        be the trainer's."""
+        """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
+        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the processes that
+        step together, which must be the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -152,7 +155,7 @@ class CriticTrainer:
         self.steps = 0
         """Optimiser steps taken."""
         self.skips = 0
-        """Updates that met a number which isn't finite and left the critic as it was."""
+        """Updates that met a number that isn't finite and left the critic unchanged."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
         self.autocast = autocast
@@ -175,7 +178,7 @@ class CriticTrainer:
     def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
         """Steps towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said.
 
-        What it sums up is of the first pass, but for what was skipped.
+        The metrics are those of the first pass; a skipped pass is counted in any case.
         """
         sums = Sums()
         if self.critic.normalised:
@@ -188,7 +191,7 @@ class CriticTrainer:
         return sums
 
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
-        """One optimiser step; false where a number wasn't finite, on any rank."""
+        """One optimiser step; False where a number wasn't finite on any rank."""
         context = Context(sums=sums, add_up=self.ranks.add_up)
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -239,7 +242,7 @@ class CriticTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Continues from `state_dict`."""
         self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
@@ -247,7 +250,7 @@ class CriticTrainer:
 
 
 def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
-    """Adds up what the share of explained variance follows from: 1 - error / spread of the targets."""
+    """Adds up the sums of the explained variance, 1 - mean square error / variance of the targets."""
     sums.add("value", value)
     sums.add("value/target", target)
     sums.add("value/error", (target - value).square())

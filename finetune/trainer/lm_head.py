@@ -1,7 +1,8 @@
-"""The last step of a language model, hidden states to log-probs of given tokens, in chunks and with its own backward.
+"""The output layer of a language model: hidden states to the log-probs of tokens, in chunks, with its own backward.
 
-Of the (tokens x vocabulary) logits only one chunk is alive at a time, forward and backward; the backward computes them
-again. z = h W^T / T, lp = z[token] - logsumexp z, H = logsumexp z - sum softmax(z) z.
+Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes the chunk again:
+stored logits of a batch would need more memory than the model. z = h W^T / T, lp = z[token] - logsumexp z,
+H = logsumexp z - sum softmax(z) z.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class _LogProbs(torch.autograd.Function):
         temperature: Tensor | None,
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        # Softmax in float32 at least: in bfloat16 a log-prob near 0 has an error of the size of the PPO clip range.
         exact = torch.promote_types(hidden.dtype, torch.float32)
         n = len(token)
         lse = torch.empty(n, dtype=exact, device=hidden.device)
@@ -46,11 +48,13 @@ class _LogProbs(torch.autograd.Function):
         grad_lp, grad_entropy = grads
         hidden, weight, bias, token, temperature, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Summed over chunks in float32: in bfloat16 a late chunk would be rounded away against the sum so far.
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in _chunks(len(token), len(weight)):
             z = _logits(hidden, weight, bias, temperature, at, lse.dtype).sub_(lse[at, None])
-            grad = z.exp()
+            grad = z.exp()  # softmax, since z has its logsumexp subtracted
+            # d lp / dz = 1[token] - softmax;  d H / dz = -softmax (log softmax + H)
             if ctx.want_entropy:
                 pull = (grad_entropy[at, None] * (z + entropy[at, None])).add_(grad_lp[at, None])
                 grad.mul_(pull).neg_()
@@ -88,9 +92,9 @@ def _logits(
 def log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, temperature: Tensor, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(n,) log-probs and, where asked for, entropies of the distributions that hidden (n, D) gives, float32 or wider.
+    """(n,) log-probs of the tokens and, on request, entropies of their distributions, float32 or wider.
 
-    weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.
+    hidden (n, D); weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)

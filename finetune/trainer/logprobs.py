@@ -1,7 +1,7 @@
-"""score: log-probs of own tokens under a model. With `micro`, the only place that sees prompts and padding.
+"""Log-probs of own tokens under a model. Only this module and `micro_batches` see prompts and padding.
 
-Hidden states are taken at own positions only, and the vocabulary is met in chunks (`head`). Where rows of a group share
-a long prompt it is forwarded once, and its keys and values, with their gradient, serve all of them.
+Hidden states are read at own positions only, and logits are computed in chunks (`lm_head`). A long prompt that the rows
+of a group share is forwarded once: its keys and values, with their gradient, serve all of these rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "pl
 
 
 class UnsupportedModel(TapereelError, ValueError):
-    """A model whose log-probs `score` can't compute exactly; names the part that is in the way."""
+    """A model whose log-probs `score` can't compute exactly; the message names the part that prevents it."""
 
 
 class Scores(NamedTuple):
-    """What a model says of own tokens, in row order."""
+    """Log-probs and entropies of own tokens under a model, in row order."""
 
     logprob: Tensor
     """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
     entropy: Tensor | None
-    """(T,) entropy of that distribution in nats; None unless asked for."""
+    """(T,) entropy of that distribution in nats; None unless requested."""
 
 
 def forward(
@@ -130,31 +130,33 @@ def score(
 
 
 def _base(model: nn.Module) -> Any:
-    """The model below its adapters, or itself."""
+    """The model without the wrapper of its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """The body that gives hidden states, and the output layer. Refuses a head that does more than multiply."""
+    """The body that computes hidden states, and the output layer. UnsupportedModel for a head that does more than a
+    matrix product: its log-probs would differ from those that the engine sampled with."""
     base = _base(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise UnsupportedModel(
             f"the output layer of {type(base).__name__} is a {type(output).__name__}, not a Linear: "
-            "leave it out of the adapters' targets"
+            "remove it from the targets of the adapters"
         )
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         value = getattr(base.config, name, None)
         if value not in (None, 1, 1.0):
             raise UnsupportedModel(
                 f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
-                "which score doesn't know"
+                "which the log-probs here leave out: use a model without it"
             )
     return base.get_decoder(), output
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """True when keys and values of a prefix can serve several rows: full attention, and nothing recomputed."""
+    """True when the keys and values of a prefix can serve several rows: full attention, and no gradient checkpointing
+    (which would compute the cache twice)."""
     base = _base(model)
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
@@ -162,19 +164,22 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def packs(model: nn.Module) -> bool:
-    """True when rows are better packed than padded: its attention is of variable length, on a GPU."""
+    """True when rows are packed instead of padded: the model runs a variable-length attention kernel on a GPU."""
     base = _base(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
 
 
 def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Forwards of the model's body are in this dtype; None: in that of its weights."""
+    """A context in which the model's body forwards in `dtype`; None: in the dtype of its weights."""
     return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
 
 
 def be_still(model: nn.Module, *, checkpointing: bool) -> None:
-    """No dropout: what is trained must be what sampled. Checkpointing needs the training mode. UnsupportedModel."""
+    """Switches dropout off: the trained distribution must be the one that sampled.
+
+    Gradient checkpointing needs the training mode, so a model with dropout is then an UnsupportedModel.
+    """
     if not checkpointing:
         model.eval()
         return
@@ -190,7 +195,7 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """A peft model as it was before its adapters: the reference that costs no second copy."""
+    """The model with its LoRA adapters switched off: a reference model without a second copy."""
     if not hasattr(model, "disable_adapter"):
         raise UnsupportedModel(f"{type(model).__name__} has no adapters to switch off: pass a reference model")
     with model.disable_adapter():  # type: ignore[operator]

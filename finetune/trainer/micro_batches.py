@@ -1,14 +1,12 @@
 """Micro-batches: which rows are forwarded together, and where in them the wanted tokens are predicted.
 
-Rows of like length are put side by side, padded on the right and cut behind their last wanted token. A causal model
-sees nothing to its right, so that padding needs no mask and changes nothing; neither does what else is in the batch.
+Rows of similar length form a batch, padded on the right and cut after their last wanted token. A causal model attends
+only to the left, so right padding needs no mask and changes no log-prob; nor do the other rows of the batch.
 
-Rows may also be packed, end to end in one row without padding, with positions that restart at each: attention doesn't
-cross from one to the next. That is for kernels that know the boundaries (variable-length attention on a GPU). On a CPU
+Rows may also be packed: end to end in one row without padding, with positions that restart at each row, so attention
+doesn't cross the boundaries. That needs a kernel that knows the boundaries (variable-length attention on GPU). On a CPU
 the mask is block-diagonal, exact but quadratic in the pack: an update takes 3.8 times as long as with padding at 55 to
 65 tokens a row, 3.4 times at 10 to 200 (`benchmarks/packing.py`).
-
-Knows nothing of models: what is shared is decided from ids and lengths.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ class Micro:
     """Some rows as one padded batch."""
 
     ids: Tensor
-    """(B, L) int64, behind the shared prefix if there is one."""
+    """(B, L) int64 token ids, without the shared prefix if there is one."""
     at: Tensor
-    """(n,) int64 into the B * L positions: those that predict the tokens wanted."""
+    """(n,) int64 into the B * L positions: the positions that predict the wanted tokens, one before each."""
     token: Tensor
-    """(n,) int64 the tokens wanted."""
+    """(n,) int64 ids of the wanted tokens."""
     temperature: Tensor
     """(n,) float32."""
     index: Tensor
@@ -49,13 +47,14 @@ class Micro:
     there: Tensor
     """(B, L) bool: not padding."""
     prefix: Tensor | None
-    """(P,) int64 what all of the rows begin with, forwarded once; None: nothing is shared."""
+    """(P,) int64 ids that all rows begin with, forwarded once; None: no shared prefix."""
     positions: Tensor | None = None
     """(1, L) int64 position of each token in its own row, where rows are packed into one; None: they are padded."""
 
     @classmethod
     def idle(cls) -> Micro:
-        """One that wants no token: forwarded where others forward theirs, it adds exactly nothing."""
+        """A micro-batch without a wanted token. A rank forwards it where other ranks have more micro-batches; it adds
+        exactly 0 to every gradient."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
@@ -71,9 +70,9 @@ def plan(
 ) -> list[Micro]:
     """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
 
-    Rows without such a token aren't in any. A row that is longer than `micro_tokens` is a micro-batch of its own.
-    share: rows of a group may be put together behind the prefix they share, where that saves enough. pack: rows that
-    share none are packed, not padded.
+    Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself.
+    share: rows of a group may be batched behind their shared prefix, where that saves enough. pack: rows without a
+    shared prefix are packed, not padded.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -111,7 +110,10 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Tokens that all rows begin with, `most` at the most: the first wanted token is predicted behind them."""
+    """Number of tokens that all rows begin with, at most `most`.
+
+    `most` ends before the position that predicts the first wanted token: hidden states are read after the prefix only.
+    """
     first = rows[0].input_ids[:most]
     for row in rows[1:]:
         differs = np.flatnonzero(first != row.input_ids[: len(first)])

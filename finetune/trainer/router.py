@@ -2,8 +2,8 @@
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
-rows are (token, layer) pairs, padding apart. f carries no gradient, and P is a mean: with f and the number of rows
-taken over the whole batch first, the parts that micro-batches and ranks add are exactly those of the whole.
+Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So f and the number of rows are
+counted over the whole batch first; then micro-batches and ranks add up to exactly the loss of the whole batch.
 
 Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
 """
@@ -22,11 +22,12 @@ from .logprobs import Micro, UnsupportedModel, parts
 
 @dataclass(frozen=True)
 class Load:
-    """Where the tokens of a batch went."""
+    """How the tokens of a batch were assigned to experts."""
 
     share: Tensor
     """(E,) f: assignments per row; they add up to the number of experts that each token gets."""
     rows: float
+    """(token, layer) pairs of the whole batch."""
 
     def loss(self, probabilities: Tensor) -> Tensor:
         """A part's contribution, from its sum of router probabilities (E,)."""
@@ -34,7 +35,7 @@ class Load:
 
 
 def routed(model: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """((n, D) hidden states that predict the tokens wanted, each layer's router logits of the tokens there are)."""
+    """((n, D) hidden states that predict the wanted tokens, router logits of each layer for all tokens but padding)."""
     body, output = parts(model)
     out = body(input_ids=micro.ids.to(output.weight.device), use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
@@ -54,8 +55,11 @@ def load(model: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], T
     config: Any = model.config
     k = getattr(config, "num_experts_per_tok", None)
     if k is None:
-        raise UnsupportedModel(f"{type(model).__name__} has no experts to balance: take the aux regulariser out")
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no experts to balance: remove the `aux` regulariser from the recipe"
+        )
     experts = getattr(config, "num_local_experts", None) or config.num_experts
+    # float64 counts are exact up to 2^53; float32 would lose single assignments above 2^24.
     counts = torch.zeros(experts + 1, dtype=torch.float64)
     for micro in micros:
         _, logits = routed(model, micro)

@@ -20,11 +20,11 @@ class Schedule(Value):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(default=0, ge=0)
-    """Updates."""
+    """Updates of the linear warm-up."""
     total: int | None = Field(default=None, gt=0)
-    """Updates until the floor is reached; needed but for `constant`."""
+    """Updates until the floor is reached; required except for `constant`."""
     floor: float = Field(default=0.0, ge=0, le=1)
-    """The factor at the end and ever after."""
+    """The factor at update `total` and after it."""
 
     @model_validator(mode="after")
     def _ends(self) -> Schedule:
@@ -35,7 +35,7 @@ class Schedule(Value):
         return self
 
     def factor(self, k: int) -> float:
-        """For update k, counted from 0."""
+        """The factor of update k, counted from 0."""
         if k < self.warmup:
             return (k + 1) / self.warmup
         if self.kind == "constant" or self.total is None:

@@ -1,12 +1,12 @@
-"""The trainer: one update function for every recipe. It is blind to algorithms and knows nothing of tapes and loops.
+"""The trainer: one update function for every recipe. The algorithm is in the recipe; tapes and loops are elsewhere.
 
 Accumulation is exact: weights are fixed for the whole optimiser batch before the first micro-batch, so any split into
-micro-batches, rows or ranks gives the sum of the same terms. An update that meets a number which isn't finite
-(log-prob, loss, gradient norm) leaves weights and optimiser as they were, and is counted and reported. On one CPU
-thread the same batches in the same order give bit-equal weights.
+micro-batches, rows or ranks gives the same sum. An update that meets a number that isn't finite (log-prob, loss,
+gradient norm) changes neither weights nor optimiser, and is counted and reported. On one CPU thread the same batches in
+the same order give bit-equal weights.
 
 1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
-2. An update without any live token isn't applied: momentum alone moves nothing.
+2. An update without any live token isn't applied: otherwise the optimiser's momentum alone would move the weights.
 3. Weight decay spares vectors (norms, biases).
 """
 
@@ -76,10 +76,10 @@ class Trainer:
         pack: bool | None = None,
     ) -> None:
         """grad_clip: largest gradient norm; None: no bound. reference: a frozen model, or the model without its LoRA
-        adapters. critic_first: updates in which the critic learns and the policy stays as it is. ema: decay of a
-        running average of the weights, kept in `averaged`. autocast: forward in this dtype (bfloat16), weights and
-        output layer in their own. ranks: the processes that step together. pack: rows end to end instead of padded;
-        None: where the model's attention is of variable length."""
+        adapters. critic_first: first updates in which only the critic learns. ema: decay of a running average of the
+        weights, kept in `averaged`. autocast: dtype of the forward pass (bfloat16); weights and output layer keep
+        theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed where the
+        attention kernel supports variable lengths."""
         objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
         self.model = model
         self.recipe = recipe
@@ -115,7 +115,7 @@ class Trainer:
     def update(
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
     ) -> UpdateStats:
-        """One optimiser step on one rollout batch, groups whole; demonstrations are for a recipe with an `nll`."""
+        """One optimiser step on a rollout batch of whole groups. demonstrations: for a recipe with an `nll` term."""
         return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
 
     def updates(
@@ -132,7 +132,7 @@ class Trainer:
         """Several optimiser steps on one rollout batch; advantages are computed once, over the whole.
 
         Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order given. Demonstrations are cut alike, by tape. batches: as
+        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
         in `prepare`.
         """
         return take_updates(self, rows, episodes, epochs, minibatches, seed, batches, demonstrations)
@@ -148,8 +148,9 @@ class Trainer:
     ) -> Prepared:
         """Advantages and everything else that is computed once per rollout batch.
 
-        several: more than one step will follow, so that a recomputed anchor must be written down now. batches: episodes
-        of each rollout batch, in order, where these are several; what is compared by batch is compared within one.
+        several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
+        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
+        compares within one of them.
         """
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
@@ -168,7 +169,8 @@ class Trainer:
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Cross-entropy on other rows, as a mean over their own tokens, apart from the batch's denominators."""
+        """Cross-entropy on demonstrations: a mean over their own tokens, which leaves the weights of the batch's tokens
+        as they are."""
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
@@ -226,8 +228,8 @@ class Trainer:
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """What `step` would come to, without the step: its account, and the loss's gradient by each weight, unclipped.
-        Weights, optimiser and critic stay as they are."""
+        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Weights, optimiser
+        and critic don't change."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.lr * self.schedule.factor(self.steps)
@@ -242,7 +244,7 @@ class Trainer:
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """(what is trained on, what it came to, the gradient's norm); the gradient is left on the weights."""
+        """(the part trained on, loss and metrics, gradient norm). Leaves the gradient on the weights."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -272,7 +274,10 @@ class Trainer:
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """The gradient norm over all ranks, clipped to `clip`; decides with them whether anyone steps."""
+        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps.
+
+        Each rank makes the same collective calls in the same order on every path, or the others would wait forever.
+        """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
             done.skipped = done.skipped if bad else "another rank"
@@ -287,7 +292,7 @@ class Trainer:
         return norm
 
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
-        """Gradients of the whole part, micro-batch by micro-batch; stops before the backward of a bad one."""
+        """Gradients of the whole part, micro-batch by micro-batch; stops before the backward pass of a bad one."""
         done = Accumulated()
         share = not self.recipe.balance and not self.ranks.sharded and shares_prefixes(self.model)
         micros = self.ranks.rounds(
@@ -329,7 +334,7 @@ class Trainer:
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """(what to go back from, with which gradients; None: 1). Says in `done` where something isn't finite."""
+        """(tensors to run backward from, their gradients; None: 1). Sets `done.skipped` where a number isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
             return [], None
@@ -353,7 +358,12 @@ class Trainer:
         return [loss], None
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
-        """The loss's gradient by all log-probs (and entropies), for a recipe that compares across tokens."""
+        """The loss's gradient by all log-probs (and entropies), for a recipe whose loss of a token reads other tokens.
+
+        A first pass scores all tokens without a graph; the loss is differentiated by these log-probs alone. The second
+        pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result equals one graph
+        over the whole batch, with the memory of one micro-batch.
+        """
         scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
@@ -373,7 +383,7 @@ class Trainer:
         return out
 
     def _forward(self, micro: Micro, load: Load | None, sums: Sums) -> tuple[Scores, Tensor | None]:
-        """Scores, and what the micro-batch adds for the balance of the experts."""
+        """Scores, and the micro-batch's part of the balance loss."""
         with casting(self.model, self.autocast):
             if load is None:
                 return self._read(states(parts(self.model)[0], micro), micro), None
@@ -394,7 +404,7 @@ class Trainer:
         return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
-        """The demonstrations' gradient on top; makes an update of a batch that had nothing to train on."""
+        """Adds the demonstrations' gradient. A batch without a live token becomes an update by it."""
         rows, part = demonstrations
         scale = self.recipe.imitation
         done.skipped = None
@@ -412,7 +422,7 @@ class Trainer:
             loss.backward()
 
     def _after(self, sums: Sums, part: objective.Part) -> None:
-        """What follows an applied update: the count, the controllers, the running average."""
+        """After an applied update: counts it, moves adaptive KL coefficients, and updates the running average."""
         self.steps += 1
         entered = len(torch.unique(part.batch.stream.episode[part.entered]))
         for i, term in enumerate(self.recipe.regulariser):
@@ -428,7 +438,7 @@ class Trainer:
                     self.averaged[name].lerp_(p, 1 - self.ema)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that the next update depends on: tensors, numbers and strings only."""
+        """All state besides the weights that the next update depends on: tensors, numbers and strings only."""
         moments = self.moments
         return self.ranks.whole(
             {
@@ -443,14 +453,16 @@ class Trainer:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict`, bit for bit once the model has the weights of then."""
+        """Continues from `state_dict`, bit for bit if the model has the weights that belong to it."""
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self.skips = dict(state["skips"])
         self.betas = list(state["betas"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
         if set(state["averaged"]) != set(self.averaged):
-            raise BadBatch("the checkpoint and this trainer average different weights: give both the same ema")
+            raise BadBatch(
+                "the checkpoint and this trainer average different weights: use the same `ema` as the run that wrote it"
+            )
         for name, tensor in self.ranks.part(state["averaged"], self.averaged).items():
             self.averaged[name].copy_(tensor)
         if self.critic is not None:

@@ -130,7 +130,7 @@ def test_rows_of_an_episode_in_any_order_give_the_same_credit():
 
 
 def test_a_price_per_token_needs_a_credit_that_knows_time():
-    with pytest.raises(BadRecipe, match="token_kl prices each token"):
+    with pytest.raises(BadRecipe, match="token_kl adds a reward to each token"):
         get_recipe("grpo", {"shape": [{"kind": "token_kl", "beta": 0.1}]})
 
 

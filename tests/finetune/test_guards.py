@@ -72,7 +72,7 @@ def test_every_kind_of_bad_input_is_named():
     with pytest.raises(BadBatch, match=r"0\.0015, above 0 by more than 0\.001"):
         Stream.of([row(old=[-1.0, 1.5e-3, -1.0])], [episode()])
     assert Stream.of([row(old=[-1.0, 5e-4, -1.0])], [episode()]).old.tolist() == [-1.0, 0.0, -1.0]
-    with pytest.raises(BadBatch, match="'b' is given twice"):
+    with pytest.raises(BadBatch, match="'b' is in the batch twice"):
         Stream.of([row()], [episode(), episode("b"), episode("c"), episode("b")])
     with pytest.raises(BadBatch, match="isn't among"):
         Stream.of([row("other")], [episode()])
