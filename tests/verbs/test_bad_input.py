@@ -91,6 +91,11 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
         ("TRAINED", "--recipe", "own", "--policy", "nobody"),
     ],
     "audit": [("RUN", "--markdown", "NOWHERE/x.md"), ("RUN", "--limit", "0")],
+    "check engine": [
+        ("BROKEN.py:x",),
+        (f"{EXAMPLE}:player", "--timeout", "0"),
+        (f"{EXAMPLE}:x", "--weights", "NOWHERE"),
+    ],
     "check tasks": [("BROKEN.jsonl", TASKS), ("NOWHERE", TASKS)],
     "check env": [
         ("BROKEN.py:x", "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"),

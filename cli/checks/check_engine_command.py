@@ -1,0 +1,61 @@
+"""`tapereel check engine`: check that an engine keeps its contract. Exit code 1 where a check failed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...envs.load_named import load_named
+from ...tapes.common.text import safe
+from ...tapes.errors import UsageError
+from ..console import Exit, answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXAMPLE = """
+tapereel check engine my_engine.py:MyEngine
+tapereel check engine my_package.engines:make --trainable --weights models/tiny --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("engine", help="an engine, its class, or a function that makes one: module:name, file.py:name")
+    parser.add_argument("--trainable", action="store_true", help="require the members that training needs")
+    parser.add_argument(
+        "--weights", metavar="DIR", help="folder of a model whose weights are synced to the engine (default: no sync)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of a completion (default 16)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="longest call in seconds (default 60)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send the requests, and print a line for each broken rule."""
+    from ...agents.engines.check_engine import check_engine
+
+    for name in ("max_tokens", "timeout"):
+        if getattr(args, name) <= 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
+    report = check_engine(
+        load_named(args.engine),
+        weights=_weights(args.weights),
+        trainable=args.trainable,
+        max_tokens=args.max_tokens,
+        timeout=args.timeout,
+        seed=args.seed,
+    )
+    answer(args, report, safe(str(report)))
+    return Exit.HOLDS if report.ok else Exit.BROKEN
+
+
+def _weights(folder: str | None) -> dict[str, Tensor] | None:
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise UsageError(f"--weights {folder}: there is no such folder")
+    from ...agents.engines.embedded.pretrained import load_pretrained
+
+    return dict(load_pretrained(folder).model.state_dict())
