@@ -426,7 +426,7 @@ def test_open_episodes_end_as_crashed_and_irreversible_actions_are_named(tmp_pat
         assert [(d.tape, d.action) for d in store.recovered.dangling] == [("sent", "answer")]
         cause = store.tape("sent").cause
         assert cause is not None
-        assert "somebody must look" in (cause.message or "")
+        assert "a person must check" in (cause.message or "")
         assert store.tape("pure").status is Status.CRASHED
         assert store.tape("pure").cause is None
     with Store.open(run, write=True) as store:
