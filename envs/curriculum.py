@@ -103,7 +103,7 @@ class Curriculum:
     def pool(self, k: int) -> str:
         """The pool that task k comes from.
 
-        A generator of its own for each k makes the choice independent of earlier draws: a resumed run needs no state.
+        A separate generator for each k makes the choice independent of earlier draws: a resumed run needs no state.
         """
         weights = self._weights[bisect_right(self._starts, k) - 1]
         point = random.Random(f"{self.seed}/pool/{k}").random() * sum(weights.values())

@@ -62,7 +62,7 @@ def _serve(
 
 
 def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
-    """Read calls in a thread of its own, so that the end of stdin ends the process although a call still hangs."""
+    """Read calls in a separate thread, so that the end of stdin ends the process although a call still hangs."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):
         lines.put(line)
     lines.put(None)

@@ -1,4 +1,4 @@
-"""A service for an environment that is named as `module:name`, in this process or in processes of its own."""
+"""A service for an environment named as `module:name`, run in this process or in a pool of processes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def named_service(
 ) -> Iterator[Service]:
     """A service to start with `async with service.serving(port)`; leaving the block ends its processes.
 
-    processes: run each episode in one of so many processes, which are killed and replaced when they hang; None: run
-    all in this process. openenv: accept OpenEnv's clients too, at /ws; `tasks` are for those that bring none.
-    UsageError where the name, the address or a limit makes no service.
+    processes: size of a pool that runs each episode in its own process; a process that hangs is killed and replaced.
+    None runs all episodes in this process. openenv: also accept OpenEnv clients, at /ws; `tasks` are for a `reset`
+    without a task. UsageError if the name, the address or a limit is invalid.
     """
     limits = limits or ServiceLimits()
     make = load_named(name)
