@@ -65,9 +65,8 @@ async def serve_gateway(
     try:
         with open_run(Path(out), config, resume=resume) as directory:
             store = directory.store
-            published = {stored.record.version for stored in store.run_records("publish")}
-            if made.publish is not None and made.publish.version not in published:
-                store.append_layer(made.publish)
+            if made.publish is not None:
+                store.record_weights(made.publish)
             control = Control(
                 token,
                 made.engine,

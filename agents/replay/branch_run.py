@@ -231,11 +231,7 @@ async def _branch(setup: _Setup, unverified: bool) -> list[Tape]:
         if doubt is not None:
             raise doubt
         with Store.open(setup.run, write=True) as store:
-            known = {stored.record.version for stored in store.run_records("publish")}
-            for publish in publishes.values():
-                if publish.version not in known:
-                    store.append_layer(publish)
-                    known.add(publish.version)
+            store.record_weights(*publishes.values())
             return await branch(
                 setup.tape,
                 setup.turn,

@@ -1,8 +1,8 @@
-"""The demo: from nothing to a chat model that learned to use a calculator, on one run directory, in minutes on a CPU.
+"""The demo: an untrained chat model learns to use a calculator, in one run directory, in minutes on a CPU.
 
-Demonstrations are recorded, the model imitates them, then improves by its own rollouts in the async loop; held-out
-tasks measure it before and after. Every phase finds out from the run directory what is done already, so a killed demo
-goes on where it was. What this module knows is the recipe; every part of it is the part that any other run uses.
+The demo records demonstrations, the model imitates them, then improves by its own rollouts in the loop; held-out tasks
+measure the model before and after. Every phase reads in the run directory what is done already, so a killed demo
+resumes. This module holds the recipe of the demo; all parts are those of any other training run.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ except ModuleNotFoundError as error:
 
 
 SPARE = 1.25
-"""Tasks that are set aside for each one held out: a split by hash is only about as large as asked for."""
+"""Tasks that are set aside for each held-out task: the size of a split by hash is only about the requested one."""
 
 
 class DemoConfig(Config):
-    """What the demo does. The defaults are what the README's numbers were made with."""
+    """The settings of the demo. The README's numbers were made with the defaults."""
 
     seed: int = 0
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
-    """The recipe of the improvement; `loop.recipe` follows it."""
+    """The recipe of the loop; `loop.recipe` is set to it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
     context: int = Field(default=64, ge=32)
     """Tokens of prompt and completion together; a whole episode takes about 45."""
@@ -76,7 +76,7 @@ class DemoConfig(Config):
     """Held-out tasks of an evaluation."""
     demonstrations: int = Field(default=12_000, ge=64)
     bad: float = Field(default=0.7, ge=0, le=1)
-    """Share of demonstrations that go about it the wrong way."""
+    """Share of demonstrations with a wrong solution."""
     warm: WarmStartConfig = WarmStartConfig(
         updates=400,
         batch=64,
@@ -91,35 +91,35 @@ class DemoConfig(Config):
         optimiser=OptimiserConfig(lr=3e-4),
     )
     threads: int = Field(default=1, ge=1)
-    """Torch threads. One is steady when anything else runs beside; two are faster on an idle machine."""
+    """Torch threads. One keeps its speed while other work runs on the machine; two are faster on an idle machine."""
     trackers: tuple[TrackerName, ...] = ()
-    """Draw the metrics there too; metrics.jsonl is always written."""
+    """Send the metrics to these trackers too; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
     def _agrees(self) -> DemoConfig:
         if self.loop.recipe not in (self.algo, LoopConfig.model_fields["recipe"].default):
             raise ValueError(
                 f"loop.recipe is {self.loop.recipe!r} and algo is {self.algo!r}: a demo has the recipe "
-                "that `algo` names; leave loop.recipe out, or use `tapereel train` on tasks of your own"
+                "that `algo` names: remove loop.recipe, or use `tapereel train` on tasks of your own"
             )
         if self.loop.sleep:
-            raise ValueError("loop.sleep is for servers, and a demo's engine is in this process: leave it out")
+            raise ValueError("`loop.sleep` needs servers, and a demo's engine is in this process: remove `loop.sleep`")
         if self.held_out * SPARE >= self.tasks:
             raise ValueError(
-                f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set "
-                "aside: nothing is left to train on; raise tasks or lower held_out"
+                f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set aside, so no "
+                "task is left to train on: raise tasks or lower held_out"
             )
-        # What is written down is what trains.
+        # The recorded configuration must name the recipe that trains.
         object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
         return self
 
 
 class DemoFailed(TapereelError, RuntimeError):
-    """The demo's own parts don't do what it relies on; says which."""
+    """A part of the demo doesn't do what the demo relies on; names the part."""
 
 
 def calculator_agent() -> ChatAgent:
-    """The agent of the demo: whatever the model writes is a call of the calculator, an answer, or misread."""
+    """The agent of the demo. Its answers are calls of the calculator or final answers; other text is a parse error."""
     return ChatAgent(parse=read_action, name="solver", misreads=0)
 
 
@@ -136,7 +136,7 @@ def demo_training(
     *,
     progress: Progress = silent,
 ) -> Training:
-    """All that trains in a demo, with the base weights; without tasks it can only go over what is recorded."""
+    """The parts of a demo's training, with the base weights; without tasks they can only apply recorded updates."""
     tokenizer, sampling = char_tokenizer(), config.loop.sampling
     model = tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context)
     return Training(
@@ -172,10 +172,10 @@ class Demo:
     controls: bool = False
     progress: Progress = silent
     results: dict[str, Any] = field(default_factory=dict)
-    """What is known so far; kept in results.json."""
+    """The results so far; the content of results.json."""
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
-        """Everything, or what is left of it. Gives the summary that `--json` prints."""
+        """Run all phases, or the missing ones with `resume`. Returns the summary that `--json` prints."""
         torch.set_num_threads(self.config.threads)
         check_trackers(self.config.trackers)
         with open_run(
@@ -194,7 +194,7 @@ class Demo:
         self._demonstrate()
         self.training.restore()
         if self.training.history.updates == 0 and not self.config.warm.updates:
-            self.training.history.settle()  # the controls begin here too
+            self.training.history.settle()  # the controls begin with these weights too
         self.training.imitate(self.demo_order, self.demos.__getitem__)
         run_async(self._improve())
         if self.controls:
@@ -203,8 +203,8 @@ class Demo:
     def _longer(self, directory: RunDir, then: int, now: int) -> str:
         if "controls" in directory.results:
             raise UsageError(
-                f"the controls in {self.out} trained on as many tokens as {then} updates of the loop did: "
-                f"with loop.updates={now} they control nothing; choose another --out"
+                f"the controls in {self.out} trained on as many tokens as {then} updates of the loop: they can't be "
+                f"compared with loop.updates={now}; choose another --out"
             )
         return lengthening(self.config.loop, self.config.warm.updates)(directory, then, now)
 
@@ -224,7 +224,8 @@ class Demo:
         self.demo_order: list[str] = []
 
     def _demonstrate(self) -> None:
-        """Record the demonstrations that are not on tape yet."""
+        """Record the demonstrations that are not on tape yet. Demonstration k has the same task and seed in every
+        process."""
         n = self.config.demonstrations
         have = {}
         for summary in self.store.summaries(split="demo", closed=True):
@@ -277,7 +278,7 @@ class Demo:
         await self.training.improve()
         await self.training.after()
 
-    # Controls: the same number of trained tokens, without what is claimed to teach
+    # Controls: the same number of trained tokens, without the rewards that are claimed to teach
 
     def _run_controls(self) -> None:
         training = self.training
@@ -300,13 +301,14 @@ class Demo:
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
 
     def _control_sft(self, history: History, trained: int) -> None:
-        """Go on imitating, for as many tokens as the improvement trained on."""
+        """More imitation, on as many tokens as the loop trained on."""
 
         def report(_: int, line: dict[str, Any]) -> None:
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        # Updates are recorded beside the tapes they name, or no later process could apply them again.
+        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too; otherwise no
+        # later process could apply the updates again.
         tapes = bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         warm_start(
             self.config.warm,
@@ -322,8 +324,8 @@ class Demo:
         )
 
     def _control_shuffled(self, history: History, trained: int) -> None:
-        """The same loop, with rewards that say nothing, for as many tokens; its episodes are shorter, so it takes more
-        updates. Four times as many are the end, should they shrink to nothing."""
+        """The same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
+        takes more updates: at most four times as many, since episodes may shrink to nothing."""
         if self.config.loop.demonstrations:
             bring_in(self.out, self.demo_order, history.store, self.training.renderer)
         config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
@@ -373,10 +375,10 @@ class Demo:
         }
 
 
-# What a demo leaves to read: reward.png, report.html, and the table that is printed
+# What a demo writes for a reader: reward.png, report.html, and the printed table
 
 _PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
-"""Of the wall-clock time, one after the other; the engine's and the trainer's seconds lie inside `rl`."""
+"""Phases that take wall-clock time one after the other; the engine's and the trainer's seconds are inside `rl`."""
 
 
 def reporter(demo: Demo, run: RunDir) -> Reporter:
@@ -456,7 +458,7 @@ def scores(demo: Demo) -> tuple[Score, ...]:
 
 
 def next_commands(demo: Demo) -> tuple[str, ...]:
-    """Things to try on this very run."""
+    """Commands to try on this run."""
     run = str(demo.out)
     return (*next_of_any(run), *checks(run), _lab(demo))
 
@@ -473,8 +475,8 @@ def pages(demo: Demo) -> tuple[TapeToRead, ...]:
         found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
         chosen.extend(TapeToRead(tape=s.id, caption=caption) for s in found)
 
-    add("demo", "a demonstration that goes about it the right way", 1.0)
-    add("demo", "one that doesn't", 0.0)
+    add("demo", "a demonstration with a right solution", 1.0)
+    add("demo", "a demonstration with a wrong solution", 0.0)
     add("eval-before-sampled", "before RL, wrong", 0.0, 2)
     add(f"eval-{demo.training.end}-sampled", "after RL, right", 1.0, 2)
     add(f"eval-{demo.training.end}-sampled", "after RL, wrong", 0.0)

@@ -181,7 +181,7 @@ class Training:
             again += self.history.restore(
                 lambda done, of: self.progress("re-applying recorded updates", done, of, ""), report=report
             )
-        # A line without a recorded update: the update is made anew and writes its own line, so this one goes.
+        # A line without a recorded update: the next process makes that update again and writes its line.
         drop_metrics(
             self.run.path / METRICS,
             lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates,

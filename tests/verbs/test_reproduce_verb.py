@@ -41,7 +41,7 @@ def test_a_demo_s_page_is_that_of_any_training_run_and_tells_of_its_controls(dem
         "tapereel replay",
         "versions",
         "demonstrations",
-        "a demonstration that goes about it",
+        "a demonstration with a",
     ):
         assert said in page, said
 
@@ -169,5 +169,5 @@ def test_a_demo_has_one_recipe_and_writes_down_which():
     assert load_config(DemoConfig, None, ["algo=ppo", "loop.recipe=ppo"]) == config
     with pytest.raises(ConfigError, match=r"loop\.recipe is 'rloo' and algo is 'grpo'"):
         load_config(DemoConfig, None, ["loop.recipe=rloo"])
-    with pytest.raises(ConfigError, match="nothing is left to train on"):
+    with pytest.raises(ConfigError, match="no task is left to train on"):
         load_config(DemoConfig, None, ["tasks=64", "held_out=60"])
