@@ -1,4 +1,4 @@
-"""ScriptedEngine: answers that somebody wrote, for examples, tests and demonstrations."""
+"""ScriptedEngine: returns written answers, for examples, tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Policy = Callable[[Request], str]
 
 
 class ScriptedEngine:
-    """Gives the answers in order, or what a function of the request returns.
+    """Returns the answers in order, or the result of a function of the request.
 
-    With a renderer the answers are recorded as tokens, the turn-ending one included, but nobody sampled them: they
-    have no log-probs, so they can be imitated (SFT), not reinforced.
+    With a renderer, the answers are recorded as tokens, the turn-ending one included. No model sampled these tokens, so
+    they have no log-probs: they can be imitated (SFT), not reinforced.
     """
 
     name = "scripted"
@@ -22,7 +22,7 @@ class ScriptedEngine:
     def __init__(self, answers: Iterable[str] | Policy, *, renderer: Any | None = None) -> None:
         self._policy = answers if callable(answers) else None
         self._answers = None if callable(answers) else iter(answers)
-        self._given = 0
+        self._count = 0
         self.renderer = renderer
         self.context: int | None = None
 
@@ -34,8 +34,8 @@ class ScriptedEngine:
             try:
                 text = next(self._answers)
             except StopIteration:
-                raise EngineError(f"the script has {self._given} answers, and one more was asked for") from None
-        self._given += 1
+                raise EngineError(f"the script has {self._count} answers, and one more was requested") from None
+        self._count += 1
         return Completion(text=text)
 
     def forget(self, cache_key: str) -> None:

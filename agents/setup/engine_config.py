@@ -68,11 +68,11 @@ class RendererConfig(Config):
 
 
 class ScriptedConfig(Config):
-    """Answers that somebody wrote."""
+    """Written answers, without a model."""
 
     kind: Literal["scripted"] = "scripted"
     answers: tuple[str, ...] = ()
-    """The k-th answer is given at the k-th question of every conversation."""
+    """The k-th answer is returned for the k-th request of every conversation."""
     policy: str | None = None
     """In place of answers: `module:name` of a function from a Request to the answer."""
     tokenizer: str | None = None
@@ -297,7 +297,7 @@ class Made:
 
     engine: Engine
     publish: Publish | None
-    """Version and digest of its weights; None for an engine without any, or whose weights nobody here has seen."""
+    """Version and digest of its weights; None where the engine has none, or where this process can't read them."""
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:
@@ -382,7 +382,7 @@ def _policy(config: ScriptedConfig) -> Policy:
     def in_turn(request: Request) -> str:
         k = sum(message["role"] == "assistant" for message in request.messages)
         if k >= len(answers):
-            raise EngineError(f"the script has {len(answers)} answers, and one more was asked for")
+            raise EngineError(f"the script has {len(answers)} answers, and one more was requested")
         return answers[k]
 
     return in_turn

@@ -25,6 +25,7 @@ from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMo
 from tapereel.agents.setup.engine_config import SGLangConfig
 from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.policies.player_config import check_engine
+from tapereel.finetune.policies.trainer_config import TrainerConfig
 from tapereel.tapes.records import Sampling
 
 from ..loop.lab import RENDERER
@@ -223,8 +224,8 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed() -> None:
 def test_drain_is_refused_where_the_configuration_is_read() -> None:
     engine = SGLangConfig(model="m", urls=("http://127.0.0.1:1",))
     with pytest.raises(ValueError, match=r"no pause that lets requests end; set loop\.publish=reprefill"):
-        check_engine(engine, LoopConfig(publish="drain"), "engine")
-    check_engine(engine, LoopConfig(), "engine")
+        check_engine(engine, TrainerConfig(), LoopConfig(publish="drain"))
+    check_engine(engine, TrainerConfig(), LoopConfig())
 
 
 def test_a_cancelled_request_leaves_what_was_sampled() -> None:

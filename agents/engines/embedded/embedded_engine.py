@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 PublishMode = Literal["reprefill", "drain", "stale_kv"]
 """What becomes of completions in flight. `reprefill`: their KV is computed again under the new weights (exact).
-`drain`: nobody joins until they are finished, then the weights change (exact, slower). `stale_kv`: they go on over the
-old KV; the log-probs recorded after the swap are those of no model, so this is for experiments that want to show it."""
+`drain`: no request joins until they are finished, then the weights change (exact, slower). `stale_kv`: they continue on
+the old KV; log-probs after the swap then belong to no single version of the weights, so use it in experiments only."""
 
 DEFAULT_CAPACITY = 4096
 """Tokens per slot when none is given and the model would allow more: KV memory is slots x capacity."""
@@ -128,7 +128,7 @@ class EmbeddedEngine:
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
         self._heard: set[_Flight] = set()
-        """Those that somebody listens to."""
+        """The flights with a listener."""
         self._driver: asyncio.Task[None] | None = None
         self._drains: list[asyncio.Future[None]] = []
         self._versions = {version}
@@ -336,7 +336,8 @@ class EmbeddedEngine:
         if driver is not None and driver.get_loop() is not asyncio.get_running_loop():
             if not driver.get_loop().is_closed():
                 raise EngineError("the engine is at work in another event loop; share it within one loop only")
-            self._driver = None  # its loop died with it, and with the callers: there is nobody to answer
+            # The closed loop took the callers and the driver with it: drop their state, or their slots stay occupied.
+            self._driver = None
             self._batch.evict()
             self._waiting.clear()
             self._flights.clear()
@@ -421,21 +422,24 @@ class EmbeddedEngine:
             self._wake()
 
     def _drained(self) -> None:
-        """Tell who waits for it that nothing begun is left."""
+        """Resolve the waiting drains once no completion that has begun is left."""
         if self._drains and not self._batch.rows and not any(s.ids for s in self._waiting):
             for drain in self._drains:
                 if not drain.done():
                     drain.set_result(None)
 
     def _swap(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
+        # No await in here: a decoding step between the span's end and the load would label old tokens as new ones.
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
+        # Parked KV is of the old weights: a later turn that continued on it would get log-probs of no version.
         self._batch.parked.clear()
         if mode == "stale_kv":
             for generation in self._batch.rows:
                 generation.clean = False
         else:
+            # Back to the head of the queue, in their order: their prefixes are prefilled again by the new weights.
             self._waiting.extendleft(reversed(self._batch.evict()))
         self.version = version
         self.stats.swaps += 1

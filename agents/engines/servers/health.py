@@ -1,4 +1,4 @@
-"""What an engine of servers tells about itself: sums, timers, and how its servers are.
+"""Statistics of an engine of servers: sums, timers, and the health of each server.
 
 Sums and timers only grow, so that the difference of two readings is what happened between them.
 """
@@ -33,13 +33,13 @@ class RemoteStats:
     failed: int = 0
     """Requests that ended in an error, refused and bad answers that nothing followed included."""
     cancelled: int = 0
-    """Requests whose caller didn't want them any more."""
+    """Requests that their caller cancelled."""
     publishes: int = 0
     """Versions published."""
     busy_seconds: float = 0.0
     """Wall time in which at least one request was under way."""
     longest_seconds: float = 0.0
-    """Of the slowest request: what everybody waited for."""
+    """Duration of the slowest request, in seconds."""
     timers: dict[str, float] = field(default_factory=dict)
     """Seconds by what was done: `request` (summed over requests), `publish` and `publish/pause`, `publish/update`, ...
     (its steps), `sleep`, `wake`."""

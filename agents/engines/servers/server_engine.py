@@ -127,9 +127,9 @@ class RemoteEngine:
         self._written: list[Path] = []
         self._publishing = asyncio.Lock()
         self._moment = 0
-        """Grows when a publish begins and when it ends: odd while one is under way."""
+        """Counts the beginnings and ends of weight syncs: odd while one is in progress."""
         self._mixed = 0
-        """The moment at which the last publish began that let answers go on."""
+        """The moment at which the last sync began that lets completions continue, so that they mix two versions."""
         self._broken: Exception | None = None
         self._since = 0.0
 
@@ -175,7 +175,8 @@ class RemoteEngine:
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
         if status is None or status >= 429 or isinstance(error, ForeignWeights | BadAnswer):
-            # Another server takes the conversation, and new ones: who fails at once has the least under way.
+            # Another server takes the conversation, and new ones: a server that fails at once has the fewest requests
+            # in flight, and the balance would send every new conversation to it.
             self._homes.pop(request.cache_key, None)
             self._wellness.lost(server)
 
@@ -318,7 +319,7 @@ class RemoteEngine:
         return await answered(flight.server, self._dialect, body, flight.stream, heard)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
-        """What was under way when a publish failed was sampled by nobody knows which weights."""
+        """Reject completions that were in flight during a failed weight sync: their weights are unknown."""
         if self._broken is not None:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
