@@ -1,7 +1,7 @@
 """The gateway: any program that speaks OpenAI's protocol becomes an agent whose tapes can be replayed and trained on.
 
-`Program` starts one per episode, inside a rollout or the loop; `tapereel serve gateway` serves those that somebody else
-starts. Needs the extra `http`.
+`Program` starts one per episode, inside a rollout or the loop; `tapereel serve gateway` serves programs that are
+started elsewhere. Needs the extra `http`.
 """
 
 from .gateway_control import Control

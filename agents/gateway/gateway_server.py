@@ -3,10 +3,9 @@
     GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`control.py`)
 
-A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback unless told
-otherwise. Bodies, headers and the time that either may take are bounded. What is refused is logged, without the key.
-What a request means is decided in `session.py`, what it may say in `protocol.py`, what may be sent of an answer that is
-still sampled in `streaming.py`.
+A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback by
+default. Bodies, headers and the time that either may take are bounded. Refused requests are logged, without the key.
+`gateway_session` answers requests, `openai_protocol` parses them, and `streaming` decides what can be sent early.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ except ModuleNotFoundError as _error:
 log = logging.getLogger("tapereel.gateway")
 
 REMEMBERED = 10_000
-"""Keys of ended tapes that are told from keys that never were."""
+"""How many keys of ended tapes are remembered, to tell them from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
 PREFIX = "sk-tape-"
-"""What every key of a tape begins with."""
+"""Prefix of every key of a tape."""
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Where one listens that listens on every address -> where it is found from the same machine."""
 _HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
@@ -68,18 +67,18 @@ class ControlRoutes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a client may cost the gateway."""
+    """Limits of what a client may use of the gateway."""
 
     body: int = 8 * 1024 * 1024
     """Bytes of a request."""
     body_seconds: float = 30.0
-    """In which all of it must have come."""
+    """Time limit for the body of a request."""
     header_seconds: float = 30.0
-    """In which a request's headers must have come, counted from the connection or from the answer before."""
+    """Time limit for a request's headers, from the connection or the previous answer."""
     write_seconds: float = 60.0
-    """In which a client must have taken what it is sent; of a stream, each piece."""
+    """Time limit for a client to take an answer, or each piece of a stream."""
     quiet_seconds: float = 15.0
-    """Without anything to send in a stream, after which a comment is sent, so that nobody takes it for dead."""
+    """Silence in a stream after which a comment is sent, so that the client doesn't time out."""
     hold_seconds: float = 60.0
     """How long a request is held while weights change, before it is refused with 429 and Retry-After."""
 
@@ -108,11 +107,11 @@ class Gateway:
         self.held = 0
         """Requests that wait for weights to be changed."""
         self.refused = 0
-        """Requests that were refused, for whatever reason."""
+        """Refused requests."""
 
     @property
     def url(self) -> str:
-        """What `OPENAI_BASE_URL` should be, for whoever is on this machine."""
+        """The value of `OPENAI_BASE_URL` for programs on this machine."""
         host = EVERYWHERE.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
@@ -166,7 +165,7 @@ class Gateway:
         return key
 
     def shut(self, key: str) -> None:
-        """The key opens nothing from now on."""
+        """Revoke the key."""
         digest = _digest(key)
         if self._sessions.pop(digest, None) is not None:
             self._ended[digest] = None
@@ -186,7 +185,7 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         key = bearer(request.headers.get("Authorization"))
-        # By digest: how long the look-up takes says nothing of a key that is there.
+        # By digest: the time of the look-up reveals nothing about existing keys.
         session = self._sessions.get(_digest(key))
         if session is not None:
             return session
@@ -202,7 +201,7 @@ class Gateway:
         self._resumed.clear()
 
     def resume(self) -> bool:
-        """As before `pause`; whether somebody else still pauses."""
+        """Undo one `pause`; returns whether another one is still in effect."""
         self._paused = max(self._paused - 1, 0)
         if not self._paused:
             self._resumed.set()
@@ -232,7 +231,7 @@ class Gateway:
                     code="weights_changing",
                     headers={"Retry-After": "1"},
                 )
-            # An engine says nothing when it is done, so it is looked at now and again.
+            # The engine doesn't signal the end of its weight sync, so it is polled.
             try:
                 await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
             except TimeoutError:
@@ -270,7 +269,7 @@ class Gateway:
             status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
         )
         if not request.content.is_eof():
-            # What is left of the body is not worth reading.
+            # The rest of the body is not read: the connection is closed.
             response.force_close()
         return response
 
@@ -324,7 +323,7 @@ class Gateway:
             self._count(request, told)
             await self._write(request, response, _events([told.body]))
         finally:
-            # Where the client has gone, or takes nothing, what was sampled is recorded before this returns.
+            # When the client is gone, the tokens sampled so far are recorded before this returns.
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():

@@ -26,14 +26,14 @@ from .openai_protocol import ChatAnswer, ChatRequest, Refused, read_calls, token
 from .streaming import Live
 
 SHOWN = 2000
-"""Characters of an exchange that its step shows; the call has all of them."""
+"""Characters of an exchange that its step contains; the call has the whole text."""
 
 
 class Session:
     """`answer = await session.ask(request)`, as often as the program likes, until it is closed. Single use."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """`follow`: temperature and top_p are what the program asks for, where it does; False: the run's own hold."""
+        """follow: temperature and top_p of the program's request apply; False: those of the run."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
@@ -42,19 +42,19 @@ class Session:
         self._sent: dict[str, tuple[Message, Message]] = {}
         """Id of a tool call that was sent -> (the message as it was sent, as it is recorded)."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
-        self._told: dict[str, Use] = {}
+        self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what must end the episode, whatever the program makes of it: a store that fails, a replay that is
-        over, an error of our own."""
+        """Set to the exception that must end the episode, whatever the program does: a failing store, the end of a
+        replay, an error of Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure, unless it has answered since."""
         self.limited: LimitReached | None = None
-        """The limit for which a request was refused; what the program makes of that doesn't change how it ends."""
+        """The limit for which a request was refused; the episode ends with it, whatever the program does."""
         self.heard_at = time.monotonic()
-        """When the last request came or was answered."""
+        """When the last request arrived or was answered (monotonic seconds)."""
         self.held = 0
-        """Requests that wait for weights to be changed; they come to `ask` then."""
+        """Requests that wait for a weight sync before they reach `ask`."""
 
     @property
     def id(self) -> str:
@@ -63,12 +63,12 @@ class Session:
 
     @property
     def busy(self) -> int:
-        """Requests under way, or held."""
+        """Requests in flight or held."""
         return len(self._asking) + self.held
 
     @property
     def changing(self) -> bool:
-        """Whether the engine's weights are being replaced, and questions would only wait."""
+        """Whether the engine's weights are being replaced, so that requests would wait."""
         return isinstance(self._engine, TrainableEngine) and self._engine.changing
 
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
@@ -140,10 +140,10 @@ class Session:
             raise
         self.failed = None
         if use is not None:
-            self._told[reply.call] = use
+            self._declared[reply.call] = use
         answer = self._answer(request, reply, name, live)
         if live is not None and not live.end(answer.text):
-            self._told[reply.call] = "discarded"
+            self._declared[reply.call] = "discarded"
             raise Refused(
                 502,
                 "the model failed in the midst of this answer and answered otherwise when it was asked "
@@ -179,27 +179,27 @@ class Session:
         return answer
 
     async def exchanges(self) -> AsyncIterator[Exchange]:
-        """Each question with its answer, in the order of the answers, until the session is over."""
+        """Each request with its answer, in the order of the answers, until the session ends."""
         while (exchange := await self._exchanges.get()) is not None:
             yield exchange
 
     def over(self) -> None:
-        """Nothing more is asked: `exchanges` ends behind those that were answered."""
+        """No further requests: `exchanges` ends after the answered ones."""
         self.closed = True
         self._exchanges.put_nowait(None)
 
     async def close(self) -> None:
-        """Give up what is under way, which is recorded, and say which calls are the agent's. Never asked again."""
+        """Cancel and record the requests in flight, then record which calls are the agent's. Final."""
         self.closed = True
         for asking in self._asking:
             asking.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
         if self.broken.done():
-            self.broken.exception()  # it was seen, or the episode ended before it mattered
+            self.broken.exception()  # read, so that asyncio doesn't log it as never retrieved
         else:
             self.broken.cancel()
-            for label in label_calls(self._record, self._told):
+            for label in label_calls(self._record, self._declared):
                 self._llm.recorder.add_layer(label)
 
     # Inside
@@ -209,7 +209,7 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """The message as it is on the tape, where it is an answer of ours with tool calls."""
+        """The message as recorded, where it repeats an answer with tool calls that the gateway sent."""
         calls = message.get("tool_calls") or ()
         sent = self._sent.get(calls[0]["id"]) if calls else None
         if sent is not None and sent[0] == message:
@@ -233,7 +233,7 @@ class Session:
 
 
 def ended() -> Refused:
-    """The tape that a key stands for takes no more requests."""
+    """The error for the key of an ended tape."""
     return Refused(
         403,
         "the tape of this key has ended",
@@ -256,13 +256,13 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """A name by the messages up to the first that isn't the system's: the same for all that grows from them."""
+    """A name from the messages up to the first that isn't a system message: the same for every continuation."""
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _plain(message: Message) -> Message:
-    """A message as it is read when a client sends it back."""
+    """A message as a client sends it back."""
     return {**message, "content": message["content"] or ""}
 
 

@@ -1,16 +1,15 @@
-"""Which calls of a program go on from which, and which of them are the agent's: facts for a tape, as `Label` layers.
+"""Finds which calls of a program continue which, and which are the agent's own; recorded as `Label` layers.
 
-A call goes on from another iff its prompt begins with all of the other's tokens, whichever was recorded first: a parent
-may come late (an answer that was cut off is recorded when its client has gone, which may be after the next question).
+A call continues another iff its prompt begins with all of the other's tokens, whatever the order of the records: a
+parent may be recorded late (a cut-off answer is recorded when its client disconnects, maybe after the next request).
 Then, of all calls with an answer:
 
     auxiliary  other system messages or tools than those of most calls: summaries, titles, helpers
-    discarded  the same prompt asked again after an answer came, and not gone on from; a branch that was left, since
-               the program went back to an earlier answer and asked on from there; an answer that nobody waited for
+    discarded  the same prompt asked again after an answer came, and never continued; an abandoned branch, where
+               the program returned to an earlier answer and continued there; an answer whose client was gone
     agent      everything else
 
-Questions that were asked at the same time are no retries of each other, and no branches that were left. It knows
-nothing of HTTP, rewards or files.
+Concurrent requests are neither retries of each other nor abandoned branches.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ USES: tuple[Use, ...] = ("agent", "auxiliary", "discarded")
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One call that gave something."""
+    """One answered call."""
 
     call: Call
     place: int
-    """In the order of recording."""
+    """Position in the order of recording."""
     identity: str
     """Whose words these are: that of the first call that it follows from."""
     asked: str
@@ -47,7 +46,7 @@ class _Node:
     use: Use = "agent"
 
     def __iter__(self) -> Iterator[_Node]:
-        """This call, and all that follows from it."""
+        """This call and all calls that continue it."""
         left = [self]
         while left:
             node = left.pop()
@@ -56,11 +55,11 @@ class _Node:
 
     @property
     def ended(self) -> float:
-        """When the last call of what follows from this one was answered."""
+        """When the last of these calls was answered."""
         return max(node.call.at for node in self)
 
     def mark(self, use: Use) -> None:
-        """This call, and all that follows from it."""
+        """This call and all calls that continue it."""
         for node in self:
             node.use = use
 
@@ -94,7 +93,7 @@ def _identity(tape: Tape, call: Call) -> str:
 
 
 def extends(tape: Tape, call: Call) -> bool:
-    """Whether the call was recorded as one that goes on from its base."""
+    """Whether the record says that the call extends its base."""
     if call.base is None:
         return False
     base = tape.call(call.base)
@@ -104,7 +103,7 @@ def extends(tape: Tape, call: Call) -> bool:
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
-    """Set every parent; gives those that aren't as recorded: call -> the call that it goes on from."""
+    """Set every parent; returns those that differ from the record: call -> the call that it continues."""
     late: dict[str, str] = {}
     roots: list[_Node] = []
     for node in nodes.values():
@@ -161,7 +160,7 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 
 
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
-    """Of calls that asked and answered the same, what follows goes on from the last: who can tell which was meant?"""
+    """Among calls with equal prompt and answer, the last one is the parent: the tokens can't tell them apart."""
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
         siblings = levels.pop()
@@ -201,7 +200,7 @@ def _judge(nodes: dict[str, _Node]) -> None:
 
 
 def _families(nodes: list[_Node]) -> list[list[_Node]]:
-    """Those that asked the same."""
+    """The calls with the same prompt."""
     found: dict[str, list[_Node]] = defaultdict(list)
     for node in nodes:
         found[node.asked].append(node)
@@ -219,7 +218,7 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """What was answered to its end before the program asked on otherwise from the same answer was left."""
+    """A branch was abandoned if it was answered completely before the program continued its parent in another way."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

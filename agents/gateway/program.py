@@ -1,9 +1,8 @@
-"""A program outside as an agent: it is started with the address and key of its tape, and what it says is its action.
+"""An external program as an agent: it gets the address and key of its tape, and its output is its action.
 
 The program is any that speaks OpenAI's protocol: a command line, which finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in
 its environment, or an async function, which is given both. It is shown the newest observation and answers with text.
-Between the two it may ask the model as often as it likes; each question is a call on the tape. It knows nothing of how
-requests are served (`server.py`) or linked (`linking.py`).
+Between the two it may ask the model as often as it likes; each question is a call on the tape.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from .gateway_server import Gateway
 from .gateway_session import Session
 
 LONGEST = 1024 * 1024
-"""Bytes that a program may say."""
+"""Maximum bytes of a program's output."""
 GRACE = 2.0
-"""Seconds between asking a program to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 KILL = 10.0
-"""Seconds that the system may take to end what it was told to."""
+"""Seconds to wait for a killed process to end."""
 DRAIN = 1.0
-"""Seconds in which what a program printed must have come once it and what it started are gone."""
+"""Seconds to read the rest of a program's output after it and its children ended."""
 _ERRORS = 4000
-"""Bytes of what it complained about last that are kept."""
+"""Last bytes of stderr that are kept."""
 
 
 class ProgramFailed(TapereelError, RuntimeError):
-    """The program ended with an error or said too much: the agent's fault. Says what it printed last."""
+    """The program ended with an error or printed too much: an error of the agent. Quotes its last output."""
 
 
 class Endpoint(NamedTuple):
@@ -112,7 +111,7 @@ class Program(Agent):
 
 
 async def _outcome(running: asyncio.Future[str], session: Session) -> str:
-    """What the program said, or why the episode ends without it."""
+    """The program's output, or the reason why the episode ends without it."""
     if session.broken.done():
         session.broken.result()
     try:
@@ -131,7 +130,7 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 
 
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
-    """Run a command to its end, and give what it printed."""
+    """Run a command to its end, and return its output."""
     inline = any("{task}" in word for word in words)
     transport, ran = await asyncio.get_running_loop().subprocess_exec(
         _Ran,
@@ -204,7 +203,7 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 def _end_strays(key: bytes) -> None:
     """Whoever left the session has the key of this tape in its environment still, as nobody else has."""
-    for _ in range(10):  # what is killed may be starting another one
+    for _ in range(10):  # a killed process may just have started another one
         found = [pid for pid in map(int, filter(str.isdigit, _processes())) if key in _environment(pid)]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -231,7 +230,7 @@ def _is_async(function: Any) -> bool:
 
 
 class _Shared:
-    """The gateway of one event loop, served while anybody uses it."""
+    """The gateway of one event loop, served while at least one program uses it."""
 
     def __init__(self) -> None:
         self.users = 0

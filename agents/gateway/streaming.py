@@ -1,4 +1,4 @@
-"""One answer while it is sampled: which of its text may be sent already, so that all that is sent is the answer.
+"""Streams an answer while it is sampled: decides which text can be sent, so that the sent text is the final answer.
 
 What is held back: characters without all their bytes, what may be the beginning of a `stop`, and with tools whatever
 may be the beginning of a call. It knows nothing of HTTP, tapes or engines.
@@ -16,11 +16,11 @@ from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from .openai_protocol import ChatRequest
 
 TAG = "<tool_call>"
-"""What begins a call that the model writes into its text."""
+"""The beginning of a function call that the model writes into its text."""
 
 
 class Pieces:
-    """Ids to text that may be sent, for one answer."""
+    """Turns the ids of one answer into text that can be sent."""
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], *, tools: bool) -> None:
         self._decoder, self._stops, self._tools = decoder, stops, tools
@@ -28,7 +28,7 @@ class Pieces:
         self._begun = False
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that may be sent by now, without what was given before."""
+        """The further text that can be sent now."""
         self._held += self._decoder.feed(ids)
         n = self._free()
         piece, self._held = self._held[:n], self._held[n:]
@@ -36,7 +36,7 @@ class Pieces:
         return piece
 
     def _free(self) -> int:
-        """How many of the characters that are held belong to the answer, however it goes on."""
+        """How many of the held characters belong to the answer, whatever follows."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
         if not self._tools:
@@ -54,14 +54,14 @@ def _before(text: str, word: str) -> int:
 
 
 class Live:
-    """An answer on its way to a client: heard from the engine, taken by whoever sends it. Single use."""
+    """The answer of one request: a listener of the engine, read by the HTTP handler. Single use."""
 
     def __init__(self, request: ChatRequest) -> None:
         self.id = ""
         """Of the answer; empty until it is asked for."""
         self.created = int(time.time())
         self.sent = ""
-        """All the text that was taken."""
+        """All text that was sent."""
         self.moved = asyncio.Event()
         """Set when there may be more to take, or the answer is there."""
         self._request = request
@@ -69,7 +69,7 @@ class Live:
         self._pieces: Pieces | None = None
         self._new = array("i")
         self._again = ""
-        """Of a try after one that failed: what must come once more of that which was sent."""
+        """After a failed attempt: the sent text that the new attempt must repeat."""
         self._parted = False
 
     def open(self, id: str, renderer: Any) -> None:
@@ -77,12 +77,12 @@ class Live:
         self.id, self._renderer = id, renderer
 
     def tokens(self, ids: array[int]) -> None:
-        """As a `Listener`."""
+        """`Listener.tokens`."""
         self._new += ids
         self.moved.set()
 
     def again(self) -> None:
-        """As a `Listener`: what comes now must begin with what was sent."""
+        """`Listener.again`: the new attempt must begin with the text that was sent."""
         self._new, self._pieces = array("i"), None
         self._again, self._parted = self.sent, False
 
@@ -115,6 +115,6 @@ class Live:
         return text[n:]
 
     def end(self, text: str) -> bool:
-        """The answer is there, and nothing more is taken. Whether what was sent is its beginning."""
+        """The answer is complete. Returns whether the sent text is its beginning."""
         self._new, self._parted = array("i"), True
         return text.startswith(self.sent)

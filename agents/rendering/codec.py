@@ -1,9 +1,8 @@
 """Text to token ids and back, with control tokens only where the chat template wrote them.
 
 A *control token* is an added token that is special, or that the chat template spells out. Content that happens to
-contain the text of one is broken behind its first character by a private mark; text is encoded piece by piece between
-marks, so no tokenizer can read the text as the token. This module knows nothing of messages that were sampled, of
-tracks or of engines.
+contain the text of a control token is split after its first character by a private mark. Text is encoded piece by piece
+between marks, so no tokenizer can read the text as the token.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ class NoChatTemplate(RenderError, UsageError):
 
 
 class SpecialText(RenderError):
-    """Content holds the text of a control token, and the renderer was told to refuse it (or can't split it)."""
+    """Content holds the text of a control token, and the renderer's `special_text` is "refuse" (or it can't be
+    split)."""
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a transformers fast tokenizer."""
+    """The part of a transformers fast tokenizer that this module uses."""
 
     chat_template: Any
 
@@ -49,7 +49,7 @@ class ChatTokenizer(Protocol):
 
 
 class Codec:
-    """Encodes and decodes with a tokenizer's backend, apart from whatever else uses the tokenizer."""
+    """Encodes and decodes with its own copy of a tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
         """`literals` is the text that the chat template itself writes."""
@@ -59,7 +59,8 @@ class Codec:
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
                 "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
             )
-        # A copy: padding, truncation and special-splitting are state of the backend that other callers switch.
+        # A copy: padding, truncation and special-splitting are state of the backend, which other users of the tokenizer
+        # change.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -76,13 +77,13 @@ class Codec:
         self.special: frozenset[str] = frozenset(
             token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
         )
-        """Those that the tokenizer itself calls special."""
+        """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
-        """Ids that plain text never gives; the unknown token is what some plain text gives."""
+        """Ids that plain text never encodes to. The unknown token is not among them."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
-        """Ids of single bytes, where the tokenizer has them: what a run of them reads as hangs on all of it."""
+        """Ids of single bytes, where the tokenizer has them. A run of them can only be decoded as a whole."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
 
@@ -152,8 +153,8 @@ class Codec:
         return self._backend.encode(text, add_special_tokens=False).ids if text else []
 
     def _following(self, text: str, after: int) -> list[int]:
-        """As if encoded right behind `after`: SentencePiece puts a space before a text's first word, and some control
-        tokens swallow the white space behind them."""
+        """The ids of `text` as encoded right after the id `after`: SentencePiece puts a space before a text's first
+        word, and some control tokens swallow the white space behind them."""
         if after not in self._ids:
             return self._middle(text)
         ids = self._raw(self.token(after) + text)
@@ -166,12 +167,12 @@ class Codec:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    # In this order a token stands before those that it starts with.
+    # Longest match first: a token that is the beginning of another one must not match in its place.
     return re.compile("|".join(map(re.escape, sorted(tokens, reverse=True))) or "(?!)")
 
 
 def plain(text: str) -> str:
-    """Marked text as it was before it was marked."""
+    """The text without its marks."""
     return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
 
 

@@ -1,15 +1,16 @@
 """Token in, token out: the prompt of the next call is the ids of an earlier one plus the ids of what came after.
 
-The template is rendered in full for every prompt, since only then can it be seen whether it rewrote history. Where it
-did not, the ids of the earlier prompt and the *sampled* completion are kept as they are, in whatever way they were
-tokenized, and only the text behind them is encoded. Where it did, `history` decides:
+The template is rendered in full for every prompt, because only that shows whether it rewrote history. Where it did not,
+the ids of the earlier prompt and the *sampled* completion are kept unchanged, and only the text after them is encoded.
+Encoding sampled text again could give other ids than those that were sampled, and train on the wrong tokens. Where the
+template rewrote history, `history` decides:
 
 - `sampled` keeps what was sampled, as long as nothing but earlier answers was rewritten (thinking dropped, white space
   trimmed); a change of anything else (tools, system prompt, observations) starts a new row;
 - `template` starts a new row at every rewrite, so that the model always reads what the template says.
 
-A new row says why in `Rendered.split`. The end of an answer that was cut off (by length or by a canceller) is added as
-context; no id is ever put into a completion. This module knows nothing of tapes, doors or weights.
+`Rendered.split` says why a new row starts. The end of an answer that was cut off (by length or cancellation) is added
+as context; no id is ever added to a completion.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .incremental_decoder import IncrementalDecoder
 from .template import Template, template_text
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
-"""Unicode noncharacters, one of which stands for the text of answers where that must not matter."""
+"""Unicode noncharacters. One of them replaces the text of answers where that text must not matter."""
 
 __all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
 
@@ -45,15 +46,15 @@ class Track:
     """One conversation up to and including the answer of one call. Made by `Renderer.track` or `Renderer.retrack`."""
 
     call: str
-    """Id of the call that gave the last answer."""
+    """Id of the call of the last answer."""
     messages: tuple[Message, ...]
     """The conversation, that answer included."""
     ids: array[int]
     """All ids, prompt and completion (int32)."""
     completion: array[int]
-    """The last of `ids`: what was sampled (int32), with the turn-ending id if the answer came to its end."""
+    """The last of `ids`: what was sampled (int32), with the turn-ending id unless the answer was cut off."""
     tools: tuple[dict[str, Any], ...] | None
-    """The tools that were offered; None for none."""
+    """The offered tools; None without tools."""
     text: str
     """The prompt as the template rendered it; control-token text of content is marked in it."""
     marked: tuple[Message, ...]
@@ -64,7 +65,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rendered:
-    """The prompt of one call, as what it adds to an earlier one: ids = base.ids[:keep] + new."""
+    """The prompt of one call, as its difference from an earlier one: ids = base.ids[:keep] + new."""
 
     base: Track | None
     """The track that `keep` and `keep_messages` count in; None when nothing is shared."""
@@ -115,11 +116,11 @@ class Renderer:
             ("special_text", special_text, ("split", "refuse")),
         ):
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
+                raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, known))}")
         self.history = history
         self.special_text = special_text
         self.template_kwargs: Mapping[str, Any] = dict(template_kwargs or {})
-        """What the template is given beside messages and tools."""
+        """Arguments of the template besides messages and tools."""
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self._framing = self._codec.pattern(self._template.framing)
@@ -131,7 +132,7 @@ class Renderer:
         self.template_hash: str = self._template.hash
         """SHA-256 (hex) of the chat template and its arguments."""
         self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text)
-        """SHA-256 (hex) of all that decides how authored text becomes ids."""
+        """SHA-256 (hex) of everything that determines the ids of authored text."""
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, tracks: Sequence[Track] = ()
@@ -205,7 +206,7 @@ class Renderer:
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
-        """The ids an engine would have sampled to say `reply`, the turn-ending one included: for text that nobody
+        """The ids that an engine would have sampled for `reply`, the turn-ending one included: for text that no model
         sampled."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
@@ -232,12 +233,12 @@ class Renderer:
     def authored(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[array[int], array[int]]:
-        """(prompt ids, completion ids) of an answer that nobody sampled."""
+        """(prompt ids, completion ids) of an answer that no model sampled."""
         rendered = self.prompt(messages, tools)
         return rendered.ids, self.completion(rendered, reply)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a completion without what ends the answer; every other control token is spelled out."""
+        """Text of a completion without its turn-ending tokens; other control tokens are spelled out."""
         n = len(ids)
         while n and ids[n - 1] in self.end_ids:
             n -= 1
@@ -251,7 +252,7 @@ class Renderer:
         )
 
     def probe(self) -> list[str]:
-        """What this template would change of history or can't take, a sentence each; for a report at start."""
+        """Sentences about what this template rewrites in history and what it can't render; for a report at start."""
         return self._template.findings()
 
     def _mark(
@@ -264,7 +265,7 @@ class Renderer:
         return marked, self._codec.mark(tools, "a tool's definition") if tools else None
 
     def _mark_one(self, message: Message, index: int) -> Message:
-        """An answer may hold the control tokens that belong inside answers (thinking, tool calls), nothing else may."""
+        """Marks control tokens in a message. Only answers may hold some: those of thinking and tool calls."""
         role = message.get("role")
         only = self._framing if role == "assistant" else None
         content = message.get("content")
@@ -317,9 +318,9 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """What follows the base's answer when the template rewrote earlier answers.
+        """The text after the base's answer, where the template rewrote earlier answers.
 
-        The base's answers are blanked, so that what differs between its prompt and this one is not their text.
+        The answers are replaced by a blank in both renderings, so that their text makes no difference.
         """
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:

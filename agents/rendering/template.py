@@ -1,4 +1,4 @@
-"""A chat template and what can be found out by asking it: how it ends an answer, how it frames turns, what it rewrites.
+"""A chat template and its properties, found by rendering probes: how it ends an answer, frames turns, rewrites history.
 
 Nothing here is guessed from a model's name: small conversations are rendered and read. This module knows nothing of
 token ids that were sampled.
@@ -58,7 +58,7 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
-        # Held here, so that what is rendered is what the hash says whatever becomes of the tokenizer's own.
+        # Copied, so that the rendered text matches the hash also when the tokenizer's template is changed later.
         template = tokenizer.chat_template
         self._by_name: dict[str, str] = dict(template) if isinstance(template, Mapping) else {"default": template}
         try:
@@ -103,7 +103,7 @@ class Template:
             ) from error
 
     def findings(self) -> list[str]:
-        """What this template would change of history or can't take, a sentence each."""
+        """Sentences: what this template rewrites in history, and what it can't render."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
         if "strftime_now" in self._source:
             found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")

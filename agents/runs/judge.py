@@ -1,13 +1,13 @@
-"""Judges: a model that says what an episode is worth, by a rubric, or which of two is better.
+"""Judges: a model grades an episode by a rubric, or chooses the better of two.
 
-1. A judge reads a transcript that another model wrote, so the transcript stands between marks that follow from its own
-   content, and is said to be data. That makes injected instructions harder, not impossible.
-2. Of a pair each order is asked. A judge that prefers the same place twice has said nothing: that is a tie, and the
-   share of such pairs is a metric (`order`).
-3. Each question and answer is evidence on the reward record, with what it cost as far as the engine says. An answer
-   that can't be read is asked for again, with another seed, and then leaves the tape unscored.
+1. Another model wrote the transcript that a judge reads. So the transcript stands between marks derived from a hash of
+   its content, and the prompt declares it data. That makes prompt injection harder, not impossible.
+2. Each pair is asked in both orders. A judge that prefers the same position twice gives no information: that counts as
+   a tie, and the share of such pairs is a metric (`order`).
+3. Every question and answer is evidence on the reward record, with its usage as far as the engine reports it. After an
+   answer that can't be parsed the judge is asked again with another seed; after `tries` the tape stays unscored.
 
-Judges need runtime (`pure=False`): `rescore` measures them anew and verifies nothing.
+Judges are not pure (`pure=False`): `rescore` asks them again and verifies nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import JsonValue
@@ -25,10 +25,11 @@ from ...envs.rewards.samples import as_script, reference_of, sample_of
 from ...tapes import Message, Sampling, Tape, TapereelError
 from ..engines.engine import Completion, Engine, EngineError, Request
 from ..episode.seeds import derive_seed
+from .scheduler import run_all
 
 ReadT = TypeVar("ReadT")
 CHARACTERS = 40_000
-"""Of a transcript; of a longer one the middle is left out."""
+"""Maximum length of a transcript; the middle of a longer one is left out."""
 GRADE = """You grade the work of an assistant by this rubric:
 
 {rubric}
@@ -50,7 +51,7 @@ Better: TIE"""
 
 
 class Unjudged(TapereelError, ValueError):
-    """The judge's answers could not be read, however often it was asked."""
+    """None of the judge's answers could be parsed."""
 
     def __init__(self, message: str, evidence: JsonValue) -> None:
         super().__init__(message)
@@ -59,7 +60,7 @@ class Unjudged(TapereelError, ValueError):
 
 
 class Judge:
-    """A model behind an engine, asked outside of any episode."""
+    """A model that is asked outside of any episode."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class Judge:
         seed: int = 0,
     ) -> None:
         """
-        sampling: None: greedy at first, at temperature 1 when an answer couldn't be read.
-        tries: answers that are asked for in all, where one can't be read or the engine fails for the moment.
-        timeout: seconds of one answer. concurrency: questions at once.
+        sampling: None: greedy at first, then temperature 1 after an answer that can't be parsed.
+        tries: requests in all, after answers that can't be parsed and after passing errors of the engine.
+        timeout: seconds of one answer. concurrency: requests in flight.
         """
         if tries < 1 or concurrency < 1:
             raise ValueError(f"tries and concurrency must be at least 1, not {tries} and {concurrency}")
@@ -84,8 +85,8 @@ class Judge:
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def ask(self, system: str, user: str, read: Callable[[str], ReadT]) -> tuple[ReadT, JsonValue]:
-        """(what `read` makes of the answer, the evidence). `read` raises ValueError for what it can't read.
-        Unjudged where no answer can be read; EngineError where the engine fails for good."""
+        """(the answer as parsed by `read`, the evidence). `read` raises ValueError for an answer that it can't parse.
+        Unjudged where no answer can be parsed; EngineError where the engine fails permanently."""
         messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         asked: list[JsonValue] = []
         problem = ""
@@ -107,7 +108,7 @@ class Judge:
             except ValueError as error:
                 problem = str(error)
         raise Unjudged(
-            f"judge {self.engine.name} gave no answer that can be read in {self.tries} tries: {problem}",
+            f"judge {self.engine.name} gave no answer that can be parsed in {self.tries} tries: {problem}",
             self._evidence(messages, asked),
         )
 
@@ -130,7 +131,7 @@ class Judge:
 
 
 def _cost(found: Completion) -> dict[str, JsonValue]:
-    """Tokens and dollars as far as they are known, and what failed before the answer came."""
+    """Usage (tokens, dollars) as far as it is known, and the errors before the answer."""
     usage = found.usage.model_dump(exclude_none=True)
     failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
     return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}
@@ -147,11 +148,11 @@ def judge_reward(
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """A source that gives the judge's grade, from 0 for `low` to 1 for `high`.
+    """A reward source with the judge's grade, scaled from 0 (`low`) to 1 (`high`).
 
-    show: what the judge sees of a tape; None: the conversation and, where the task has one, the right answer."""
+    show: the text of a tape for the judge; None: the conversation and, where the task has one, the right answer."""
     if not low < high:
-        raise ValueError(f"a grade from {low:g} to {high:g} is none: low must be below high")
+        raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
     asked = _judge(judge)
     system = GRADE.format(rubric=rubric.strip(), low=low, high=high)
 
@@ -161,7 +162,7 @@ def judge_reward(
             raise ValueError(f"no line `Score: NUMBER` in {text[-200:]!r}")
         grade = float(found[-1])
         if not low <= grade <= high:
-            raise ValueError(f"a grade of {grade:g}, which is not from {low:g} to {high:g}")
+            raise ValueError(f"the grade {grade:g} is outside {low:g} to {high:g}")
         return (grade - low) / (high - low)
 
     async def score(tape: Tape) -> Scored:
@@ -182,8 +183,8 @@ def pairwise_reward(
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 3600.0,
 ) -> RewardSource[Any]:
-    """A source that gives the share of pairs that an attempt wins, a tie being half, and as a metric the share in which
-    the judge went by the order (`order`).
+    """A reward source with the share of pairs that an attempt wins (a tie counts half). Its metric `order` is the share
+    of pairs in which the judge's choice depended on the order.
 
     Without `against` it compares the attempts of a group, each with all others, or with `rivals` of them (an even
     number: those next to it). With it, each attempt with the text that `against` gives for it, a baseline's work.
@@ -195,28 +196,28 @@ def pairwise_reward(
     text = show or shown
 
     async def versus(one: str, other: str) -> tuple[float, bool, list[JsonValue]]:
-        """(what the first one wins, whether the order decided, evidence)."""
-        (a, told), (b, again) = await asyncio.gather(
+        """(share that `one` wins, whether the order decided, evidence)."""
+        (a, evidence), (b, swapped) = await asyncio.gather(
             asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better),
             asked.ask(system, f"{_marked('first', other)}\n\n{_marked('second', one)}", _better),
         )
-        return (a + 1 - b) / 2 if a == 1 - b else 0.5, a == b != 0.5, [told, again]
+        return (a + 1 - b) / 2 if a == 1 - b else 0.5, a == b != 0.5, [evidence, swapped]
 
     async def alone(tape: Tape) -> Scored:
         assert against is not None
-        wins, by_order, told = await versus(text(tape), against(tape))
-        return _wins([wins], [by_order], told)
+        wins, by_order, evidence = await versus(text(tape), against(tape))
+        return _wins([wins], [by_order], evidence)
 
     async def compared(tapes: Sequence[Tape]) -> list[Scored | None]:
         texts = [text(tape) for tape in tapes]
         pairs = _pairs(len(tapes), rivals)
-        results = await _all(versus(texts[i], texts[j]) for i, j in pairs)
+        results = await run_all(pairs, lambda pair: versus(texts[pair[0]], texts[pair[1]]))
         scores: list[Scored | None] = []
         for k in range(len(tapes)):
             own = [(i, j, *result) for (i, j), result in zip(pairs, results, strict=True) if k in (i, j)]
             wins = [share if i == k else 1 - share for i, _, share, _, _ in own]
-            told = [{"rival": tapes[j if i == k else i].id, "asked": asked} for i, j, _, _, asked in own]
-            scores.append(_wins(wins, [by_order for _, _, _, by_order, _ in own], told) if own else None)
+            evidence = [{"rival": tapes[j if i == k else i].id, "asked": asked} for i, j, _, _, asked in own]
+            scores.append(_wins(wins, [by_order for _, _, _, by_order, _ in own], evidence) if own else None)
         return scores
 
     if against is not None:
@@ -266,17 +267,3 @@ def _wins(wins: Sequence[float], by_order: Sequence[bool], evidence: JsonValue |
         evidence=evidence,
         weights={"order": 0.0},
     )
-
-
-async def _all(questions: Any) -> list[Any]:
-    """As `gather`, but one that fails cancels the others: their answers would be paid for and thrown away."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_as_coroutine(question)) for question in questions]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from failed
-    return [task.result() for task in tasks]
-
-
-async def _as_coroutine(question: Awaitable[Any]) -> Any:
-    return await question

@@ -1,8 +1,7 @@
-"""What an evaluation says, and how sure it is of it: mean reward, pass@k, and the difference of two evaluations.
+"""The scores of an evaluation with their uncertainty: mean reward, pass@k, and the difference of two evaluations.
 
-Attempts at one task are not independent, tasks are: every number is a mean over tasks of what each task's attempts
-give, and every interval is about which tasks were drawn. An attempt that nobody scored is neither a success nor zero:
-it is counted and left out.
+Tasks are independent, attempts at one task are not. So every number is a mean over tasks, and every interval expresses
+which tasks were drawn. An unscored attempt is neither a success nor zero: it is counted and left out.
 
     pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k),   n scored attempts of the task, c of them successes
 
@@ -10,12 +9,12 @@ it is counted and left out.
 
 1. A task with fewer than k scored attempts has no unbiased estimate; it is left out of pass@k, and counted as `short`.
 2. The interval of pass@k is Wilson's, with an effective number of tasks p (1 - p) / (s^2 / N), at least N. s^2 is the
-   variance of the tasks' estimates, drawn by one part in N to the largest there can be, p (1 - p): few tasks that agree
-   prove little. For one attempt per task that is Wilson's own interval.
+   variance of the tasks' estimates, shrunk by one part in N towards its maximum, p (1 - p), because a few tasks that
+   agree are little evidence. For one attempt per task that is Wilson's own interval.
 3. The interval of a mean reward, and of a difference, is the percentile bootstrap over tasks, its tails widened for few
    tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
 
-Standard library only. It knows nothing of tapes and engines.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ...tapes.errors import TapereelError
 from ...tapes.value import Value
 
 LEVEL = 0.95
-"""Of every interval."""
+"""Confidence level of every interval."""
 RESAMPLES = 2000
-"""Of a bootstrap."""
+"""Resamples of a bootstrap."""
 
 
 class NothingInCommon(TapereelError, ValueError):
@@ -41,14 +40,14 @@ class NothingInCommon(TapereelError, ValueError):
 
 
 class Interval(Value):
-    """A number and where it lies with a confidence of 95 %."""
+    """A number with its 95 % confidence interval."""
 
     value: float
     low: float | None
-    """None, as `high`, where one task alone says nothing of the others."""
+    """None, like `high`, with a single task: it says nothing about the variance over tasks."""
     high: float | None
     tasks: int
-    """How many it is a mean over."""
+    """Number of tasks that the mean is over."""
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -57,7 +56,7 @@ class Interval(Value):
 
 
 class Scores(Value):
-    """What an evaluation came to."""
+    """The scores of one evaluation."""
 
     reward: Interval | None
     """Mean over tasks of the mean reward of their scored attempts; None when nothing was scored."""
@@ -72,21 +71,21 @@ class Scores(Value):
     unscored: int
     """Attempts without a reward."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
-    """The same for the tasks of each label; empty where tasks have none."""
+    """label -> scores of its tasks; empty where tasks have no labels."""
 
 
 class Comparison(Value):
-    """One evaluation less another, task by task, on the tasks that both scored."""
+    """First evaluation minus second, task by task, on the tasks that both scored."""
 
     reward: Interval
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
     only_first: int
-    """Tasks that only the first scored; they take no part."""
+    """Tasks that only the first scored; they are left out."""
     only_second: int
 
 
 Rewards = Mapping[str, Sequence[float | None]]
-"""task -> the rewards of its attempts; None for one that is unscored."""
+"""task -> the rewards of its attempts; None for an unscored attempt."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -102,7 +101,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def check_k(k: Sequence[int], attempts: int) -> None:
-    """ValueError where pass@k for these takes other than `attempts` attempts allow."""
+    """ValueError where some k is not between 1 and `attempts`."""
     if k and not 1 <= min(k) <= max(k) <= attempts:
         raise ValueError(f"pass@k for k = {', '.join(map(str, k))} takes 1 <= k <= attempts, and attempts = {attempts}")
 
@@ -160,7 +159,8 @@ def evaluate_rewards(
     seed: int = 0,
     labels: Mapping[str, str] | None = None,
 ) -> Scores:
-    """What these rewards come to. success: the least reward of a success. labels: task -> label, for a part each."""
+    """The scores of these rewards. success: the least reward of a success. labels: task -> label, for scores by
+    label."""
     known = _known(rewards)
     wanted = sorted(set(k))
     pass_at = {n: share_interval(list(_passes(known, n, success).values())) for n in wanted}
@@ -182,7 +182,7 @@ def evaluate_rewards(
 
 
 def standard_error(rewards: Rewards) -> float | None:
-    """Of the mean over tasks of their mean reward; None below two scored tasks."""
+    """Standard error of the mean over tasks of their mean reward; None below two scored tasks."""
     means = [fmean(own) for own in _known(rewards).values()]
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 
@@ -190,7 +190,7 @@ def standard_error(rewards: Rewards) -> float | None:
 def compare(
     first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """First less second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""
+    """First minus second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
         raise NothingInCommon(

@@ -106,7 +106,7 @@ def test_an_answer_that_cant_be_read_is_asked_for_again_and_then_given_up():
     assert record.value != record.value
     assert record.weight == 0.0
     failed = record.evidence["failed"]
-    assert "no answer that can be read in 3 tries: no line `Score: NUMBER` in 'Score: lots'" in failed
+    assert "no answer that can be parsed in 3 tries: no line `Score: NUMBER` in 'Score: lots'" in failed
     assert len(record.evidence["evidence"]["answers"]) == 3
 
 

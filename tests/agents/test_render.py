@@ -451,7 +451,7 @@ def test_bad_input_is_named_with_its_remedy() -> None:
         Renderer(TOKENIZER).prompt([])
     with pytest.raises(RenderError, match=r"message 0 \(user\) has a part of type 'image'"):
         Renderer(TOKENIZER).prompt([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
-    with pytest.raises(ValueError, match="history='both' is none of 'sampled', 'template'"):
+    with pytest.raises(ValueError, match="history is 'both': it must be one of 'sampled', 'template'"):
         Renderer(TOKENIZER, history="both")  # type: ignore[arg-type]
     with pytest.raises(RenderError, match="fast"):
         Renderer(object.__new__(type("Slow", (), {"chat_template": "x", "special_tokens_map": {}})))
