@@ -146,7 +146,7 @@ def test_a_long_transcript_loses_its_middle_and_a_scale_may_be_any():
     assert "characters left out]" in seen[0]
     (record,) = graded(lambda request: "score = 3", *tapes("4"), show=lambda tape: "only this")
     assert "only this" in record.evidence["messages"][1]["content"]
-    with pytest.raises(ValueError, match="low must be below high"):
+    with pytest.raises(ValueError, match="invalid grade range"):
         judge_reward(ScriptedEngine([]), "r", low=1.0, high=1.0)
     with pytest.raises(ValueError, match="tries and concurrency must be at least 1"):
         Judge(ScriptedEngine([]), tries=0)
