@@ -1,4 +1,4 @@
-"""adjust: advantages per token, after credit, in the order given.
+"""adjust: advantages per token, after credit, in the order of the list.
 
     whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
                                                             s = sqrt(var) + eps      (how = add)

@@ -4,12 +4,12 @@
     returns    A_t = r_t + gamma A_{t+1}
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
-r is 0 but at the last own token of a unit, where it is y (plus, at every token, a KL price if the recipe shapes with
+r is 0 but at the last own token of a unit, where it is y (plus, at every token, a KL penalty if the recipe shapes with
 one). Own tokens of an episode follow each other by turns: what the environment said between two turns is no step of
 this clock, neither decays anything nor interrupts the bootstrap. With clock = turn all tokens of a turn share one
 step: r is the turn's sum, V the value before its first token, and the result is broadcast to the turn's tokens.
 
-V beyond the end is 0 after a terminal end, and the episode's `bootstrap` after a cut one (0 when nobody knows it).
+V beyond the end is 0 after a terminal end, and the episode's `bootstrap` after a cut one (0 where it is unknown).
 The critic's target is A + V.
 """
 
@@ -37,17 +37,17 @@ class Credit(Term):
     lam: float = 1.0
     """GAE's lambda."""
 
-    def __call__(self, y: Tensor, price: Tensor | None, stream: Stream) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, y: Tensor, penalty: Tensor | None, stream: Stream) -> tuple[Tensor, Tensor | None]:
         """(T,) float64 advantages, and the critic's targets (gae only).
 
-        y: (U,) per unit. price: (T,) reward per token on top of it, or None. Both finite: an unscored unit has y 0.
+        y: (U,) per unit. penalty: (T,) reward per token on top of it, or None. Both finite: an unscored unit has y 0.
         """
         if self.kind == "broadcast":
             return y[unit_of_token(len(y), stream)], None
         clock = _clock(self.clock, stream)
         reward = clock.place(y, stream)
-        if price is not None:
-            reward = reward + segments.total(price.to(reward.dtype), clock.step, len(reward))
+        if penalty is not None:
+            reward = reward + segments.total(penalty.to(reward.dtype), clock.step, len(reward))
         # Decay 0 at an episode's last step: the recurrence runs over the packed batch and must not cross episodes.
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":

@@ -136,8 +136,8 @@ def _advantages(
         if not isinstance(term, TokenKL):
             x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
     y = recipe.baseline(x, ours, stream, context)
-    price = None if recipe.token_price is None else recipe.token_price.price(stream)
-    advantage, target = recipe.credit(y, price, stream)
+    penalty = None if recipe.token_penalty is None else recipe.token_penalty.penalty(stream)
+    advantage, target = recipe.credit(y, penalty, stream)
     for term in recipe.adjust:
         advantage = term(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))

@@ -85,7 +85,7 @@ class Recipe(Term):
                 f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: remove "
                 "one of them, or set both_kls=True to have both"
             )
-        if self.token_price is not None and self.credit.kind == "broadcast":
+        if self.token_penalty is not None and self.credit.kind == "broadcast":
             raise ValueError(
                 f"recipe {self.name!r}: token_kl adds a reward to each token, and credit 'broadcast' has no "
                 "time steps to carry it: use credit 'returns' or 'gae', or shape 'episode_kl'"
@@ -99,7 +99,7 @@ class Recipe(Term):
         return self
 
     @property
-    def token_price(self) -> TokenKL | None:
+    def token_penalty(self) -> TokenKL | None:
         """The term that adds a KL penalty to each token's reward; None without one."""
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 

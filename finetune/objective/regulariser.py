@@ -170,7 +170,7 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Keep what was shown: cross-entropy on rows given beside the batch, in the same update."""
+    """Cross-entropy on demonstrations: rows beside the batch, in the same update."""
 
     kind: Literal["nll"] = "nll"
 

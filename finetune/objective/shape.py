@@ -1,4 +1,4 @@
-"""shape: rewards as the recipe wants to see them, before the baseline; the KL price comes after it, per token.
+"""shape: rewards as the recipe wants to see them, before the baseline; the KL penalty per token comes after it.
 
     clip        x = min(max(x, low), high); the share outside is counted before clipping
     running     x / s  or  (x - m) / s, over all rewards of the run so far (unbiased s); never touched by evaluation
@@ -69,15 +69,15 @@ class Running(Shape):
 
 
 class Overlong(Shape):
-    """A price on the last `buffer` tokens before the length limit (DAPO)."""
+    """A penalty on the last `buffer` tokens before the length limit (DAPO)."""
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
-    """Tokens of an episode, the agent's own, from which on the whole price is paid."""
+    """Tokens of an episode, the agent's own, from which on the whole penalty is charged."""
     buffer: int = Field(gt=0)
     """Tokens ahead of the limit in which it grows."""
     factor: float = 1.0
-    """The whole price."""
+    """The whole penalty."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
@@ -87,11 +87,11 @@ class Overlong(Shape):
 
 
 class EpisodeKL(Shape):
-    """A price on how far the sampler went from the reference, taken off the episode's reward."""
+    """A penalty on the KL between sampler and reference, subtracted from the episode's reward."""
 
     kind: Literal["episode_kl"] = "episode_kl"
     beta: float = Field(ge=0)
-    """Price of a nat."""
+    """KL coefficient: the penalty per nat."""
     estimator: Estimator = "k3"
     """Of the KL."""
 
@@ -102,17 +102,17 @@ class EpisodeKL(Shape):
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         if not self.beta:
             return x
-        cost = segments.total(_priced(self.estimator, stream), stream.episode, len(stream.episodes.tape))
+        cost = segments.total(_kl_estimates(self.estimator, stream), stream.episode, len(stream.episodes.tape))
         context.sums.add("reward/kl", cost[stream.episodes.trains])
         return _on_episode(x, -self.beta * cost, stream)
 
 
 class TokenKL(Shape):
-    """A price per token on how far the sampler went from the reference."""
+    """A penalty per token on the KL between sampler and reference."""
 
     kind: Literal["token_kl"] = "token_kl"
     beta: float = Field(ge=0)
-    """Price of a nat."""
+    """KL coefficient: the penalty per nat."""
     estimator: Estimator = "k1"
     """Of the KL."""
 
@@ -120,15 +120,15 @@ class TokenKL(Shape):
     def needs_reference(self) -> bool:
         return self.beta > 0
 
-    def price(self, stream: Stream) -> Tensor:
+    def penalty(self, stream: Stream) -> Tensor:
         """(T,) float64 to add to the tokens' rewards."""
-        return -self.beta * _priced(self.estimator, stream)
+        return -self.beta * _kl_estimates(self.estimator, stream)
 
 
 AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
-def _priced(kind: Estimator, stream: Stream) -> Tensor:
+def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
     """(T,) float64 estimates of sampler against reference; 0 where the sampler's log-prob is unknown."""
     if stream.ref is None:
         raise ValueError(

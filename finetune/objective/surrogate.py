@@ -5,7 +5,7 @@
     cispo      l = -sg(min(max(r, 1 - low), high_cap)) A lp
     cpg        l = -A min(lp, anchor + log(1 + high)) where A > 0, -A max(lp, anchor + log(1 - low)) where A < 0
     sapo       l = -(4 / tau) sigmoid(tau (r - 1)) A, with a tau for each sign of A
-    nll        l = -lp: every own token is a target, whoever wrote it
+    nll        l = -lp: every own token is a target, also in authored text
     minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): as nll, fading as the model outgrows the reference
     none       l = 0: regularisers alone (distillation)
 

@@ -1,4 +1,4 @@
-"""The recipes of a run, written beside its tapes, so that whoever reads the run knows what its updates computed."""
+"""The recipes of a run, written beside its tapes: a reader of the run sees what its updates computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPES_FILE = "recipes.json"
 
 
 class BrokenRecipes(TapereelError, ValueError):
-    """A run's file of recipes isn't what was written there."""
+    """A run's file of recipes can't be read."""
 
 
 def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
