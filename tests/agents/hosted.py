@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..loop.hosting import in_thread
+from ..finetune.loop.hosting import in_thread
 from .faulty import Fault
 
 Says = Callable[[dict[str, Any]], dict[str, Any]]

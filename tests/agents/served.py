@@ -22,8 +22,8 @@ from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes.records import Sampling
 
-from ..loop.lab import RENDERER, Letters, Speaker
-from ..loop.lab import model as micro
+from ..finetune.loop.lab import RENDERER, Letters, Speaker
+from ..finetune.loop.lab import model as micro
 from .embedded_lab import worst
 
 CLOSE = 1e-4

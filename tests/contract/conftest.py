@@ -15,7 +15,7 @@ from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 
 from ..agents.served import Test
-from ..loop.lab import RENDERER
+from ..finetune.loop.lab import RENDERER
 from .lab import ADAPTERS, policy, save, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 

@@ -24,10 +24,10 @@ from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.store import Store
 
 from ..finetune.build import batch, row, tiny_model
-from ..loop.lab import WORDS, model
+from ..finetune.loop.lab import WORDS, model
 from .standin import elsewhere
 
-SCENE = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
+SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 KL = {"regulariser": [{"kind": "kl", "beta": 0.5}]}
 ENTROPY = {"regulariser": [{"kind": "entropy", "coefficient": 0.01}]}
 SHOWN = {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}

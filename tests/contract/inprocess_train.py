@@ -14,7 +14,7 @@ from pathlib import Path
 from tapereel.finetune.run.train_run import TrainConfig, train
 from tapereel.tapes.store.verifier import verify
 
-LAB = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
+LAB = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 
 
 def main() -> None:

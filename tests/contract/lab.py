@@ -24,7 +24,7 @@ from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_ada
 from ..agents import served
 from ..agents.embedded_lab import worst
 from ..agents.served import Answers, Enough
-from ..loop.lab import WORDS
+from ..finetune.loop.lab import WORDS
 from .vllm_cpu import CONTEXT, DONE, ENVIRONMENT, FOLDER, PYTHON
 
 TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))

@@ -32,7 +32,7 @@ from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.finetune.run.train_run import TrainConfig, train
 from tapereel.tapes.store.verifier import verify
 
-SCENE = Path(__file__).resolve().parents[1] / "loop" / "lab.py"
+SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 
 
 def send_from_here() -> None:

@@ -2,7 +2,7 @@
 
     pip download --no-deps sglang==0.5.23 && python tests/contract/sglang_protocol.py sglang-0.5.23-*.whl
 
-writes tests/agents/sglang_protocol.json, with which the tests compare what we send and read.
+writes tests/agents/engines/servers/sglang_protocol.json, with which the tests compare what we send and read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-OUT = Path(__file__).resolve().parents[1] / "agents" / "sglang_protocol.json"
+OUT = Path(__file__).resolve().parents[1] / "agents" / "engines" / "servers" / "sglang_protocol.json"
 CLASSES = {
     "sglang/srt/managers/io_struct.py": (
         "BaseReq",

@@ -19,7 +19,7 @@ from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.remote import Busy, OpenEnvAction, OpenEnvironment, Refused, Service, add_openenv
 from tapereel.tapes import Action, Status
 
-from ..remote.worlds import GuessNumber, Waiting
+from ..envs.remote.worlds import GuessNumber, Waiting
 from .openenv_env import PLACES, PYTHON
 from .openenv_lab import CLIENT, Echoed, Say, echo_server
 

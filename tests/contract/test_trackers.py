@@ -17,7 +17,7 @@ from tapereel.envs.load_named import load_named
 from tapereel.finetune.report.trackers import Axes
 from tapereel.tapes.store.run_directory import read_metrics
 
-from ..verbs.lab import EXAMPLE, MICRO, SCENE, settings
+from ..cli.lab import EXAMPLE, MICRO, SCENE, settings
 from . import trl_env
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]

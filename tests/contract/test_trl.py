@@ -18,7 +18,7 @@ from tapereel.tapes import Tape
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
-from ..interchange.world import record, tapes_of, tokens_of
+from ..finetune.interchange.world import record, tapes_of, tokens_of
 from . import trl_env
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]

@@ -34,10 +34,10 @@ from tapereel.tapes.records import Sampling
 from tapereel.tapes.store.store import Store
 
 from ..agents import served
+from ..agents.gateway import lab as gateway
 from ..agents.served import CLOSE, SHOWS, Test, ask, long_one, seeds_of
-from ..gateway import lab as gateway
-from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
-from ..loop.test_learning import climbed, rewards
+from ..finetune.loop.lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, settings_of, tasks
+from ..finetune.loop.test_learning import climbed, rewards
 from .lab import off, policy, swap
 from .vllm_cpu import CONTEXT, ENVIRONMENT, OPTIONS, PYTHON
 

@@ -23,9 +23,9 @@ from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 from ..agents.served import CLOSE, ask
-from ..loop.deadly_proxy import DeadlyProxy, Moment
-from ..loop.lab import RENDERER, Letters, Speaker, assert_books_close, settings_of
-from ..loop.versions import assert_versions_true
+from ..finetune.loop.deadly_proxy import DeadlyProxy, Moment
+from ..finetune.loop.lab import RENDERER, Letters, Speaker, assert_books_close, settings_of
+from ..finetune.loop.versions import assert_versions_true
 from .lab import off, policy, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 

@@ -15,7 +15,7 @@ from tapereel.tapes.store.verifier import verify
 
 from ..agents.embedded_lab import recompute
 from ..agents.served import CLOSE
-from ..loop.versions import assert_versions_true
+from ..finetune.loop.versions import assert_versions_true
 from .lab import adapted, merged, policy, run_in_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]

@@ -17,7 +17,7 @@ from tapereel.cli.rollout.serve_model import NCCL
 from tapereel.tapes.store.verifier import verify
 
 from ..agents.served import CLOSE
-from ..loop.versions import assert_versions_true
+from ..finetune.loop.versions import assert_versions_true
 from .lab import policy, run_in_vllm, vllm_is_there
 from .test_vllm_inprocess import off
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON

@@ -20,7 +20,7 @@ from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes.records import Sampling
 
 from ..agents.served import Heard
-from ..loop.lab import RENDERER
+from ..finetune.loop.lab import RENDERER
 from .lab import policy, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 

@@ -23,7 +23,7 @@ from tapereel.finetune.run.train_run import TrainConfig, train
 
 from ..agents.embedded_lab import worst
 from ..agents.served import CLOSE, Test, ask, long_one
-from ..loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, settings_of
+from ..finetune.loop.lab import RENDERER, WORDS, Letters, Speaker, assert_books_close, settings_of
 from .lab import ADAPTERS, adapted, merged, off, policy
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]

@@ -14,11 +14,11 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ELSEWHERE = {
-    "gateway_openai.py": "tests/gateway/test_examples.py",
-    "gateway_scene.py": "tests/gateway/test_examples.py",
-    "gateway_pydantic_ai.py": "tests/gateway/test_examples.py",
+    "gateway_openai.py": "tests/agents/gateway/test_examples.py",
+    "gateway_scene.py": "tests/agents/gateway/test_examples.py",
+    "gateway_pydantic_ai.py": "tests/agents/gateway/test_examples.py",
     "gymnasium_blackjack.py": "tests/envs/test_example.py",
-    "two_agents.py": "tests/multi/test_learning.py",
+    "two_agents.py": "tests/finetune/policies/test_learning.py",
 }
 
 

@@ -170,3 +170,14 @@ def test_the_circle_finder_finds_circles():
     edges = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
     assert circles(edges) == [["a", "b", "c"]]
     assert circles({"a": frozenset("b"), "b": frozenset()}) == []
+
+
+def test_tests_mirror_the_rooms():
+    """A folder of tests below a floor is named as a room of that floor, or holds data of such a folder."""
+    rooms = {name.rpartition("/")[0] for name in files()}
+    folders = {
+        str(path.parent.relative_to(ROOT / "tests"))
+        for floor in FLOORS
+        for path in (ROOT / "tests" / floor).rglob("test_*.py")
+    }
+    assert sorted(folders - rooms) == []

@@ -22,7 +22,7 @@ from tapereel.finetune.run.train_run import EvaluationConfig, TrainConfig, Train
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 
-from ..loop import lab
+from ..finetune.loop import lab
 
 Lines = list[dict[str, Any]]
 

@@ -1,0 +1,59 @@
+"""Where a fault is told to be: the line of the user's code, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tapereel.agents import LLM, ScriptedEngine
+from tapereel.envs import Outcome
+from tapereel.tapes import CauseType, Status, Tape
+
+from ..worlds import Guess, GuessNumber, Player
+from .test_rollout import Raising, acting, run
+
+
+def test_what_the_library_refuses_is_blamed_on_the_line_of_the_environment():
+    class Right(GuessNumber):
+        async def step(self, action: Guess) -> Outcome:
+            return Outcome(reward=action.number == self.secret)
+
+    tape = run(Player(), Right(), 7, engine=ScriptedEngine(["7"]))
+    assert tape.cause.message == "reward component 'reward' must be a float, not True: write float(...) around it"
+    assert tape.cause.frame.startswith(f"{__file__}:")
+    assert tape.cause.frame.endswith(" in step")
+
+
+def test_a_method_that_is_not_async_is_named_with_the_remedy():
+    class Sync(GuessNumber):
+        def step(self, action: Guess) -> Any:
+            return Outcome(reward=1.0, terminated=True)
+
+    tape = run(Player(), Sync(), 7, engine=ScriptedEngine(["7"]))
+    assert tape.cause.message.endswith("Sync.step is not async; write `async def step`")
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("where", ["reset", "step", "finish", "close"])
+def test_an_environment_that_would_end_the_process_ends_its_episode(where, blocking):
+    env = type("Exits", (Raising,), {"blocking": blocking})(where, SystemExit("bye"))
+    tape = run(Player(), env, 7, engine=ScriptedEngine(["7"]))
+    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)
+    assert tape.cause.message == "the environment raised SystemExit: bye"
+
+
+@pytest.mark.parametrize("score", [None, 0.5])
+def test_an_agents_error_is_told_where_nothing_can_be_learned_from_it(caplog, score):
+    class Scored(GuessNumber):
+        async def finish(self, status: Status) -> Outcome | None:
+            return None if score is None else Outcome(reward=score)
+
+    async def fails(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        raise LookupError(f"no answer for {score}")
+        yield
+
+    run(acting(fails), Scored(), 7)
+    told = [r.getMessage() for r in caplog.records if f"no answer for {score}" in r.getMessage()]
+    assert len(told) == (score is None)

@@ -1,0 +1,483 @@
+"""Rollout: one episode behind one boundary. Whatever goes wrong is a typed end, and no other episode is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tapereel.agents import (
+    LLM,
+    Agent,
+    Completion,
+    EngineError,
+    Limits,
+    PromptTooLong,
+    Request,
+    ScriptedEngine,
+    agent,
+    delegate,
+    rollout,
+)
+from tapereel.agents.episode.seeds import derive_seed
+from tapereel.envs import Environment, Outcome
+from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
+from tapereel.tapes.journal import Durability
+
+from ..worlds import Guess, GuessNumber, Hint, Player
+
+
+def run(*args: Any, **options: Any) -> Tape:
+    return asyncio.run(rollout(*args, **options))
+
+
+def test_an_episode_and_what_the_model_was_asked():
+    env = GuessNumber()
+    tape = run(Player(), env, 7, engine=ScriptedEngine(["5", "8", "7"]), seed=3, group="g", attempt=2)
+    assert (tape.status, tape.reward, tape.turns, env.closed) == (Status.FINISHED, pytest.approx(0.8), 3, 1)
+    assert [e.by for e in tape.entries] == ["env", "player", "env", "player", "env", "player"]
+    assert [e.turn for e in tape.entries] == [0, 0, 0, 1, 1, 2]
+    assert [(r.step, r.value) for r in tape.rewards] == [(1, -0.1), (3, -0.1), (5, 1.0)]
+    assert [m["content"] for m in tape.call_messages(tape.calls[-1])] == [
+        "Guess the number. Answer with one digit.",
+        "I think of a number from 1 to 9.",
+        "5",
+        "higher",
+        "8",
+        "lower",
+    ]
+    assert [c.keep_messages for c in tape.calls] == [0, 3, 5]
+    assert [len(c.messages) for c in tape.calls] == [2, 1, 1]
+    assert (tape.begin.group, tape.begin.attempt, tape.begin.task.private, tape.begin.task.bare) == ("g", 2, 7, True)
+    assert [c.seed for c in tape.calls] == [derive_seed(3, "player", k) for k in range(3)]
+    assert Tape.model_validate_json(tape.model_dump_json()) == tape
+
+
+def test_nothing_private_reaches_a_prompt():
+    canary = "CANARY-4711"
+
+    class Watched(Environment[Answer]):
+        async def reset(self, task: Task) -> Text:
+            assert canary in str(task.private)
+            return Text(text=str(task.public))
+
+        async def step(self, action: Answer) -> Outcome:
+            return Outcome(Text(text="go on"), reward={canary: 0.625}, metrics={f"m{canary}": 0.375})
+
+        async def finish(self, status: Status) -> Outcome:
+            return Outcome(reward={f"end{canary}": 1.0})
+
+    @agent
+    async def snoop(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        found = []
+        for name in dir(tape):
+            if name.startswith("_"):
+                continue
+            try:
+                found.append(repr(getattr(tape, name)))
+            except AttributeError:
+                continue
+        await llm(tape, system=" ".join(found))
+        yield Answer(text=(await llm(tape.now())).text)
+
+    seen: list[str] = []
+
+    def model(request: Request) -> str:
+        seen.append(repr(request))
+        return "ok"
+
+    tape = run(
+        snoop,
+        Watched,
+        Task(public="q", private={"answer": canary}),
+        engine=ScriptedEngine(model),
+        limits=Limits(turns=3),
+    )
+    assert tape.reward == pytest.approx(2.875)
+    assert len(seen) == 6
+    for text in seen:
+        assert canary not in text
+        assert "0.625" not in text
+        assert "0.375" not in text
+    for call in tape.calls:
+        assert canary not in str(tape.call_messages(call))
+
+
+class Raising(GuessNumber):
+    def __init__(self, where: str, what: BaseException | None = None) -> None:
+        super().__init__()
+        self.where, self.what = where, what or ValueError("the plug was pulled")
+
+    async def reset(self, task: int) -> Any:
+        if self.where == "reset":
+            raise self.what
+        return "not an observation" if self.where == "reset type" else await super().reset(task)
+
+    async def step(self, action: Guess) -> Any:
+        if self.where == "step":
+            raise self.what
+        return {"reward": 1.0} if self.where == "step type" else await super().step(action)
+
+    async def finish(self, status: Status) -> Any:
+        if self.where == "finish":
+            raise self.what
+        return 1.0 if self.where == "finish type" else None
+
+    async def close(self) -> None:
+        await super().close()
+        if self.where == "close":
+            raise self.what
+
+
+@pytest.mark.parametrize("where", ["reset", "reset type", "step", "step type", "finish", "finish type", "close"])
+def test_a_broken_environment_is_a_typed_end(where):
+    env = Raising(where)
+    tape = run(Player(), env, 7, engine=ScriptedEngine(["7"]))
+    assert (tape.status, tape.cause.type, env.closed) == (Status.ERROR, CauseType.ENVIRONMENT, 1)
+    assert not tape.trains
+    assert tape.cause.message
+    assert tape.cause.frame
+
+
+def test_the_environments_own_timeout_error_stays_its_own():
+    tape = run(Player(), Raising("step", TimeoutError("mine")), 7, engine=ScriptedEngine(["7"]))
+    assert (tape.cause.error, tape.cause.message) == ("TimeoutError", "mine")
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_environment_that_hangs_ends_in_time(where, blocking):
+    release = threading.Event()
+
+    class Hanging(GuessNumber):
+        pass
+
+    Hanging.blocking = blocking
+
+    async def hang(self: Any, *args: Any) -> Any:
+        if blocking:
+            release.wait()
+        else:
+            await asyncio.Event().wait()
+
+    setattr(Hanging, where, hang)
+    try:
+        tape = run(Player(), Hanging(), 7, engine=ScriptedEngine(["7"]), limits=Limits(environment_seconds=1.0))
+    finally:
+        release.set()
+    assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "TimeoutError")
+    assert f"{where} did not return within 1.0 s" in tape.cause.message
+
+
+def test_a_blocking_environment_runs_in_one_thread_of_its_own():
+    threads = set()
+
+    class Blocking(GuessNumber):
+        blocking = True
+
+        async def reset(self, task: int) -> Hint:
+            threads.add(threading.current_thread())
+            return await super().reset(task)
+
+        async def step(self, action: Guess) -> Outcome:
+            threads.add(threading.current_thread())
+            return await super().step(action)
+
+    tape = run(Player(), Blocking(), 7, engine=ScriptedEngine(["5", "7"]))
+    assert tape.status is Status.FINISHED
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+def acting(act: Any) -> Agent:
+    return type("Acting", (Agent,), {"act": act})()
+
+
+async def _nothing(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    return
+    yield
+
+
+async def _only_thought(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Reasoning(text="hm")
+
+
+async def _raises(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Reasoning(text="hm")
+    raise KeyError("lost")
+
+
+async def _observes(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Hint(text="I decide what I see")
+
+
+async def _coroutine(self: Any, tape: Tape, llm: LLM) -> Any:
+    return Guess(number=1)
+
+
+async def _unasked(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Guess(number=int((await llm(tape)).text))
+
+
+async def _exits(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Reasoning(text="hm")
+    raise SystemExit("bye")
+
+
+@pytest.mark.parametrize("act", [_nothing, _only_thought, _raises, _observes, _coroutine, _unasked, _exits])
+def test_a_broken_agent_is_a_typed_end_that_still_trains(act):
+    tape = run(acting(act), GuessNumber(), 7, engine=None)
+    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.AGENT)
+    assert tape.trains
+
+
+class Failing:
+    name = "failing"
+    renderer = None
+    context = None
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    async def complete(self, request: Request) -> Completion:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return Completion(text=answer)
+
+    def forget(self, cache_key: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_models_failure_is_the_models_and_retries_are_on_the_tape(monkeypatch):
+    tape = run(Player(), GuessNumber(), 7, engine=Failing(EngineError("down")))
+    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.MODEL)
+    assert tape.calls[0].finish == "error"
+    assert tape.calls[0].attempts[0].error == "EngineError: down"
+    flaky = Failing(EngineError("503", retry=True), "7")
+
+    async def at_once(seconds: float) -> None:
+        assert seconds == 0.5
+
+    monkeypatch.setattr("tapereel.agents.episode.llm.asyncio.sleep", at_once)
+    tape = run(Player(), GuessNumber(), 7, engine=flaky)
+    assert tape.status is Status.FINISHED
+    assert [a.error for a in tape.calls[0].attempts] == ["EngineError: 503", None]
+
+
+def test_a_prompt_that_is_too_long_is_the_limit_of_context():
+    tape = run(Player(), GuessNumber(), 7, engine=Failing(PromptTooLong("9 tokens over")))
+    assert (tape.status, tape.cause.type) == (Status.LIMIT, CauseType.CONTEXT)
+    assert tape.trains
+
+
+def test_turns_are_limited():
+    tape = run(Player(), GuessNumber(), 7, engine=ScriptedEngine(lambda r: "1"), limits=Limits(turns=4))
+    assert (tape.status, tape.cause.type, tape.turns) == (Status.LIMIT, CauseType.TURNS, 4)
+
+
+class Counting(ScriptedEngine):
+    async def complete(self, request: Request) -> Completion:
+        from tapereel.tapes.records import Usage
+
+        done = await super().complete(request)
+        return Completion(text=done.text, usage=Usage(completion_tokens=10))
+
+
+def test_tokens_are_limited_and_the_limit_latches_whatever_the_agent_swallows():
+    async def stubborn(self: Any, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        for _ in range(50):
+            try:
+                await llm(tape)
+            except BaseException:
+                continue
+        yield Guess(number=1)
+
+    tape = run(acting(stubborn), GuessNumber(), 7, engine=Counting(lambda r: "1"), limits=Limits(tokens=25))
+    assert (tape.status, tape.cause.type, len(tape.calls)) == (Status.LIMIT, CauseType.TOKENS, 3)
+
+
+def test_seconds_are_limited():
+    class Slow(Failing):
+        async def complete(self, request: Request) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    tape = run(Player(), GuessNumber(), 7, engine=Slow(), limits=Limits(seconds=0.05))
+    assert (tape.status, tape.cause.type) == (Status.LIMIT, CauseType.SECONDS)
+    assert not tape.trains
+
+
+def test_cancelling_closes_the_tape_records_the_partial_answer_and_reaches_the_caller():
+    bodies: list[bytes] = []
+
+    class Memory:
+        durability = Durability.TAPE
+
+        def append(self, body: bytes) -> None:
+            bodies.append(body)
+
+        async def durable(self) -> None:
+            pass
+
+    class Partial(Failing):
+        async def complete(self, request: Request) -> Completion:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                assert request.on_partial is not None
+                request.on_partial(Completion(text="hal"))
+                raise
+            raise AssertionError
+
+    env = GuessNumber()
+
+    async def main() -> None:
+        task = asyncio.create_task(rollout(Player(), env, 7, engine=Partial(), journal=Memory()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(bodies) == 2
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    tape = Tape.of(bodies)
+    assert (tape.status, tape.calls[0].finish, tape.calls[0].text) == (Status.CANCELLED, "cancelled", "hal")
+    assert env.closed == 1
+
+
+def test_a_failing_store_is_loud():
+    class Broken:
+        durability = Durability.TAPE
+
+        def append(self, body: bytes) -> None:
+            raise StoreFailed("no space left")
+
+        async def durable(self) -> None:
+            pass
+
+    with pytest.raises(StoreFailed, match="no space"):
+        run(Player(), GuessNumber(), 7, engine=ScriptedEngine(["7"]), journal=Broken())
+
+
+class Diary:
+    """Notes the order of what is written, made durable and done."""
+
+    def __init__(self, durability: Durability) -> None:
+        self.durability = durability
+        self.events: list[str] = []
+
+    def append(self, body: bytes) -> None:
+        self.events.append(body.split(b'"t":"')[1].split(b'"')[0].decode())
+
+    async def durable(self) -> None:
+        self.events.append("durable")
+
+
+@pytest.mark.parametrize(
+    ("effect", "durability", "waits"),
+    [
+        ("irreversible", Durability.TAPE, True),
+        ("idempotent", Durability.TAPE, True),
+        ("pure", Durability.STEP, True),
+        ("pure", Durability.TAPE, False),
+    ],
+)
+def test_an_action_with_an_effect_is_durable_before_it_is_done(effect, durability, waits):
+    diary = Diary(durability)
+
+    class Launch(GuessNumber):
+        async def step(self, action: Guess) -> Outcome:
+            diary.events.append("LAUNCH")
+            return await super().step(action)
+
+    Launch.effect = effect
+    tape = run(Player(), Launch(), 7, engine=ScriptedEngine(["7"]), journal=diary)
+    before = ["begin", "step", "call", "step", *(["durable"] if waits else []), "LAUNCH"]
+    assert diary.events == [*before, "reward", "end", "durable"]
+    assert tape.begin.env.effect == effect
+
+
+def test_sub_agents_speak_under_their_path_with_conversations_of_their_own():
+    class Searcher(Agent):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+            yield Reasoning(text=(await llm(tape, system="search")).text)
+
+    class Planner(Agent):
+        def __init__(self) -> None:
+            self.searcher = Searcher()
+
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+            yield Reasoning(text=(await llm(tape, system="plan")).text)
+            async for step in delegate("searcher", self.searcher, tape, llm):
+                yield step
+            yield Guess(number=int((await llm(tape.now(), system="plan")).text))
+
+    seen: list[tuple[str, list[str]]] = []
+
+    def model(request: Request) -> str:
+        seen.append((request.path, [f"{m['role']}:{m['content']}" for m in request.messages]))
+        return {0: "look", 1: "found 7", 2: "7"}[len(seen) - 1]
+
+    tape = run(Planner(), GuessNumber(), 7, engine=ScriptedEngine(model))
+    assert tape.status is Status.FINISHED
+    assert [e.by for e in tape.entries] == ["env", "planner", "planner/searcher", "planner"]
+    start = "user:I think of a number from 1 to 9."
+    assert seen == [
+        ("planner", ["system:plan", start]),
+        ("planner/searcher", ["system:search", start, "user:look"]),
+        ("planner", ["system:plan", start, "assistant:look", "user:found 7"]),
+    ]
+    assert [c.keep_messages for c in tape.calls] == [0, 0, 3]
+    assert "searcher" in str(tape.begin.agent.config)
+
+
+def test_a_scripted_agent_needs_no_engine_and_its_words_are_calls():
+    @agent
+    async def always_seven(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        yield Reasoning(text="seven, as ever")
+        yield Guess(number=7)
+
+    tape = run(always_seven, GuessNumber(), 7)
+    assert tape.status is Status.FINISHED
+    assert [(c.engine, c.text) for c in tape.calls] == [("authored", "seven, as ever"), ("authored", "7")]
+    assert [e.calls for e in tape.entries] == [(), ((tape.calls[0].call, 0, 0),), ((tape.calls[1].call, 0, 0),)]
+
+
+def test_a_fork_goes_on_from_a_turn():
+    parent = run(Player(), GuessNumber(), 7, engine=ScriptedEngine(["5", "8", "7"]))
+    seen: list[list[str]] = []
+
+    def model(request: Request) -> str:
+        seen.append([m["content"] for m in request.messages])
+        return "7"
+
+    child = run(Player(), GuessNumber(), 7, engine=ScriptedEngine(model), fork=parent.at_turn(1), seed=9)
+    assert child.status is Status.FINISHED
+    assert child.turns == 2
+    assert child.reward == 1.0
+    assert seen == [["Guess the number. Answer with one digit.", "I think of a number from 1 to 9.", "5", "higher"]]
+    assert (child.calls[0].base, child.calls[0].keep_messages) == (parent.calls[0].call, 3)
+    assert child.begin.parent.digest == parent.at_turn(1).digest
+    wrong = run(Player(), GuessNumber(), 3, engine=ScriptedEngine(["3"]), fork=parent.at_turn(1))
+    assert (wrong.status, wrong.cause.error) == (Status.ERROR, "RestoreMismatch")
+
+
+def test_bad_episodes_touch_no_other(caplog):
+    async def main() -> list[Tape]:
+        engine = ScriptedEngine(lambda r: "7")
+        jobs = [
+            rollout(Player(), Raising("step") if k % 3 == 0 else GuessNumber(), 7, engine=engine) for k in range(30)
+        ]
+        return list(await asyncio.gather(*jobs))
+
+    tapes = asyncio.run(main())
+    assert [t.status for t in tapes] == [Status.ERROR if k % 3 == 0 else Status.FINISHED for k in range(30)]
+    assert sum("the plug was pulled" in r.message for r in caplog.records) <= 1

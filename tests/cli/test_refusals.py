@@ -1,0 +1,123 @@
+"""What can't be meant ends with 64 and one sentence that says what to do, and what is missing is told."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+import pytest
+
+from tapereel.cli import main
+from tapereel.cli.look.view import configure
+from tapereel.envs.load_named import load_named
+from tapereel.tapes.store.store import Store
+
+from .lab import EXAMPLE, NEXT, SCENE, answer_of, refusal_of, settings
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Two digits, said by a script: no token of it was sampled."""
+    path = tmp_path / "run"
+    assert main(["run", *SCENE, "--out", str(path), *settings(f"engine.policy={NEXT}", "count=2")]) == 0
+    capsys.readouterr()
+    return str(path)
+
+
+def one_sentence(text: str) -> bool:
+    return "Error: [Errno" not in text and "Traceback" not in text and text.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay",),
+        ("replay", "--model"),
+        ("replay", "--env"),
+        ("audit",),
+        ("replay", "--rewards", f"{EXAMPLE}:close", "--layer", "x"),
+    ],
+    ids=" ".join,
+)
+def test_a_split_that_no_tape_is_of(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]):
+    told = refusal_of(capsys, words[0], run, "--split", "nope", *words[1:])
+    assert "no tape of the split 'nope'; its splits are eval" in told
+
+
+def test_requery_says_why_there_is_nothing_to_ask(run: str, capsys: pytest.CaptureFixture[str]):
+    assert "none of the 2 closed tapes" in answer_of(capsys, "replay", run, "--model", code=2)["reason"]
+    assert main(["replay", run, "--model"]) == 2
+    assert "holds a token that a model sampled" in capsys.readouterr().out
+
+
+def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with Store.open(run) as store:
+        (segment,) = [segment.name for segment in store.index.segments()]
+    path = tmp_path / "run" / "tapes" / f"{segment}.jsonl"
+    *lines, seal = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + seal[:15])
+    for verb, *more in (("replay",), ("audit",), ("replay", "--model"), ("replay", "--env")):
+        main([verb, run, *more])
+        assert capsys.readouterr().out.startswith("15 bytes at the tail of segment "), (verb, more)
+    (told,) = answer_of(capsys, "audit", run)["torn"]
+    assert told.endswith(f"see tapereel verify {run}")
+    assert answer_of(capsys, "replay", run)["torn"] == [told]
+    assert main(["audit", run, "--markdown"]) == 0
+    assert "15 bytes at the tail" in capsys.readouterr().out
+
+
+def test_no_run_is_begun_where_one_is_or_a_file(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("mine")
+    load_named(f"{EXAMPLE}:save_model")(str(tmp_path / "model"))
+    for words in (
+        ("run", *SCENE, *settings(f"engine.policy={NEXT}", "count=2")),
+        ("train", *SCENE, "--model", str(tmp_path / "model")),
+        ("demo",),
+    ):
+        assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words, "--out", run)
+        told = refusal_of(capsys, *words, "--out", str(tmp_path / "file"))
+        assert "is a file; a run is a folder" in told
+        assert one_sentence(told)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_demo_that_isnt_there_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    told = refusal_of(capsys, "demo", "--resume", "--out", str(tmp_path / "typo"))
+    assert "there is no run in" in told
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_recipe_that_there_is_not(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "there is no recipe 'nope': take one of" in refusal_of(capsys, "explain", run, "--recipe", "nope")
+    words = ("train", *SCENE, "--model", str(tmp_path), "--out", str(tmp_path / "new"))
+    assert "there is no recipe 'nope'" in refusal_of(capsys, *words, "--set", "loop.recipe=nope")
+
+
+@pytest.mark.parametrize("target", ["no/such/folder/x.md", "."])
+def test_a_report_that_can_be_written_nowhere(target: str, run: str, capsys: pytest.CaptureFixture[str]):
+    told = refusal_of(capsys, "audit", run, "--markdown", target)
+    assert "folder" in told
+    assert one_sentence(told)
+
+
+def test_an_address_where_nothing_can_listen(run: str, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        told = refusal_of(capsys, "view", run, "--no-browser", "--port", str(taken.getsockname()[1]))
+        assert "can't listen on 127.0.0.1" in told
+        assert one_sentence(told)
+    # An address of the documentation's range: none of this machine, and nobody is asked for its name.
+    told = refusal_of(capsys, "view", run, "--no-browser", "--host", "192.0.2.1")
+    assert "can't listen on 192.0.2.1" in told
+
+
+def test_view_takes_the_tokenizer_that_its_message_asks_for():
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    assert parser.parse_args(["runs/x", "--tokenizer", "here"]).tokenizer == "here"
+
+
+def test_the_newest_minus_three_tapes(run: str, capsys: pytest.CaptureFixture[str]):
+    assert "--last" in refusal_of(capsys, "show", run, "--last", "-3")

@@ -1,0 +1,212 @@
+"""`tapereel show`: what is listed, what is shown of one tape, and that nothing a model wrote acts on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.cli import main
+from tapereel.cli.console import Exit, answer, table
+from tapereel.tapes import Tape
+from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
+
+from ..front.making import hostile_everywhere, played, run_of, sampled_tape
+
+EPISODES = [("train", ["5", "7"]), ("eval", ["7"]), ("train", ["5", "x"]), ("train", ["9", "8", "7"])]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tape]]:
+    path = tmp_path_factory.mktemp("show") / "run"
+    return path, run_of(path, EPISODES)
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["show", *words, "--json"]) == Exit.HOLDS
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_listed_with_its_numbers(run, capsys: pytest.CaptureFixture[str]):
+    path, tapes = run
+    data = _json(capsys, str(path))
+    assert data["count"] == 4
+    assert data["statuses"] == {"finished": 3, "error": 1}
+    assert [t["id"] for t in data["tapes"]] == [tape.id for tape in tapes]
+    assert [t["reward"] for t in data["tapes"]] == [tape.reward for tape in tapes]
+    assert data["mean_reward"] == pytest.approx(sum(tape.reward for tape in tapes) / 4)
+    assert main(["show", str(path)]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert all(tape.id in shown for tape in tapes)
+    assert "4 tapes (3 finished, 1 error)" in shown
+    assert "error (agent)" in shown
+    assert all((tape.begin.task.id or tape.begin.task_hash)[:8] in shown for tape in tapes)
+
+
+def test_a_list_is_narrowed(run, capsys: pytest.CaptureFixture[str]):
+    path, tapes = run
+    assert [t["id"] for t in _json(capsys, str(path), "--split", "eval")["tapes"]] == [tapes[1].id]
+    assert [t["id"] for t in _json(capsys, str(path), "--status", "error")["tapes"]] == [tapes[2].id]
+    last = _json(capsys, str(path), "--last", "1")
+    assert (last["count"], [t["id"] for t in last["tapes"]]) == (4, [tapes[3].id])
+    assert _json(capsys, str(path), "--last", "0")["tapes"] == []
+    assert _json(capsys, str(path), "--status", "running")["count"] == 0
+    assert main(["show", str(path), "--status", "fine"]) == Exit.USAGE
+
+
+def test_one_tape_is_shown_by_the_start_of_its_id(run, capsys: pytest.CaptureFixture[str]):
+    path, tapes = run
+    data = _json(capsys, str(path), tapes[0].id)
+    assert [step["text"] for step in data["steps"]] == ["from 1 to 9", "5", "higher", "7"]
+    assert [step["rewards"] for step in data["steps"]] == [{}, {"late": -0.25}, {}, {"right": 1.0}]
+    assert data["steps"][3]["metrics"] == {"luck": 0.5}
+    assert data["episode_rewards"] == {"played": 0.125}
+    assert main(["show", str(path), tapes[0].id[:-1], "--calls"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert "late -0.25" in shown
+    assert "right 1, (luck) 0.5" in shown
+    assert "for the episode: played 0.125" in shown
+    assert " .2 " in shown
+
+
+def test_a_run_or_tape_that_is_not_there_is_a_usage_error(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, tapes = run
+    assert main(["show", str(tmp_path)]) == Exit.USAGE
+    assert main(["show", str(tmp_path / "none")]) == Exit.USAGE
+    assert main(["show", str(path), "zz"]) == Exit.USAGE
+    assert main(["show", str(path), tapes[0].id[:3]]) == Exit.USAGE, "an id that several tapes begin with"
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 4
+    assert all(line.startswith("tapereel show: ") for line in told)
+
+
+def test_a_tape_document_is_shown_and_an_edited_one_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = played("7").model_dump_json()
+    (tmp_path / "good.json").write_text(text)
+    assert _json(capsys, str(tmp_path / "good.json"))["tape"]["reward"] == 1.125
+    assert main(["show", str(tmp_path / "good.json"), "x"]) == Exit.USAGE
+    (tmp_path / "bad.json").write_text(text.replace('"from 1 to 9"', '"from 1 to 8"'))
+    assert main(["show", str(tmp_path / "bad.json")]) == Exit.BROKEN
+    assert "it was edited" in capsys.readouterr().err
+
+
+def test_what_a_model_wrote_does_nothing_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tape = sampled_tape("[red]a\x1b]0;t\x07\u202e", logprobs=None, question="[bold]\x1b[2J")
+    (tmp_path / "t.json").write_text(tape.model_dump_json())
+    assert main(["show", str(tmp_path / "t.json"), "--calls"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert "[red]a\\x1b]0;t\\x07\\x202e" in shown
+    assert "[bold]\\x1b[2J" in shown
+    assert not any(c in shown for c in "\x1b\x07\u202e")
+
+
+def test_a_long_step_is_cut_off_unless_all_of_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tape = sampled_tape("x" * 1_000_000, logprobs=None, question="?")
+    (tmp_path / "t.json").write_text(tape.model_dump_json())
+    shown = {}
+    for more in ((), ("--full",), ("--json",)):
+        assert main(["show", str(tmp_path / "t.json"), *more]) == Exit.HOLDS
+        shown[more] = capsys.readouterr().out
+    assert shown[()].count("x") < 5000
+    assert "--full" in shown[()]
+    assert shown[("--full",)].count("x") >= 1_000_000
+    assert "x" * 1_000_000 in shown[("--json",)]
+
+
+def test_steps_of_classes_that_are_not_imported_read_as_plain_text(run):
+    path, tapes = run
+    done = subprocess.run(
+        [sys.executable, "-m", "tapereel.cli", "show", str(path), tapes[0].id, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    steps = json.loads(done.stdout)["steps"]
+    assert [(step["kind"], step["text"]) for step in steps] == [
+        ("front_hint", "from 1 to 9"),
+        ("front_guess", "5"),
+        ("front_hint", "higher"),
+        ("front_guess", "7"),
+    ]
+
+
+def test_tokens_are_counted_by_who_wrote_them():
+    sampled = sampled_tape("42", logprobs=[-1.0, -2.0, float("nan")], spans=(("a:1", 0, 1), ("a:2", 1, 3)))
+    summary = summarise(sampled)
+    assert (summary.sampled, summary.authored, summary.versions) == (3, 0, ("a:1", "a:2"))
+    (call,) = call_lines(sampled)
+    assert (call.prompt, call.completion, call.mean_logprob) == (1, 3, -1.5)
+    authored = sampled_tape("42", logprobs=None)
+    assert (summarise(authored).sampled, summarise(authored).authored) == (0, 3)
+    assert call_lines(authored)[0].mean_logprob is None
+
+
+def test_an_unscored_tape_has_no_reward_and_a_fork_marks_what_it_inherited():
+    tape = played("5", "x")
+    assert summarise(tape).reward == -0.125
+    assert summarise(tape).cause == "agent: ValueError: invalid literal for int() with base 10: 'x'"
+    assert [line.inherited for line in step_lines(tape)] == [False] * len(tape)
+    assert episode_rewards(played("7")) == {"played": 0.125}
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m\u202edrow\u200b"
+
+
+def _shown_raw(text: str) -> list[str]:
+    return [f"U+{ord(c):04X}" for c in text if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize("words", [[], ["--calls"], ["--json"]])
+def test_no_part_of_a_tape_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+    run = hostile_everywhere(tmp_path / "run", HOSTILE)
+    listed, one = [word for word in words if word != "--calls"], [str(run), "hostile", *words]
+    assert main(["show", str(run), *listed]) == Exit.HOLDS
+    assert main(["show", *one]) == Exit.HOLDS
+    told = capsys.readouterr()
+    assert "owned" in told.out
+    assert _shown_raw(told.out) == []
+    assert _shown_raw(told.err) == []
+
+
+def test_an_error_that_quotes_a_tape_commands_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["show", str(tmp_path / HOSTILE.replace("/", ""))]) == Exit.USAGE
+    told = capsys.readouterr().err
+    assert "owned" in told
+    assert _shown_raw(told) == []
+
+
+def test_json_says_the_same_whatever_characters_it_spells_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = hostile_everywhere(tmp_path / "run", HOSTILE)
+    data = _json(capsys, str(run), "hostile")
+    assert data["tape"]["agent"] == HOSTILE
+    assert data["episode_rewards"] == {HOSTILE: 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    made = table("component", "#tokens", "#trained", "#share", "what it is", fold=("what it is",))
+    made.add_row("a name that is long", "1234567890", "9876543210", "100.0%", "and words that may well break")
+    out = Terminal()
+    answer(argparse.Namespace(answer_to=out), {}, made)
+    for whole in ("a name that is long", "1234567890", "9876543210", "100.0%", "tokens", "trained"):
+        assert whole in out.getvalue()
+    path, tapes = run
+    listed = Terminal()
+    monkeypatch.setattr(sys, "stdout", listed)
+    assert main(["show", str(path)]) == Exit.HOLDS
+    monkeypatch.undo()
+    for tape in tapes:
+        (line,) = [line for line in listed.getvalue().splitlines() if line.startswith(f" {tape.id}")]
+        assert {tape.begin.split, tape.status.value} <= set(line.split())

@@ -1,0 +1,307 @@
+"""GymEnvironment against real gymnasium: what it shows, what it takes, how it ends, and that a seed is a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
+from tapereel.envs import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal, check_env
+from tapereel.tapes import MissingExtra, Status, Task, Text
+
+from ...agents.worlds import Guess
+
+gymnasium = pytest.importorskip("gymnasium")
+
+
+def _started(env: GymEnvironment, task: Any = None, seed: int = 0) -> tuple[GymEnvironment, Any]:
+    env.rng = random.Random(seed)
+    return env, asyncio.run(env.reset(task))
+
+
+def _walk(env: GymEnvironment, *values: Any) -> list[Any]:
+    async def steps() -> list[Any]:
+        return [await env.step(GymAction(value=value)) for value in values]
+
+    return asyncio.run(steps())
+
+
+DOWN, RIGHT = 1, 2
+
+
+def test_frozen_lake_to_its_goal():
+    env, first = _started(GymEnvironment("FrozenLake-v1", is_slippery=False, metrics=("prob",)))
+    assert first == GymObservation(value=0)
+    outcomes = _walk(env, DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT)
+    assert [str(o.observation) for o in outcomes] == ["4", "8", "9", "10", "14", "15"]
+    assert [o.reward for o in outcomes] == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert [o.terminated for o in outcomes] == [False] * 5 + [True]
+    assert outcomes[0].metrics == {"prob": 1.0}
+    asyncio.run(env.close())
+
+
+def test_gymnasiums_time_limit_is_a_truncation():
+    env, _ = _started(GymEnvironment("FrozenLake-v1", is_slippery=False, max_episode_steps=2))
+    first, second = _walk(env, 0, 0)
+    assert (first.terminated, first.truncated, second.terminated, second.truncated) == (False, False, False, True)
+    asyncio.run(env.close())
+
+
+def test_a_tuple_of_discrete_spaces_is_a_list():
+    env, first = _started(GymEnvironment("Blackjack-v1"), 3)
+    assert isinstance(first, GymObservation)
+    assert isinstance(first.value, list)
+    assert len(first.value) == 3
+    assert str(first) == "[{},{},{}]".format(*first.value)
+    (stuck,) = _walk(env, 0)
+    assert stuck.terminated
+    assert stuck.reward in (-1.0, 0.0, 1.0)
+    asyncio.run(env.close())
+
+
+def _hand(task: Any, seed: int) -> Any:
+    env, first = _started(GymEnvironment("Blackjack-v1"), task, seed)
+    asyncio.run(env.close())
+    return first.value
+
+
+def test_the_start_comes_from_the_environments_seed_or_from_the_task():
+    assert [_hand(None, 1)] * 3 == [_hand(None, 1) for _ in range(3)]
+    assert len({str(_hand(None, seed)) for seed in range(20)}) > 5
+    assert _hand(7, 1) == _hand(7, 2) == _hand({"seed": 7}, 3) == _hand(Task(private=7), 4)
+    assert len({str(_hand(seed, 0)) for seed in range(20)}) > 5
+
+
+def test_a_task_of_another_shape_is_refused():
+    for wrong in ("7", True, 1.5, [1]):
+        with pytest.raises(TypeError, match="an int \\(seed\\) or a dict"):
+            _started(GymEnvironment("Blackjack-v1"), wrong)
+
+
+def test_a_task_chooses_what_gymnasium_makes():
+    env = GymEnvironment("FrozenLake-v1", is_slippery=False, map_name="4x4")
+    shapes = []
+    for task in ({"make": {"map_name": "8x8"}, "seed": 1}, None, Task(private={"make": {"desc": ["SFG"]}})):
+        _started(env, task)
+        shapes.append(env._env.unwrapped.desc.shape)
+        assert env._env.unwrapped.P[0][RIGHT] == [(1.0, 1, 0, False)], "what is given for every task still holds"
+    assert shapes == [(8, 8), (4, 4), (1, 3)]
+    asyncio.run(env.close())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        ({"is_slipery": False, "map_name": "8x8"}, "is_slipery=False, map_name='8x8'"),
+        ({"map_name": "9x9"}, "map_name='9x9'.*KeyError"),
+        ({"id": "Blackjack-v1"}, "id='Blackjack-v1'"),
+        (["8x8"], "not \\['8x8'\\]"),
+    ],
+)
+def test_what_gymnasium_does_not_take_from_a_task_is_named(make: Any, says: str):
+    env = GymEnvironment("FrozenLake-v1")
+    with pytest.raises(TypeError, match=says):
+        _started(env, {"make": make})
+    _started(env)
+    asyncio.run(env.close())
+
+
+def test_a_function_that_makes_the_environment_takes_nothing_from_a_task():
+    env = GymEnvironment(lambda: gymnasium.make("FrozenLake-v1"))
+    with pytest.raises(TypeError, match=r"\['map_name'\], but a function makes"):
+        _started(env, {"make": {"map_name": "8x8"}})
+
+
+class Grid(gymnasium.Env):
+    """Records what it is given."""
+
+    def __init__(self, observations: Any, actions: Any, shown: Any) -> None:
+        self.observation_space = observations
+        self.action_space = actions
+        self.shown = shown
+        self.taken: list[Any] = []
+        self.options: Any = None
+        self.closed = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.options = options
+        return self.shown, {}
+
+    def step(self, action: Any) -> Any:
+        self.taken.append(action)
+        import numpy as np
+
+        return self.shown, np.float32(0.5), np.bool_(False), np.bool_(True), {"level": np.int64(3), "name": "x"}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def _spaces() -> Any:
+    return gymnasium.spaces
+
+
+def test_plain_spaces_go_in_and_out_as_json():
+    import numpy as np
+
+    s = _spaces()
+    place, both = s.Tuple((s.Discrete(3), s.MultiDiscrete([4, 5]))), s.Tuple((s.Discrete(2, start=4), s.MultiBinary(2)))
+    observed = s.Dict({"text": s.Text(9), "on": s.MultiBinary(2), "at": place})
+    acted = s.Dict({"pick": s.MultiDiscrete([3, 3]), "say": s.Text(5), "both": both})
+    grid = Grid(observed, acted, {"text": "hi", "on": np.array([1, 0]), "at": (np.int64(2), np.array([3, 4]))})
+    env, first = _started(GymEnvironment(lambda: grid, metrics=("level", "absent")), {"map": "big"})
+    assert first == GymObservation(value={"text": "hi", "on": [1, 0], "at": [2, [3, 4]]})
+    assert grid.options == {"map": "big"}
+    (outcome,) = _walk(env, {"pick": [2, 1], "say": "yes", "both": [5, [0, 1]]})
+    assert (outcome.reward, outcome.terminated, outcome.truncated) == (0.5, False, True)
+    assert outcome.metrics == {"level": 3.0}
+    assert type(outcome.reward) is float
+    assert type(outcome.truncated) is bool
+    assert grid.taken[0]["pick"].tolist() == [2, 1]
+    assert (grid.taken[0]["say"], grid.taken[0]["both"][0]) == ("yes", 5)
+    asyncio.run(env.close())
+    assert grid.closed == 1
+
+
+@pytest.mark.parametrize("value", [4, -1, True, "1", 1.0, None, [1], {"a": 1}])
+def test_what_is_no_discrete_action_is_refused_and_nothing_moves(value: Any):
+    env, _ = _started(GymEnvironment("FrozenLake-v1", is_slippery=False))
+    refused, moved = _walk(env, value, DOWN)
+    assert isinstance(refused.observation, GymRefusal)
+    assert "is no action here; the actions are Discrete(4)" in str(refused.observation)
+    assert (refused.reward, refused.terminated, refused.truncated) == (0.0, False, False)
+    assert str(moved.observation) == "4"
+    asyncio.run(env.close())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1],
+        [1, 3],
+        [1.5, 1],
+        [1, 10**30],
+        [[1], [2, 3]],
+        ["a", "b"],
+        [True, 1.0],
+        [],
+        3,
+        {"0": 1},
+    ],
+)
+def test_what_is_no_array_of_whole_numbers_in_range_is_refused(value: Any):
+    s = _spaces()
+    grid = Grid(s.Discrete(2), s.MultiDiscrete([2, 3]), 1)
+    env, _ = _started(GymEnvironment(lambda: grid))
+    (outcome,) = _walk(env, value)
+    assert isinstance(outcome.observation, GymRefusal)
+    assert "actions are MultiDiscrete([2 3])" in str(outcome.observation)
+    assert grid.taken == []
+
+
+def test_a_space_without_a_plain_form_asks_for_a_codec():
+    with pytest.raises(CodecNeeded, match=r"observation space Box.*observe=lambda observation, env"):
+        _started(GymEnvironment("CartPole-v1"))
+    s = _spaces()
+    env, _ = _started(GymEnvironment(lambda: Grid(s.Discrete(2), s.Box(0, 1), 1)))
+    with pytest.raises(CodecNeeded, match=r"action space Box.*act=lambda action, env"):
+        _walk(env, 0.5)
+    env, _ = _started(GymEnvironment(lambda: Grid(s.Discrete(2), s.Discrete(2), 1)))
+    with pytest.raises(CodecNeeded, match="Guess is not a GymAction"):
+        asyncio.run(env.step(Guess(number=1)))
+
+
+def test_codecs_show_and_read_anything():
+    env, first = _started(
+        GymEnvironment(
+            "CartPole-v1",
+            observe=lambda seen, env: Text(text=f"tilt {seen[2]:+.1f} of {env.spec.id}"),
+            act=lambda action, env: action.number,
+        )
+    )
+    assert str(first) in ("tilt +0.0 of CartPole-v1", "tilt -0.0 of CartPole-v1")
+    outcome = asyncio.run(env.step(Guess(number=1)))
+    assert outcome.reward == 1.0
+    asyncio.run(env.close())
+
+
+def test_an_error_in_the_simulator_is_not_taken_for_a_wrong_action():
+    class Broken(Grid):
+        def step(self, action: Any) -> Any:
+            raise ValueError("the physics engine gave up")
+
+    s = _spaces()
+    env, _ = _started(GymEnvironment(lambda: Broken(s.Discrete(2), s.Discrete(2), 1)))
+    with pytest.raises(ValueError, match="gave up"):
+        _walk(env, 1)
+
+
+def test_the_simulator_runs_off_the_event_loop_in_one_thread():
+    threads: list[int] = []
+
+    class Where(Grid):
+        def reset(self, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().reset(**options)
+
+        def step(self, action: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().step(action)
+
+        def close(self) -> None:
+            threads.append(threading.get_ident())
+
+    s = _spaces()
+    env = GymEnvironment(lambda: Where(s.Discrete(2), s.Discrete(2), 1))
+    agent = ChatAgent(parse=lambda text: GymAction(value=int(text)))
+    tape = asyncio.run(rollout(agent, env, task=None, engine=ScriptedEngine(["1"])))
+    assert tape.status is Status.TRUNCATED
+    assert len(threads) == 3
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_a_whole_episode_on_a_tape():
+    lake = GymEnvironment("FrozenLake-v1", is_slippery=False)
+    agent = ChatAgent("Get to 15.", parse=lambda text: GymAction(value=int(text)))
+    engine = ScriptedEngine(["1", "1", "9", "2", "2", "1", "2"])
+    tape = asyncio.run(rollout(agent, lake, task=None, engine=engine, limits=Limits(turns=20)))
+    assert (tape.status, tape.reward, tape.turns) == (Status.FINISHED, 1.0, 7)
+    assert [r.value for r in tape.rewards] == [0.0] * 6 + [1.0]
+    assert [str(o) for o in tape.observations][2:4] == ["8", "9 is no action here; the actions are Discrete(4)"]
+    assert tape.begin.env.config == {
+        "env": "FrozenLake-v1",
+        "make": {"is_slippery": False},
+        "metrics": [],
+        "act": None,
+        "observe": None,
+    }
+
+
+@pytest.mark.parametrize(("name", "actions"), [("FrozenLake-v1", 4), ("Blackjack-v1", 2)])
+def test_real_environments_pass_the_check(name: str, actions: int):
+    report = check_env(
+        lambda: GymEnvironment(name),
+        [None, 1, 2],
+        lambda seen, rng: GymAction(value=rng.randrange(actions)),
+        max_turns=100,
+        reward_range=(-1.0, 1.0),
+    )
+    assert report.ok, str(report)
+    assert report.findings == ()
+    assert report.episodes == 3
+    assert report.checks["determinism"] == report.checks["concurrency"] == report.checks["restore"] == "ok"
+
+
+def test_wrong_arguments_and_a_missing_gymnasium(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(TypeError, match="pass them inside the function"):
+        GymEnvironment(lambda: None, is_slippery=False)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(MissingExtra, match=r"tapereel\[gym\]"):
+        GymEnvironment("FrozenLake-v1")

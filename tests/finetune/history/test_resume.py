@@ -1,0 +1,249 @@
+"""A demo that dies at every kind of moment, in one process after the other, ends as one that was left alone.
+
+Death is an exception that nothing catches, at a chosen record or step of a checkpoint; from then on nothing more
+reaches the disk, and what was queued but not written is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.trainer import checkpoint
+from tapereel.finetune.trainer.checkpoint import checkpoints, prune, save_checkpoint
+from tapereel.tapes.common.config import load_config
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.run_directory import METRICS, RunDir, append_metrics, read_metrics
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.writer import SegmentWriter
+
+from ..loop.lab import model
+from ..loop.micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes
+
+
+class Death(BaseException):
+    """The process is gone."""
+
+
+class Scythe:
+    """Kills at the n-th time that a kind of thing is about to happen (or has just happened)."""
+
+    def __init__(self, kind: str, n: int, *, after: bool = False) -> None:
+        self.kind, self.left, self.after = kind, n, after
+        self.dead = False
+
+    def __repr__(self) -> str:
+        return f"{self.kind}-{self.left}{'-after' if self.after else ''}"
+
+    def __call__(self, kind: str, thing: Any) -> Any:
+        """`thing()`, unless death comes first."""
+        if self.dead:
+            raise Death
+        self.left -= kind == self.kind
+        mine = kind == self.kind and self.left == 0
+        if mine and not self.after:
+            self._strike(kind)
+        result = thing()
+        if mine:
+            self._strike(kind)
+        return result
+
+    def _strike(self, kind: str) -> None:
+        self.dead = True
+        raise Death(kind)
+
+
+@contextmanager
+def dying(scythe: Scythe, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    append, leave, rename, rmtree = SegmentWriter.append, Store.__exit__, os.rename, shutil.rmtree
+
+    def kind_of(body: bytes) -> str:
+        t = json.loads(body)["t"]
+        return f"{t} of {json.loads(body).get('split')}" if t == "begin" else t
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentWriter, "append", lambda self, body: scythe(kind_of(body), lambda: append(self, body)))
+        patch.setattr(Store, "__exit__", lambda self, *e: self.abandon() if scythe.dead else leave(self, *e))
+        patch.setattr(checkpoint.os, "rename", lambda *a: scythe("rename", lambda: rename(*a)))
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *a, **o: scythe("rmtree", lambda: rmtree(*a, **o)))
+        yield
+
+
+def demo(path: Path, *, controls: bool = False) -> dict[str, Any]:
+    return Demo(MICRO, path, controls=controls).run(resume=(path / "config.yaml").exists())
+
+
+DEATHS = [
+    Scythe("step", 90, after=True),  # in the demonstrations
+    Scythe("end", 40),  # when one is about to be whole
+    Scythe("use", 3, after=True),  # in the imitation
+    Scythe("use", 2),
+    Scythe("rename", 1),  # the imitation is done, its checkpoint is not there yet
+    Scythe("end", 20),  # in the evaluation before
+    Scythe("call", 30),  # in rollouts
+    Scythe("begin of train", 5, after=True),
+    Scythe("use", 1, after=True),  # recorded, not published
+    Scythe("publish", 2, after=True),  # both queued, neither acknowledged
+    Scythe("rename", 1),  # in the loop: a checkpoint is written but not in its place
+    Scythe("rename", 1, after=True),  # it is, and the oldest was to go
+    Scythe("rmtree", 2),
+    Scythe("end", 30, after=True),
+]
+
+
+def test_a_demo_that_dies_at_every_kind_of_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, kept, missed = tmp_path / "run", {}, []
+    for scythe in DEATHS:
+        with dying(Scythe(scythe.kind, scythe.left, after=scythe.after), monkeypatch) as _:
+            try:
+                demo(path)
+                missed.append(scythe)
+            except Death:
+                pass
+        now = closed_tapes(path)
+        assert {name: now.get(name) for name in kept} == kept
+        kept = now
+    summary = demo(path)
+    assert not missed, "the demo was done before death came: make it longer, or let death come earlier"
+    assert summary["held_out"]["before"] is not None
+    assert summary["held_out"]["after"] is not None
+    lineage = json.loads((path / "results.json").read_text())["lineage"]
+    assert_sound(path, kept, lineage)
+    assert_reproduced(path, tmp_path / "fresh", lineage)
+    assert json.loads((path / "results.json").read_text())["reapplied"] > 0
+
+
+def test_the_last_checkpoint_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    # Of every two updates one checkpoint, and one at the end of each phase.
+    for n in (1, 1 + UPDATES // 2 - 1):
+        with dying(Scythe("rename", n), monkeypatch), pytest.raises(Death):
+            demo(path)
+    demo(path)
+    found = {c.update: c.state["pinned"] for c in checkpoints(path / "checkpoints")}
+    assert found[WARM]
+    assert found[WARM + UPDATES]
+
+
+def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -> None:
+    config = MICRO.model_copy(
+        update={
+            "warm": MICRO.warm.model_copy(update={"updates": 0}),
+            "loop": MICRO.loop.model_copy(update={"updates": 2}),
+        }
+    )
+    summary = Demo(config, tmp_path / "run", controls=True).run()
+    assert set(summary["controls"]) == {"sft", "shuffled"}
+    assert [c.update for c in checkpoints(tmp_path / "run" / "checkpoints") if c.state["pinned"]] == [0, 2]
+
+
+def test_a_demo_is_made_longer_unless_it_has_controls(tmp_path: Path) -> None:
+    def of(updates: int) -> DemoConfig:
+        return MICRO.model_copy(
+            update={
+                "warm": MICRO.warm.model_copy(update={"updates": 2}),
+                "loop": MICRO.loop.model_copy(update={"updates": updates}),
+            }
+        )
+
+    path = tmp_path / "run"
+    Demo(of(2), path).run()
+    after = json.loads((path / "results.json").read_text())["after"]
+    summary = Demo(of(3), path, controls=True).run(resume=True)
+    results = json.loads((path / "results.json").read_text())
+    assert results["evaluations"] == {"2": after}
+    assert results["lengths"] == [{"updates": 2, "done": 2}]
+    assert summary["held_out"]["after"] == results["after"]["sampled"]["mean"]
+    assert [c.update for c in checkpoints(path / "checkpoints") if c.state["pinned"]] == [2, 4, 5]
+    verdict = reproduce(path)
+    assert (str(verdict), verdict.of) == ("verified", 5)
+    with pytest.raises(UsageError, match=r"be compared with loop\.updates=4"):
+        Demo(of(4), path).run(resume=True)
+    assert load_config(DemoConfig, path / "config.yaml").loop.updates == 3
+
+
+def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "run", RunDir.metrics
+
+    def dies(self: RunDir, line: dict[str, Any]) -> None:
+        if line["update"] == n:
+            raise Death
+        write(self, line)
+
+    for n in (3, WARM + 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDir, "metrics", dies)
+            with pytest.raises(Death):
+                demo(path)
+        if n == 3:  # as if the disk had kept a line whose update it has lost
+            append_metrics(path / METRICS, {"phase": "sft", "update": 5, "loss": 0.0})
+    demo(path)
+    lines = [line for line in read_metrics(path / METRICS) if line["phase"] != "evaluation"]
+    assert [line["update"] for line in lines] == list(range(1, WARM + UPDATES + 1))
+    assert lines[4]["loss"] != 0
+    again = lines[WARM + 4]
+    assert again["train_seconds"] is None
+    assert set(lines[WARM + 5]) - set(again) <= {"groups", "groups_aside", "filled"} | {
+        key for key in lines[WARM + 5] if key.startswith(("closed/", "lost/", "perf/"))
+    }
+    assert again["grad_norm"] > 0
+
+
+def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    demo(path)
+    for scythe in (Scythe("use", 2, after=True), Scythe("begin of train", 20, after=True)):
+        with dying(scythe, monkeypatch), pytest.raises(Death):
+            demo(path, controls=True)
+    summary = demo(path, controls=True)
+    assert set(summary["controls"]) == {"sft", "shuffled"}
+    for run in (path, path / "controls" / "sft", path / "controls" / "shuffled"):
+        store = Store.open(run, cache=False)
+        assert store.books().closes, store.books().findings
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        Scythe("rename", 1),
+        Scythe("rename", 1, after=True),
+        Scythe("rename", 2),
+        Scythe("rename", 2, after=True),
+        Scythe("rmtree", 2),
+        Scythe("rmtree", 3),
+        Scythe("rmtree", 3, after=True),
+    ],
+    ids=repr,
+)
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: Scythe) -> None:
+    def save(update: int) -> None:
+        save_checkpoint(tmp_path, model(update), {"steps": update}, {"lineage": "l"}, update=update)
+        prune(tmp_path, keep=2)
+
+    for update in (1, 2):
+        save(update)
+    with dying(Scythe(death.kind, death.left, after=death.after), monkeypatch):
+        try:
+            save(3)
+        except Death:
+            pass
+        else:
+            assert death.kind == "rmtree", "death never came"
+    found = checkpoints(tmp_path)
+    assert [c.update for c in found] in ([1, 2], [1, 2, 3], [2, 3])
+    for one in found:
+        one.weights()
+        assert one.trainer_state() == {"steps": one.update}
+    save(3)
+    assert [c.update for c in checkpoints(tmp_path)] == [2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["update-000002", "update-000003"]

@@ -1,0 +1,70 @@
+"""The page on the objective has every term as the models have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tapereel.finetune.objective import PPO, Weigh
+from tapereel.finetune.objective.recipe import Recipe, read
+from tapereel.finetune.recipes import get_recipe
+
+from .terms_table import PAGE, constants, docstrings, page, table, terms
+
+
+def test_the_tables_in_the_docs_are_what_the_models_say() -> None:
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "run python -m tests.finetune.objective.terms_table"
+
+
+def test_every_term_is_there_and_every_constant_says_what_it_is() -> None:
+    found = terms()
+    assert len(found) == 11
+    assert set(Recipe.model_fields) - set(found) == {"name", "both_kls"}
+    for name, (_, kinds) in found.items():
+        for cls in kinds:
+            silent = [row[0] for row in constants(cls) if not row[3]]
+            assert not silent, f"{name}: {cls.__name__} has no docstring under {silent}"
+
+
+def test_an_edit_of_the_page_or_a_model_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PAGE.read_text("utf-8")
+    assert page(text.replace("| `4.0` |", "").replace("`5.0`", "`6.0`")) == text
+    monkeypatch.setattr(PPO.model_fields["low"], "default", 0.3)
+    assert page(text) != text
+    with pytest.raises(ValueError, match="no place for the table"):
+        page("# A page\n")
+
+
+def test_texts_below_fields_are_found_in_base_classes_too() -> None:
+    assert docstrings(Weigh)["limit"] == "For `constant` and `sum`: usually the length limit of a completion."
+    beside = next(cls for cls in terms()["regulariser"][1] if cls.__name__ == "Demonstrations")
+    assert docstrings(beside)["coefficient"] == "What the term counts."
+
+
+def test_the_defaults_in_the_tables_are_values_that_a_recipe_takes() -> None:
+    """Each cell of a default is YAML; read again, it is the default."""
+    heading, checked = "", 0
+    for line in table().splitlines():
+        heading = line.removeprefix("### ") if line.startswith("### ") else heading
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 4 and cells[2].startswith("`"):
+            name, value = cells[0].strip("`"), yaml.safe_load(cells[2].strip("`"))
+            value = float(value) if isinstance(value, str) and re.fullmatch(r"[\d.e+-]+", value) else value
+            assert getattr(terms()[heading][1][0](), name) == value
+            checked += 1
+    assert checked > 20
+
+
+def test_the_example_in_the_docs_is_a_recipe() -> None:
+    block = re.search(r"```yaml\n(loop:.*?)```", Path(PAGE).read_text("utf-8"), re.DOTALL)
+    assert block is not None
+    loop = yaml.safe_load(block[1])["loop"]
+    made = get_recipe(loop["recipe"], loop["changes"])
+    assert (made.baseline.eps, made.baseline.ddof, made.baseline.kind) == (1e-4, 0, "std")
+    assert (made.surrogate.kind, made.weigh.kind) == ("cispo", "episode")
+    assert [one.kind for one in made.regulariser] == ["kl", "entropy"]
+    assert read(made.model_dump()) == made

@@ -1,0 +1,151 @@
+"""Recipes and terms of a user's own: found by name, trained like the package's, recorded and read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tapereel.finetune.objective import PPO, Baseline, Surrogate
+from tapereel.finetune.objective.recipe import BadRecipe, NoSuchRecipe, read
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.recipes.recipe_files import BrokenRecipes, read_recipes, write_recipes
+from tapereel.finetune.trainer.trainer import Trainer
+
+from ..build import batch, gradient, same, tiny_model
+from .own_terms import Confidence, Quadratic, Shifted, mine
+
+NAME = f"{Quadratic.__module__}:mine"
+FILE = Path(__file__).with_name("own_terms.py")
+
+
+@pytest.mark.parametrize("micro_tokens", [2048, 20])
+def test_an_own_surrogate_trains_as_the_loss_written_by_hand(micro_tokens: int):
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    loss, grads = gradient(model, mine, rows, episodes, micro_tokens=micro_tokens)
+    groups = {g: torch.tensor([e.reward / 2 for e in episodes if e.group == g]).double() for g in ("g0", "g1")}
+    total, by_hand = sum(len(row.own) for row in rows), torch.zeros((), dtype=torch.float64)
+    for row, episode in zip(rows, episodes, strict=True):
+        a = 2 * (episode.reward / 2 - groups[row.group].mean()) / (groups[row.group].std() + 1e-9)
+        ids, own = torch.from_numpy(row.input_ids).long(), torch.from_numpy(row.own).long()
+        lp = model(input_ids=ids[None]).logits[0].log_softmax(-1)[own - 1].gather(1, ids[own, None])[:, 0]
+        gap = lp - torch.from_numpy(row.old).double()
+        by_hand = by_hand + (-gap.exp() * a + 0.25 / 2 * gap**2 + 0.01 * lp).sum() / total
+    by_hand.backward()
+    same((loss, grads), (by_hand.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}), 1e-7)
+
+
+def test_an_own_term_takes_an_update_and_reports_its_metric():
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    before = [p.clone() for p in model.parameters()]
+    stats = Trainer(model, mine, lr=1e-2).update(rows, episodes)
+    assert stats.skipped is None
+    assert stats.sums.mean("quadratic") is not None
+    assert any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [NAME, f"{Path(os.path.relpath(FILE))}:mine"])
+def test_a_recipe_is_found_by_module_and_by_file(name: str):
+    found = get_recipe(name, {"surrogate": {"beta": 0.125}, "weigh": {"kind": "episode"}})
+    assert (found.name, type(found.surrogate).__name__, found.weigh.kind) == ("mine", "Quadratic", "episode")
+    assert found.surrogate.model_dump() == {"beta": 0.125}
+    assert get_recipe(name).surrogate.model_dump() == {"beta": 0.25}
+
+
+def test_an_own_recipe_prints_its_terms_and_is_read_from_what_a_run_records(tmp_path: Path):
+    kind = f"{Quadratic.__module__}:Quadratic"
+    assert f"surrogate   {kind}(beta=0.25)" in str(mine)
+    plain = mine.model_dump(mode="json")
+    assert plain["surrogate"] == {"beta": 0.25, "kind": kind}
+    assert read(plain) == read(mine.model_dump()) == mine
+    write_recipes(tmp_path, {"rl": mine})
+    assert read_recipes(tmp_path) == {"rl": mine}
+    assert mine.but(surrogate={"beta": 1.0}).surrogate == Quadratic(beta=1.0)
+    assert mine.but(surrogate={"kind": "ppo"}).surrogate == PPO()
+
+
+def test_a_subclass_of_a_kind_keeps_its_class_and_its_constants():
+    recipe = get_recipe("grpo").but(surrogate=Shifted(low=0.1, shift=0.3))
+    again = read(json.loads(recipe.model_dump_json()))
+    assert again.surrogate == Shifted(low=0.1, shift=0.3)
+    assert isinstance(again.surrogate, Shifted)
+
+
+def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_path: Path):
+    script = tmp_path / "scripted.py"
+    script.write_text(
+        "from tapereel.finetune.objective import Surrogate\n"
+        "from tapereel.finetune.recipes import get_recipe\n"
+        "from tapereel.finetune.objective.recipe import read\n"
+        "class Mine(Surrogate):\n    beta: float = 1.0\n"
+        "    def __call__(self, lp, anchor, a, index, stream, context):\n        return -lp\n"
+        "if __name__ == '__main__':\n"
+        "    recipe = get_recipe('grpo').but(surrogate=Mine())\n"
+        "    assert read(recipe.model_dump()) == recipe\n"
+        "    print(recipe.model_dump_json())\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    plain = json.loads(done.stdout)
+    assert plain["surrogate"]["kind"] == "scripted:Mine"
+    with pytest.raises(BadRecipe, match="run in the folder of that module, or add it to PYTHONPATH"):
+        read(plain)
+    (tmp_path / "recipes.json").write_text(json.dumps({"rl": plain}), encoding="utf-8")
+    with pytest.raises(BrokenRecipes, match="scripted:Mine"):
+        read_recipes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("no_such_module:mine", NoSuchRecipe, "there is no module 'no_such_module'"),
+        (f"{Quadratic.__module__}:yours", NoSuchRecipe, "has no 'yours'"),
+        ("no_such_file.py:mine", NoSuchRecipe, "there is no file"),
+        (f"{Quadratic.__module__}:no_recipe", BadRecipe, "which is no Recipe: assign a Recipe to that name"),
+        (f"{Quadratic.__module__}:Quadratic", BadRecipe, "which is no Recipe"),
+    ],
+)
+def test_a_wrong_name_of_an_own_recipe_is_refused(name: str, error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        get_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"surrogate": {"kind": f"{Quadratic.__module__}:Confidence"}}, "no subclass of .*Surrogate: derive it"),
+        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "bta": 1}}, "constants of .*bta"),
+        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "beta": -1}}, "constants of .*beta"),
+        ({"surrogate": Confidence()}, "surrogate"),
+        ({"surrogate": {"kind": "nowhere:Loss"}}, "kind 'nowhere:Loss' can't be imported"),
+    ],
+)
+def test_a_wrong_own_term_is_refused(changes: dict, says: str):
+    with pytest.raises(BadRecipe, match=says):
+        get_recipe("grpo", changes)
+
+
+def test_a_class_that_no_record_could_name_is_refused():
+    class Inside(Surrogate):
+        pass
+
+    class Mean(Baseline):
+        pass
+
+    with pytest.raises(BadRecipe, match="define the class at the top level"):
+        get_recipe("grpo", {"surrogate": Inside()})
+    with pytest.raises(BadRecipe):
+        get_recipe("grpo", {"baseline": Mean()})
+
+
+def test_a_term_without_a_loss_says_what_is_missing():
+    with pytest.raises(NotImplementedError, match="Surrogate has no __call__: define the loss of each token there"):
+        Surrogate()(*[torch.zeros(1)] * 4, None, None)  # type: ignore[arg-type]

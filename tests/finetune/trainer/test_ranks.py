@@ -1,0 +1,140 @@
+"""Several processes take the steps of one: with a copy of the model each, and with a part of each weight."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tapereel.finetune.objective import Sums
+from tapereel.finetune.trainer.distributed import share
+from tapereel.finetune.trainer.logprobs import forward
+from tapereel.finetune.trainer.micro_batches import Micro
+from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
+
+from ..build import episode, row, tiny_model
+from .two_ranks import CASES, SHARED, Case, SharedCase, led, trained
+
+KINDS = ("group", "sharded")
+GOOD = [case for case in CASES if case.poison is None]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """kind -> what the two processes came to, by rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tapereel.tests.finetune.trainer.two_ranks"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    for one in running:
+        _, errors = one.communicate(timeout=240)
+        assert one.returncode == 0, errors
+    ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return {kind: [one[kind] for one in ranks] for kind in ranks[0]}
+
+
+def same(a: Any, b: Any, where: str = "", atol: float = 1e-12) -> None:
+    """Equal, numbers to `atol`."""
+    if isinstance(a, dict):
+        assert set(a) == set(b), where
+        for key in a:
+            same(a[key], b[key], f"{where}/{key}", atol)
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{where}/{k}", atol)
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+    elif isinstance(a, float):
+        assert (math.isnan(a) and math.isnan(b)) or a == pytest.approx(b, rel=1e-9, abs=1e-12), where
+    else:
+        assert a == b, where
+
+
+@pytest.mark.ledger("P5", "T19", "F75", "F91")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
+def test_two_processes_take_the_steps_of_one(found, kind: str, case: Case):
+    """Weights, optimiser, moments, critic, controllers and running average; norms and sums; uneven and empty ranks."""
+    alone = trained(case, Ranks())
+    for rank in (0, 1):
+        one = found[kind][rank][case.name]
+        same(one["weights"], alone["weights"], "weights")
+        same(one["state"], alone["state"], "state")
+        same(one["betas"], alone["betas"], "betas")
+        for step, whole in zip(one["steps"], alone["steps"], strict=True):
+            assert step["skipped"] is None
+            assert step["norm"] == pytest.approx(whole["norm"], rel=1e-10)
+            same(_counted(step["sums"]), _counted(whole["sums"]), "sums")
+        same(one["again"], one["state"], "loaded")
+    losses = [[found[kind][rank][case.name]["steps"][k]["loss"] for rank in (0, 1)] for k in range(case.steps)]
+    assert [sum(pair) for pair in losses] == pytest.approx([step["loss"] for step in alone["steps"]], rel=1e-9)
+
+
+def _counted(sums: dict[str, float]) -> dict[str, float]:
+    """Without what every rank reports of the step as a whole."""
+    return {name: value for name, value in sums.items() if name != "value/grad_norm"}
+
+
+@pytest.mark.ledger("F82", "T45", "F81", "P12")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_process_cannot_do_none_does(found, kind: str):
+    before = tiny_model().state_dict()
+    ranks = [found[kind][rank]["poisoned"] for rank in (0, 1)]
+    assert [one["steps"][0]["skipped"] for one in ranks] == ["another rank", "loss"]
+    for one in ranks:
+        assert all(torch.equal(before[n], p) for n, p in one["weights"].items())
+
+
+@pytest.mark.ledger("P5", "F75", "F79", "F89", "T50", "F91")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_several_processes_give_the_account_that_one_process_gives(found, kind: str, case: SharedCase):
+    """Whole batches go in at rank 0 and whole accounts come out, over epochs, mini-batches and a reloaded state."""
+    alone = led(case, Ranks())
+    lead, follower = (found[f"{kind} shared"][rank][case.name] for rank in (0, 1))
+    for one in (lead, alone):  # a rank counts by the reason it knows
+        one["state"]["skips"] = sum(one["state"]["skips"].values())
+    same(lead, alone, case.name, atol=1e-11)  # over eight steps of Adam
+    assert follower["steps"] == len(lead["steps"])
+    same(follower["weights"], alone["weights"], "the other's weights", atol=1e-11)
+
+
+@pytest.mark.ledger("T50")
+def test_shares_are_whole_families_of_like_size_and_lose_nobody():
+    episodes = [episode(f"t{k}", group) for k, group in enumerate("aabbbcd")]
+    episodes[2] = replace(episodes[2], fork="t0/1")
+    episodes[6] = replace(episodes[6], fork="t0/1")
+    rows = [row(e.tape, e.group, turns=(n,)) for e, n in zip(episodes, (3, 3, 3, 3, 3, 30, 3), strict=True)]
+    assert share(rows, episodes, 2) == [[5], [0, 1, 2, 3, 4, 6]] or share(rows, episodes, 2) == [
+        [0, 1, 5],
+        [2, 3, 4, 6],
+    ]
+    assert sorted(k for part in share(rows, episodes, 3) for k in part) == list(range(7))
+    assert share(rows, episodes, 9).count([]) == 6
+    assert share([], [], 2) == [[], []]
+
+
+def test_an_idle_micro_batch_adds_exactly_nothing():
+    model = tiny_model()
+    scores = forward(model, Micro.idle(), entropy=True)
+    assert scores.logprob.shape == (0,)
+    assert scores.entropy is not None
+    (scores.logprob.sum() + scores.entropy.sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_one_process_has_nothing_to_add_up():
+    sums = Sums()
+    assert Ranks().gather(sums) is sums
+    assert Ranks().any(True)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        DataParallelRanks()
+    assert copy.copy(Ranks()).size == 1

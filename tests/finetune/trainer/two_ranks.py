@@ -1,0 +1,237 @@
+"""One of two processes that take optimiser steps together.
+
+`python -m tapereel.tests.finetune.trainer.two_ranks RANK FOLDER`.
+
+`group` is a copy of the model each, `sharded` a part of each weight. In the CASES each rank is given its part of the
+batch; in the SHARED rank 0 has the whole, and shares it out. What came of each step is written to FOLDER.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import Episode
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.distributed import Processes
+from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
+from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
+
+from ..build import batch, tiny_model
+
+
+class Case(NamedTuple):
+    """One trainer, and what becomes of it."""
+
+    name: str
+    recipe: str
+    changes: dict[str, Any] | None = None
+    cut: int = 3
+    """Episodes of rank 0; the other has the rest."""
+    critic: str | None = None
+    steps: int = 2
+    poison: int | None = None
+    """The rank whose batch holds a number that isn't finite."""
+    demonstrations: bool = False
+    tied: bool = True
+    ema: float | None = None
+
+
+CASES = (
+    Case("grpo", "grpo", {"adjust": [{"kind": "whiten"}]}, ema=0.9),
+    Case("not local", "cpgd", tied=False),
+    Case("nobody here", "grpo", cut=6, critic="own"),
+    Case("own critic", "ppo", critic="own"),
+    Case("head alone", "ppo", critic="policy"),
+    Case("poisoned", "reinforce", poison=1, steps=1),
+    Case(
+        "reference",
+        "grpo",
+        {"regulariser": [{"kind": "kl", "beta": 0.1, "estimator": "k3", "adaptive": {"target": 0.01, "horizon": 10}}]},
+    ),
+    Case("imitates too", "grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}, demonstrations=True),
+)
+
+
+def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """What came of the case on this rank."""
+    model = tiny_model(tie_word_embeddings=case.tied)
+    rows, episodes = batch(model=model)
+    reference = tiny_model(seed=1) if case.name == "reference" else None
+    mine = slice(None) if ranks.size == 1 else slice(0, case.cut) if ranks.rank == 0 else slice(case.cut, None)
+    shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])]
+    if ranks.size > 1:
+        shown = shown[:1] if ranks.rank == 0 else shown[1:]
+    critic = None
+    if case.critic is not None:
+        body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
+        critic = CriticTrainer(body, lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank, ranks=ranks)
+    trainer = Trainer(
+        model,
+        get_recipe(case.recipe, case.changes),
+        lr=0.05,
+        grad_clip=0.05,
+        ranks=ranks,
+        critic=critic,
+        reference=reference,
+        ema=case.ema,
+        micro_tokens=20 + 10 * ranks.rank,
+    )
+    out: list[Any] = []
+    for _ in range(case.steps):
+        prepared = trainer.prepare(rows[mine], episodes[mine], demonstrations=shown if case.demonstrations else ())
+        if case.poison == ranks.rank:
+            prepared.batch.advantage[0] = math.inf
+        stats = trainer.step(prepared)
+        sums = trainer.ranks.gather(stats.sums)
+        out.append(
+            {
+                "skipped": stats.skipped,
+                "norm": stats.grad_norm,
+                "loss": stats.loss,
+                "sums": dict(sums.sums),
+                "counts": dict(sums.counts),
+            }
+        )
+    state = trainer.state_dict()
+    trainer.load_state_dict(state)
+    return {
+        "steps": out,
+        "weights": ranks.whole(dict(model.state_dict())),
+        "state": state,
+        "again": trainer.state_dict(),
+        "betas": trainer.betas,
+        "skips": critic.skips if critic else 0,
+    }
+
+
+class SharedCase(NamedTuple):
+    """A trainer whose batches are shared out."""
+
+    name: str
+    recipe: str
+    changes: dict[str, Any] | None = None
+    minibatches: int = 1
+    batches: tuple[int, ...] = ()
+    critic: str | None = None
+    demonstrations: bool = False
+    groups: int = 3
+    poison: bool = False
+
+
+SHARED = (
+    SharedCase("epochs", "reinforce_pp_baseline", minibatches=2),
+    SharedCase("batches", "grpo", {"adjust": [{"kind": "whiten"}]}, batches=(3, 6)),
+    SharedCase("critic", "ppo", critic="own", minibatches=2),
+    SharedCase("head alone", "ppo", critic="policy"),
+    SharedCase(
+        "imitates too",
+        "grpo",
+        {"regulariser": [{"kind": "nll", "coefficient": 0.3}]},
+        demonstrations=True,
+        minibatches=2,
+    ),
+    SharedCase("one group for two", "grpo", groups=1),
+    SharedCase("poisoned", "grpo", poison=True),
+)
+
+
+def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
+    """What came of two epochs, a checkpoint in between, on rank 0 (and alone); the weights, on every rank."""
+    model = tiny_model()
+    rows, episodes = three_groups(model)
+    rows, episodes = rows[: 3 * case.groups], episodes[: 3 * case.groups]
+    if case.poison:
+        episodes[0] = replace(episodes[0], reward=math.inf)
+    shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])] if case.demonstrations else ()
+
+    def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
+        assert phase == "rl"
+        critic = None
+        if case.critic is not None:
+            body = Critic.of(model) if case.critic == "own" else Critic.on(work)
+            critic = CriticTrainer(body, lr=0.1, ranks=ranks)
+        return Trainer(
+            work,
+            get_recipe(case.recipe, case.changes),
+            lr=0.05,
+            grad_clip=0.05,
+            ranks=ranks,
+            critic=critic,
+            micro_tokens=20 + 10 * ranks.rank,
+        )
+
+    processes = Processes(ranks, model, build)
+    if ranks.rank:
+        with torch.no_grad():
+            next(iter(model.parameters())).zero_()  # rank 0's weights are those that count
+        return {"steps": processes.follow(), "weights": dict(model.state_dict())}
+    steps: list[UpdateStats] = []
+    state: Any = None
+    with processes.leading():
+        for _ in range(2):
+            trainer = processes.trainer("rl")
+            if state is not None:
+                trainer.load_state_dict(state)
+            steps += trainer.updates(
+                rows,
+                episodes,
+                epochs=2,
+                minibatches=case.minibatches,
+                seed=3,
+                batches=case.batches,
+                demonstrations=shown,
+            )
+            state = trainer.state_dict()
+    processes.finish(len(steps))
+    return {
+        "steps": [
+            [
+                s.skipped,
+                s.loss,
+                s.grad_norm,
+                s.step,
+                s.sums["tokens"],
+                s.weight,
+                s.advantage,
+                s.sums.mean("ratio") if s.applied else None,
+                None if s.shown is None else s.shown[2],
+            ]
+            for s in steps
+        ],
+        "weights": dict(model.state_dict()),
+        "state": state,
+    }
+
+
+def three_groups(model: Any) -> tuple[list[Row], list[Episode]]:
+    """Three groups of three, of other sizes."""
+    rows, episodes = batch(model=model)
+    more = batch(seed=5, model=model)
+    names = {row.tape: f"{row.tape}'" for row in more[0][:3]}
+    rows = rows + [replace(row, tape=names[row.tape], group="g2") for row in more[0][:3]]
+    return rows, episodes + [replace(e, tape=names[e.tape], group="g2") for e in more[1][:3]]
+
+
+def main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    found: dict[str, Any] = {}
+    for kind, make in (("group", DataParallelRanks), ("sharded", ShardedRanks)):
+        found[kind] = {case.name: trained(case, make()) for case in CASES}
+        found[f"{kind} shared"] = {case.name: led(case, make()) for case in SHARED}
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,56 @@
+"""The viewer's real server, for tests: in a thread of its own, with a client that sends what it is told to."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tapereel.tapes.view import RunView
+from tapereel.tapes.view.view_server import Server
+
+from ...finetune.loop.hosting import in_thread
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@contextmanager
+def served(
+    run: Path, *, host: str = "127.0.0.1", token: str | None = None, insight: Callable[[Any], Any] | None = None
+) -> Iterator[Server]:
+    """The server of a run, at work."""
+
+    @asynccontextmanager
+    async def up() -> AsyncIterator[Server]:
+        with RunView(run, insight=insight) as view:
+            async with Server(view, host, token).serving() as server:
+                yield server
+
+    with in_thread(up) as server:
+        yield server
+
+
+def ask(server: Server, path: str, *, host: str | None = None, **headers: str) -> Answer:
+    """One GET whose path is sent as it is given, and whose Host is `host` where one is given."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.access.port)
+    try:
+        connection.putrequest("GET", path, skip_host=True)
+        connection.putheader("Host", f"127.0.0.1:{server.access.port}" if host is None else host)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read())
+    finally:
+        connection.close()
