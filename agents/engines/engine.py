@@ -145,6 +145,16 @@ class MeasuredEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class ChangingEngine(Protocol):
+    """An engine that can say that its weights are being replaced, so that new requests wait."""
+
+    @property
+    def changing(self) -> bool:
+        """Whether a weight sync is in progress."""
+        ...
+
+
+@runtime_checkable
 class TrainableEngine(MeasuredEngine, Protocol):
     """An engine whose weights can be replaced while it samples: all that the training loop needs.
 

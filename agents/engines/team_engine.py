@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...tapes.errors import TapereelError
-from .engine import Completion, Engine, EngineError, MeasuredEngine, Request, SyncMode, TrainableEngine
+from .engine import ChangingEngine, Completion, Engine, EngineError, MeasuredEngine, Request, SyncMode, TrainableEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ class TeamEngine:
     @property
     def changing(self) -> bool:
         """Whether a weight sync of any engine is in progress."""
-        return any(engine.changing for engine in self._distinct if isinstance(engine, TrainableEngine))
+        return any(engine.changing for engine in self._distinct if isinstance(engine, ChangingEngine))
 
     def of(self, path: str) -> Engine:
         """The engine that answers for the agent at `path`. EngineError where there is none."""

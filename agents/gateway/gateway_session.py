@@ -18,7 +18,7 @@ from typing import Any
 from ...tapes import Sampling, StoreFailed, Tape
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange
-from ..engines.engine import TrainableEngine
+from ..engines.engine import ChangingEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from .linking import Use, label_calls
@@ -69,7 +69,7 @@ class Session:
     @property
     def changing(self) -> bool:
         """Whether the engine's weights are being replaced, so that requests would wait."""
-        return isinstance(self._engine, TrainableEngine) and self._engine.changing
+        return isinstance(self._engine, ChangingEngine) and self._engine.changing
 
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """The model's answer, recorded. `use`: what the program says the call is to training. `live` hears it.

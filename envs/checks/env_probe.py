@@ -184,7 +184,7 @@ class Probe:
             async with timer:
                 result = getattr(env, method)(*args)
                 if not inspect.isawaitable(result):
-                    self.found("types", f"{self.name}.{method} is not async; write `async def {method}`")
+                    self.found("types", f"{self.name}.{method} is not async: write `async def {method}`")
                     raise Failed
                 return await result
         except TimeoutError as error:

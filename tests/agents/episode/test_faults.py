@@ -32,7 +32,7 @@ def test_a_method_that_is_not_async_is_named_with_the_remedy():
             return Outcome(reward=1.0, terminated=True)
 
     tape = run(Player(), Sync(), 7, engine=ScriptedEngine(["7"]))
-    assert tape.cause.message.endswith("Sync.step is not async; write `async def step`")
+    assert tape.cause.message.endswith("Sync.step is not async: write `async def step`")
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -243,7 +243,7 @@ BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
     RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
     ShadyScore: ("raises", "'reward' is nan; leave it out where there is no score", "in step"),
-    SyncStep: ("types", "SyncStep.step is not async; write `async def step`", None),
+    SyncStep: ("types", "SyncStep.step is not async: write `async def step`", None),
     WrongReset: ("types", "WrongReset.reset returned 7; it must return an Observation or a str", None),
     WrongStep: ("types", "WrongStep.step returned (Roll(value=1), 1.0, True, {}); it must return an Outcome", None),
     WrongFinish: ("types", "WrongFinish.finish returned 1.0; it must return an Outcome or None", None),

@@ -60,7 +60,7 @@ def test_an_episode_in_a_process_is_as_one_here():
 BAD = [
     ("1", "Hung", "Simulator.step did not return in 2 s; its process was killed"),
     ("2", "SessionLost", "exited (exit code 7)"),
-    ("3", "SessionLost", "ended (exit code -11)"),
+    ("3", "SessionLost", "exited (exit code -11)"),
     ("5", "Hung", "its process was killed"),
     ("6", "ValueError", "six"),
 ]

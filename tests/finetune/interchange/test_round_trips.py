@@ -215,7 +215,7 @@ def test_reading_a_file_again_adds_only_what_is_new_in_it(run: Path, tmp_path: P
         (0, 2),
     ]
     assert main(["import", str(file), str(tmp_path / "into"), "--format", "sft"]) == Exit.HOLDS
-    assert "0 tapes of 2 sft records; 2 more were there already, with the same content" in capsys.readouterr().out
+    assert "0 tapes of 2 sft records; 2 more were in the run already, with the same content" in capsys.readouterr().out
     assert read(file, tmp_path / "into", "sft", split="demo").tapes == 2, "in another split it is another tape"
     assert len(tapes_of(tmp_path / "into")) == 6
 

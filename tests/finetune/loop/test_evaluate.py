@@ -186,7 +186,7 @@ def test_an_evaluation_is_held_out_and_its_attempts_share_the_world(tmp_path: Pa
     for begins in groups.values():
         assert len({b.env_seed for b in begins}) == 1
         assert len({b.seed for b in begins}) == 3
-    with Store.create(tmp_path / "other") as store, pytest.raises(ValueError, match="another split"):
+    with Store.create(tmp_path / "other") as store, pytest.raises(ValueError, match="choose another"):
         _evaluated(store, split="train")
 
 
@@ -213,7 +213,7 @@ def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: py
     assert main(["eval", out, "--by", "kind"]) == 0
     assert "without kind:" in capsys.readouterr().out
     assert "its splits: eval" in refusal_of(capsys, "eval", out, "--split", "nothing")
-    assert "is no list of attempts" in refusal_of(capsys, "eval", out, "--k", "0,two")
+    assert "is not a list of numbers above 0" in refusal_of(capsys, "eval", out, "--k", "0,two")
     assert "takes 1 <= k <= attempts" in refusal_of(
         capsys, "run", *SCENE, *script, *settings("k=[9]"), "--out", str(tmp_path / "t")
     )

@@ -365,9 +365,9 @@ def test_several_processes_train_no_players(models: Path, tmp_path: Path):
         size = 2
 
     with pytest.raises(UsageError, match="players that learn have theirs computed by one"):
-        _Run(config(models), tmp_path / "run", silent, Two())
+        _Run(*config(models).resolve(), tmp_path / "run", silent, Two())
     alone = config(models, players={"judge": frozen(models / "guide")})
-    assert _Run(alone, tmp_path / "run", silent, Ranks()).team.policies == {}
+    assert _Run(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
 
 
 def test_a_player_may_learn_at_a_pace_of_its_own(models: Path, tmp_path: Path):

@@ -118,4 +118,4 @@ def test_media_go_with_the_bundle_and_one_that_is_gone_is_told(tmp_path: Path, c
     with RunView(tmp_path / "run") as view:
         assert write_bundle(view, tmp_path / "out")["verdict"] == "broken"
     assert [path.name for path in (tmp_path / "out" / "media").iterdir()] == [kept[6:]]
-    assert "is gone" in caplog.text
+    assert "is missing, but a record names it" in caplog.text

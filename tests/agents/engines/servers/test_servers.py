@@ -332,7 +332,7 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
     async def test(engine: AdapterEngine) -> None:
         await engine.sync_weights(adapted().state_dict(), "run:1")
         ill.broken_step = "/v1/load_lora_adapter"
-        with pytest.raises(PublishFailed, match=r"'run:1' goes on.*serve --lora 2"):
+        with pytest.raises(PublishFailed, match=r"'run:1' goes on.*--lora 2"):
             await engine.sync_weights(adapted().state_dict(), "run:2")
         assert well.told[-1] == ("/v1/unload_lora_adapter", {"lora_name": "run:2"})
         assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
@@ -486,4 +486,4 @@ def test_what_the_embedded_engine_would_ignore_is_refused(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "model", str(tmp_path), "--engine", "embedded", *more]) == 64
-    assert f"{more[0].partition('=')[0]} is for vLLM" in capsys.readouterr().err
+    assert f"{more[0].partition('=')[0]} is only for vLLM" in capsys.readouterr().err
