@@ -37,12 +37,12 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
     from ..engines.embedded.pretrained import load_tokenizer
     from .engine_config import RendererConfig
 
-    told = {
+    recorded = {
         keys[2]: value
         for keys, value in recorded_settings(run).items()
         if len(keys) == 3 and keys[:2] == ("engine", "renderer")
     }
-    return RendererConfig.model_validate(told).make(load_tokenizer(folder))
+    return RendererConfig.model_validate(recorded).make(load_tokenizer(folder))
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
@@ -58,8 +58,8 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
     own = _own(identity) if identity is not None else None
     if own is not None:
         return own
-    told = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
-    raise UsageError(f"which agent? {run} has no {CONFIG} that names one: give --agent module:name{told}")
+    recorded_of = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
+    raise UsageError(f"{run} has no {CONFIG} that names an agent: give --agent module:name{recorded_of}")
 
 
 def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
