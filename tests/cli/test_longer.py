@@ -123,7 +123,7 @@ def test_a_schedule_is_not_stretched(model: str, tmp_path: Path, capsys):
     answer_of(capsys, *words(model, run, 1, *schedule))
     found = refusal_of(capsys, *words(model, run, 4, *schedule), "--resume")
     assert "loop.optimiser.schedule is linear and ends at 0 after 12 optimiser steps" in found
-    assert "no more than 3 updates" in found
+    assert "loop.updates to at most 3" in found
     answer_of(capsys, *words(model, run, 3, *schedule), "--resume")
     with Store.open(run) as store:
         rates = [stored.record.info["lr"] for stored in store.run_records("use")]

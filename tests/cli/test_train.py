@@ -222,7 +222,7 @@ def test_tapes_of_another_run_are_imitated_first(model: str, demonstrations: Pat
     [
         (("warm.min_reward=2.0",), "no tape to imitate"),
         (("warm.split=eval",), "split 'eval' is held out"),
-        (("warm.batch=101",), "has 100 tapes to imitate, warm.batch is 101"),
+        (("warm.batch=101",), "has 100 tapes to imitate, and warm.batch is 101"),
     ],
 )
 def test_tapes_that_can_t_be_imitated(model: str, demonstrations: Path, more: Any, says: str, tmp_path: Path, capsys):

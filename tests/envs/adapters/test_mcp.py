@@ -24,7 +24,7 @@ from tapereel.envs.adapters.tools import BadTool, Tool, ToolEnvironment, ToolFai
 from tapereel.tapes import Answer, CauseType, MissingExtra, Status, Tape, Task, ToolCalls, ToolResults
 
 pytest.importorskip("mcp")
-SERVER = Path(__file__).with_name("mcp_server.py")
+SERVER = Path(__file__).parents[1] / "mcp_server.py"
 AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
 TASK = Task(public="What is the code of amber?", private="4711")
 

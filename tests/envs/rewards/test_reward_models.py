@@ -117,7 +117,7 @@ def test_with_a_tokenizer_a_sample_is_exactly_what_was_sampled():
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("reward_server.py"))],
+        [sys.executable, str(Path(__file__).parents[1] / "reward_server.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
