@@ -364,7 +364,7 @@ def test_several_processes_train_no_players(models: Path, tmp_path: Path):
     class Two(Ranks):
         size = 2
 
-    with pytest.raises(UsageError, match="players that learn have theirs computed by one"):
+    with pytest.raises(UsageError, match="players that learn need updates too"):
         _Run(*config(models).resolve(), tmp_path / "run", silent, Two())
     alone = config(models, players={"judge": frozen(models / "guide")})
     assert _Run(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
