@@ -1,7 +1,7 @@
-"""The gateway: any program that speaks OpenAI's protocol becomes an agent whose tapes can be replayed and trained on.
+"""The gateway: a server for OpenAI's protocol that makes any program an agent, with tapes for replay and training.
 
-`Program` starts one per episode, inside a rollout or the loop; `tapereel serve gateway` serves programs that are
-started elsewhere. Needs the extra `http`.
+`Program` starts one program per episode, inside a rollout or the training loop. `tapereel serve gateway` serves
+programs that are started elsewhere. The gateway needs the extra `http`.
 """
 
 from .gateway_control import Control

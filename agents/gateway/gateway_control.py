@@ -1,13 +1,13 @@
-"""Control routes: tapes that somebody outside begins, scores and ends, each an ordinary rollout in the gateway.
+"""Control routes: an external client begins, scores and ends tapes. Each tape is an ordinary rollout in the gateway.
 
     POST /tapereel/tapes                  {"task": ..., "group", "attempt", "agent", "seed", "split", "budget": {...}}
-    GET  /tapereel/tapes/TAPE             how it stands, or how it ended
+    GET  /tapereel/tapes/TAPE             the state of the tape, or how it ended
     POST /tapereel/tapes/TAPE/rewards     {"rewards": {"name": 1.0}, "metrics": {...}}
     POST /tapereel/tapes/TAPE/end         {"status": finished | truncated | error | cancelled, "message", "answer"}
-    POST /tapereel/pause, /tapereel/resume   around a change of weights
+    POST /tapereel/pause, /tapereel/resume   before and after a weight sync
 
-All of them need the admin token. A tape that nobody asks on for a while ends by itself. What a request to the model is
-served with is not known here.
+All routes need the admin token. A tape without a request for `idle` seconds ends by itself. Requests to the model are
+served by `gateway_server`.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from .openai_protocol import Refused
 log = logging.getLogger("tapereel.gateway")
 
 REMEMBERED = 10_000
-"""Tapes that have ended of which it is still told how."""
+"""Maximum number of ended tapes whose final state can still be queried; the oldest are dropped first."""
 _Route = Callable[[web.Request], Awaitable[Any]]
 Ending = Literal["finished", "truncated", "error", "cancelled"]
 
 
 class ClientFailed(TapereelError, RuntimeError):
-    """Whoever began the tape said that its agent failed."""
+    """The client ended the tape with status `error`."""
 
 
 class Budget(BaseModel):
-    """What one tape may use; reaching it ends the tape as a limit. None: as the gateway's own limits say."""
+    """Limits of one tape. Reaching a limit ends the tape with that limit as the cause. None: the gateway's limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled."""
+    """Sampled tokens of all calls."""
     context: int | None = Field(default=None, ge=2)
     seconds: float | None = Field(default=None, gt=0)
-    """From begin to end."""
+    """Seconds from the begin of the tape to its end."""
     idle: float | None = Field(default=None, gt=0)
-    """Without a request."""
+    """Seconds without a request."""
 
 
 class BeginTape(BaseModel):
@@ -70,8 +70,7 @@ class BeginTape(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     task: JsonValue = None
-    """What the agent is to do; or {"public", "private", "id"}, of which `public` is what the tape shows as its first
-    observation."""
+    """The agent's task as any JSON value, or {"public", "private", "id"}. `public` is the tape's first observation."""
     group: str | None = Field(default=None, max_length=200)
     attempt: int = Field(default=0, ge=0)
     agent: str = Field(default="agent", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
@@ -81,7 +80,7 @@ class BeginTape(BaseModel):
 
 
 class ScoreTape(BaseModel):
-    """The body of a request that scores a tape; a name given twice has the last value."""
+    """The body of a request that scores a tape. A later request replaces the value of a name that is already set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     rewards: dict[str, FiniteFloat] = {}
@@ -94,18 +93,20 @@ class EndTape(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     status: Ending = "finished"
     message: str = Field(default="", max_length=2000)
-    """Of an error: what went wrong."""
+    """The error message, for the status `error`."""
     answer: str | None = None
-    """The agent's final answer; None: what the model said last."""
+    """The agent's final answer; None: the model's last answer."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """One tape under way."""
+    """One open tape, from the request that begins it until its rollout is written."""
 
     id: str
     ready: asyncio.Future[tuple[Session, str]]
+    """Set to the session and its API key when the agent starts to act."""
     end: asyncio.Future[EndTape]
+    """Set by the request that ends the tape; stays pending if the tape ends by a limit, a failure or cancellation."""
     scores: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: asyncio.Task[Tape] | None = None
@@ -113,7 +114,7 @@ class _Open:
 
 
 class Client(Agent):
-    """The agent whose program is elsewhere; it acts once, by asking."""
+    """The agent of an external program: one `act` covers all of the program's requests to the model."""
 
     def __init__(self, name: str, open_: _Open, gateway: Gateway, idle: float) -> None:
         self.name, self._open, self._gateway, self._idle = name, open_, gateway, idle
@@ -123,6 +124,8 @@ class Client(Agent):
         key = self._gateway.open(session)
         self._open.llm = llm
         self._open.ready.set_result((session, key))
+        # `over` only ends the loop below. The reason for the end is found afterwards in `_ending`, so the order in
+        # which the client, the idle watch and a failure call `over` doesn't matter.
         end.add_done_callback(lambda _: session.over())
         session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())
         watch = asyncio.ensure_future(_idle(session, self._idle))
@@ -133,13 +136,16 @@ class Client(Agent):
                 yield exchange
             yield Answer(text=_ending(session, end, self._idle, said))
         finally:
+            # The key is revoked first: a request that arrives while the session closes must not start a call.
             self._gateway.shut(key)
             watch.cancel()
             await session.close()
 
 
 def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
-    """The answer with which the tape ends, or why it ends without one."""
+    """The final answer of the tape. Raises the reason why the tape ends without one."""
+    # A failure comes before a limit, and a limit before the client's own end: the client may end the tape because its
+    # request was refused, and the tape must state the refusal's cause.
     if session.broken.done():
         session.broken.result()
     if session.limited is not None:
@@ -153,7 +159,7 @@ def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: s
 
 
 async def _idle(session: Session, seconds: float) -> None:
-    """Returns when the session was left alone for so long, and is over by that."""
+    """End the session after `seconds` without a request. Requests in flight and held requests count as activity."""
     while True:
         left = session.heard_at + seconds - time.monotonic()
         if left <= 0 and not session.busy:
@@ -162,7 +168,7 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The world of the client, of which no more is known than what it says."""
+    """The client's environment: its rewards, metrics and truncation are those that the client reports."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_
@@ -179,7 +185,7 @@ class Elsewhere(Environment[Answer]):
 
 
 class Control:
-    """The tapes that were begun from outside. Given to one `Gateway`; `close` ends what is open."""
+    """The tapes of external clients. Belongs to one `Gateway`; `close` cancels the open tapes."""
 
     def __init__(
         self,
@@ -193,11 +199,14 @@ class Control:
         split: str = "train",
         most: int = 4096,
     ) -> None:
-        """`token` is the admin's. `most`: tapes open at once."""
+        """token: the admin token, at least 16 characters; ValueError if it is shorter.
+
+        idle: seconds without a request after which a tape ends. most: maximum number of open tapes.
+        """
         if len(token) < 16:
             raise ValueError("the admin token has fewer than 16 characters, which can be guessed; give a longer one")
         self.token = token
-        """The admin's."""
+        """The admin token."""
         self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
         self._idle, self._split, self._most = idle, split, most
@@ -206,7 +215,7 @@ class Control:
         self._closed = False
 
     def add_routes(self, app: web.Application, gateway: Gateway) -> None:
-        """Called by the gateway."""
+        """Add the control routes to the gateway's application. The gateway calls this."""
 
         async def begin(request: web.Request) -> Any:
             return await self.begin(await _body(request, gateway, BeginTape), gateway, gateway.url_for(request))
@@ -249,7 +258,10 @@ class Control:
         return handler
 
     async def begin(self, told: BeginTape, gateway: Gateway, url: str) -> dict[str, Any]:
-        """Begin a tape; its id, its key and where to ask, which is `url`."""
+        """Begin a tape. Returns its id, its API key and the base URL for requests to the model, which is `url`.
+
+        Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
+        """
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
         if len(self._open) >= self._most:
@@ -279,11 +291,12 @@ class Control:
                 tape_id=new.id,
             )
         )
+        # No `await` stands between the check of `most` and this line, so concurrent requests can't exceed the maximum.
         self._open[new.id] = new
         new.task.add_done_callback(lambda task: self._over(new, task))
         await asyncio.wait((new.ready, new.task), return_when=asyncio.FIRST_COMPLETED)
         if not new.ready.done():
-            new.task.result()  # StoreFailed; nothing else ends an episode before it acts
+            new.task.result()  # raises StoreFailed; no other failure ends an episode before the agent acts
             raise Refused(500, f"tape {new.id} ended before it began to ask", kind="server_error")
         return {"tape": new.id, "key": new.ready.result()[1], "base_url": url}
 
@@ -311,7 +324,7 @@ class Control:
         return {"tape": tape, "rewards": open_.scores, "metrics": open_.metrics}
 
     async def end(self, tape: str, told: EndTape) -> dict[str, Any]:
-        """End a tape; how it ended, once that is written."""
+        """End a tape. Returns how it ended, after its last record is written. Raises Refused or StoreFailed."""
         open_ = self._the(tape)
         assert open_.task is not None
         if open_.end.done():
@@ -320,13 +333,14 @@ class Control:
             open_.task.cancel()
         else:
             open_.end.set_result(told)
+        # `wait`, not `await open_.task`: if this client disconnects, the tape's rollout must not be cancelled with it.
         await asyncio.wait([open_.task])
         if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
             raise error
         return self.tell(tape)
 
     def tell(self, tape: str) -> dict[str, Any]:
-        """How a tape stands, or how it ended."""
+        """The state of an open tape, or how an ended tape ended. Raises Refused for an unknown tape."""
         if tape in self._done:
             return self._done[tape]
         return {**_use_of(self._the(tape)), "status": "running", "cause": None, "reward": None}
@@ -341,7 +355,7 @@ class Control:
         raise Refused(404, f"there is no open tape {tape}", code="not_found")
 
     async def close(self) -> None:
-        """End what is open as cancelled, and begin nothing more."""
+        """End all open tapes as cancelled, and refuse new ones. Returns after all their rollouts have ended."""
         self._closed = True
         tasks = [open_.task for open_ in self._open.values() if open_.task is not None]
         for task in tasks:

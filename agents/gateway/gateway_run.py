@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .gateway_server import Gateway
 
 SHORTEST_TOKEN = 16
-"""Characters of an admin token; a shorter one can be guessed."""
+"""Minimum number of characters of an admin token; a shorter token can be guessed."""
 
 
 class GatewayConfig(Config):
@@ -28,17 +28,17 @@ class GatewayConfig(Config):
 
     engine: EngineConfig
     split: str = "train"
-    """Split of a tape whose program names none."""
+    """Split of a tape whose client doesn't set one."""
     sampling: Sampling = Sampling()
-    """Sampling of a request that names none; its `max_tokens` is the most that a request may ask for."""
+    """Default sampling parameters of a request; `max_tokens` is also the maximum that a request may ask for."""
     limits: Limits = Limits(seconds=3600.0)
-    """Limits of a tape whose program names none."""
+    """Limits of a tape whose client doesn't set any."""
     idle_seconds: float = Field(default=300.0, gt=0)
     """A tape without a request for this long is ended."""
     hold_seconds: float = Field(default=60.0, ge=0)
     """How long a request waits for a weight sync before it is refused with 429."""
     max_body: int = Field(default=8 * 1024 * 1024, ge=1024)
-    """Bytes of one request."""
+    """Maximum bytes of one request body."""
 
 
 @asynccontextmanager
@@ -51,10 +51,10 @@ async def serve_gateway(
     port: int = 0,
     resume: bool = False,
 ) -> AsyncIterator[Gateway]:
-    """Serves inside the block, and records into the run directory `out`. token: what the control routes ask for.
+    """Serve inside the block, and record into the run directory `out`. token: the admin token of the control routes.
 
-    port: 0 takes a free one. Leaving the block ends open tapes as cancelled, then seals the store and closes the
-    engine. RunExists where `out` holds a run and `resume` is false.
+    port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
+    engine. Raises RunExists if `out` holds a run and `resume` is false, and UsageError if `token` is too short.
     """
     from .gateway_control import Control
     from .gateway_server import Bounds, Gateway
@@ -81,7 +81,8 @@ async def serve_gateway(
                 try:
                     yield gateway
                 finally:
-                    # Before the server stops and the store is sealed: tapes that are open get their end.
+                    # Open tapes end before the server stops and the store is sealed: a sealed store takes no records,
+                    # so a tape that ends later would lose its last records.
                     await control.close()
     finally:
         await made.engine.close()

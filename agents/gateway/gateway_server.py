@@ -1,11 +1,12 @@
-"""The gateway's server: an OpenAI-compatible address whose API keys are tapes.
+"""The gateway's HTTP server: an OpenAI-compatible API in which each API key belongs to one tape.
 
     GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
-    /tapereel/tapes/...         begin, score and end tapes     with the admin token (`control.py`)
+    /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
-A key is known by its digest only, opens one tape, and none once that has ended. It listens on loopback by
-default. Bodies, headers and the time that either may take are bounded. Refused requests are logged, without the key.
-`gateway_session` answers requests, `openai_protocol` parses them, and `streaming` decides what can be sent early.
+The server stores only the digest of a key. A key is valid for one tape, until that tape ends. The server listens on
+loopback by default. The sizes of bodies and headers and the time to send them are limited. Refused requests are logged
+without the key. `gateway_session` answers requests, `openai_protocol` parses them, and `streaming` decides which text
+can be sent early.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ log = logging.getLogger("tapereel.gateway")
 REMEMBERED = 10_000
 """How many keys of ended tapes are remembered, to tell them from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
+"""Request header with the program's own label of the call for training: a value of `USES`."""
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where one listens that listens on every address -> where it is found from the same machine."""
+"""Wildcard listen address -> the loopback address that reaches it from the same machine."""
 _HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -67,10 +69,10 @@ class ControlRoutes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of what a client may use of the gateway."""
+    """Limits of one client request."""
 
     body: int = 8 * 1024 * 1024
-    """Bytes of a request."""
+    """Maximum bytes of a request body."""
     body_seconds: float = 30.0
     """Time limit for the body of a request."""
     header_seconds: float = 30.0
@@ -80,11 +82,14 @@ class Bounds:
     quiet_seconds: float = 15.0
     """Silence in a stream after which a comment is sent, so that the client doesn't time out."""
     hold_seconds: float = 60.0
-    """How long a request is held while weights change, before it is refused with 429 and Retry-After."""
+    """How long a request waits during a weight sync before it is refused with 429 and Retry-After."""
 
 
 class Gateway:
-    """`async with Gateway().serving() as gateway:`; then `key = gateway.open(session)`, `gateway.url`. Single use."""
+    """The server: `async with Gateway().serving() as gateway:`, then `gateway.open(session)` and `gateway.url`.
+
+    Single use. Call its methods in the event loop of `serving`: its counters and tables have no lock.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,8 @@ class Gateway:
         bounds: Bounds = Bounds(),
         control: ControlRoutes | None = None,
     ) -> None:
-        """`model` is the name that /v1/models tells; requests may call it what they like. `control`: routes that begin
-        tapes; without it tapes are opened from inside this process only."""
+        """model: the name that /v1/models lists; requests may use any name. control: routes that begin tapes; without
+        them, tapes can only be opened by `open` in this process."""
         self.host, self.port, self.model, self.bounds = host, 0, model, bounds
         self._control = control
         self._sessions: dict[bytes, Session] = {}
@@ -105,7 +110,7 @@ class Gateway:
         self.answered = 0
         """Requests that were answered with a completion."""
         self.held = 0
-        """Requests that wait for weights to be changed."""
+        """Requests that wait for a weight sync."""
         self.refused = 0
         """Refused requests."""
 
@@ -116,8 +121,11 @@ class Gateway:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
     def url_for(self, request: web.Request) -> str:
-        """The same for whoever sent the request: where it listens on every address, that by which they came. A `Host`
-        that is no plain name or address with our port, as behind a proxy, is not believed."""
+        """The base URL for the client of this request.
+
+        If the server listens on every address, this is the `Host` that the client used. A `Host` that isn't a plain
+        name or address with the server's port (as behind a proxy) is ignored, and the host name is used.
+        """
         if self.host not in EVERYWHERE:
             return self.url
         found = _HOST.fullmatch(request.headers.get("Host", ""))
@@ -127,8 +135,8 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
-        """Serves inside; `port` 0 takes a free one."""
-        guard_log("aiohttp.server")  # which quotes the headers that it can't read
+        """Serve inside the block. port: 0 takes a free port."""
+        guard_log("aiohttp.server")  # aiohttp logs headers that it can't parse, and they may hold a key
         runner = web.AppRunner(
             self.application(),
             access_log=None,
@@ -159,7 +167,7 @@ class Gateway:
     # Keys
 
     def open(self, session: Session) -> str:
-        """A new key, which opens this session until `shut`."""
+        """Return a new key, which is valid for this session until `shut`."""
         key = f"{PREFIX}{secrets.token_urlsafe(24)}"
         self._sessions[_digest(key)] = session
         return key
@@ -173,7 +181,7 @@ class Gateway:
                 self._ended.popitem(last=False)
 
     def without_keys(self, *values: Any) -> None:
-        """Refused where a text in these JSON values, which would be recorded, holds a tape's key or the admin token."""
+        """Raise Refused if a text in these JSON values, which are recorded, holds a tape's key or the admin token."""
         admin = self._control.token if self._control is not None else None
         for text in _texts(values):
             if admin is not None and admin in text:
@@ -196,7 +204,10 @@ class Gateway:
     # Weights
 
     def pause(self) -> None:
-        """Weights change: requests are held, then refused with 429, until `resume` was called as often."""
+        """Hold requests for a weight sync, then refuse them with 429, until `resume` was called as often as `pause`.
+
+        Calls that are already in flight go on; the engine decides what a weight sync does to them.
+        """
         self._paused += 1
         self._resumed.clear()
 
@@ -208,9 +219,11 @@ class Gateway:
         return self._paused > 0
 
     async def _steady(self, session: Session) -> None:
+        """Wait until no weight sync is in progress. Raises Refused with 429 after `hold_seconds`."""
         if not self._paused and not session.changing:
             return
         deadline = time.monotonic() + self.bounds.hold_seconds
+        # A held request counts as activity of its session, or the idle limit would end the tape during a long sync.
         self.held += 1
         session.held += 1
         try:
@@ -231,7 +244,7 @@ class Gateway:
                     code="weights_changing",
                     headers={"Retry-After": "1"},
                 )
-            # The engine doesn't signal the end of its weight sync, so it is polled.
+            # `resume` sets an event. The engine doesn't signal the end of its own weight sync, so it is polled.
             try:
                 await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
             except TimeoutError:
@@ -278,7 +291,7 @@ class Gateway:
         return _json({"object": "list", "data": [_about(self.model)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        """Of any name, as requests may call it what they like."""
+        """Answer for every name, because requests may use any model name."""
         self._session(request)
         return _json(_about(request.match_info["model"]))
 
@@ -286,6 +299,7 @@ class Gateway:
         session = self._session(request)
         body = await self.read(request)
         asked = read_request(body)
+        # Before the call is recorded: a tape is never rewritten, so a recorded key would stay on it.
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
@@ -300,7 +314,11 @@ class Gateway:
     async def _stream(
         self, request: web.Request, session: Session, asked: ChatRequest, use: Use | None
     ) -> web.StreamResponse:
-        """The answer as it is sampled. Nothing is sent before the first token: an error until then has its status."""
+        """Stream the answer while it is sampled.
+
+        Nothing is sent before the first token, so an error before it still gets its own HTTP status. A later error is
+        sent as an event, because the status 200 is already sent.
+        """
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
         asking.add_done_callback(lambda _: live.moved.set())
@@ -323,15 +341,16 @@ class Gateway:
             self._count(request, told)
             await self._write(request, response, _events([told.body]))
         finally:
-            # When the client is gone, the tokens sampled so far are recorded before this returns.
+            # When the client is gone, the partial answer is recorded before this returns. `wait` instead of
+            # `await asking`: `wait` doesn't raise the request's error, which would replace the error under way.
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():
-                asking.exception()
+                asking.exception()  # retrieved, so that asyncio doesn't log it as never retrieved
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes | None) -> bool:
-        """Send this, or all of the response where there is none; whether the client took it."""
+        """Send `data`, or the whole response if `data` is None. Returns whether the client received it in time."""
         try:
             async with asyncio.timeout(self.bounds.write_seconds):
                 await response.prepare(request)
@@ -346,7 +365,7 @@ class Gateway:
         return False
 
     async def read(self, request: web.Request) -> bytes:
-        """The body, within the bounds. Refused."""
+        """Read the request's body. Raises Refused if it is too large (413) or too slow (408)."""
         if request.content_length is not None and request.content_length > self.bounds.body:
             raise self._too_large()
         try:
@@ -367,7 +386,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def knows(request: web.Request, token: str) -> bool:
-    """Whether the request brings this token; takes as long whatever it brings."""
+    """Whether the request has this token. Constant time, so that the duration doesn't reveal a partial match."""
     return hmac.compare_digest(bearer(request.headers.get("Authorization")).encode(), token.encode())
 
 
@@ -376,7 +395,7 @@ def _about(model: str) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names too."""
+    """Every text in a JSON value, keys of objects included."""
     left = [value]
     while left:
         one = left.pop()
@@ -404,7 +423,7 @@ def _use(request: web.Request) -> Use | None:
 
 
 def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, Any]]:
-    """The chunks of what may be sent now: the role before anything else, then text."""
+    """The chunks that can be sent now: the role in the first chunk of the stream, then text."""
     head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
     deltas = [] if begun else [{"role": "assistant", "content": ""}]
     text = live.take()

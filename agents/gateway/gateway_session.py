@@ -1,8 +1,9 @@
-"""One tape, open to a program outside: its requests go through the episode's door, and come back as answers.
+"""One tape that serves an external program: requests become calls of the agent's model interface (`LLM`).
 
-The program knows nothing of tapes, so what the door asks of an agent is made up here: which conversation a request
-belongs to (by its first messages, so that questions asked at once may come in any order), and which recorded answer an
-assistant's message is. Whatever ends a request, its tokens are on the tape. It knows nothing of HTTP.
+A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The conversation of a request
+follows from its first messages, so that concurrent requests may arrive in any order. An assistant message that repeats
+a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request
+ends. HTTP is in `gateway_server`.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from .openai_protocol import ChatAnswer, ChatRequest, Refused, read_calls, token
 from .streaming import Live
 
 SHOWN = 2000
-"""Characters of an exchange that its step contains; the call has the whole text."""
+"""Maximum characters of each text in an exchange's step; the call has the whole text."""
 
 
 class Session:
-    """`answer = await session.ask(request)`, as often as the program likes, until it is closed. Single use."""
+    """`answer = await session.ask(request)`, any number of times and concurrently, until `close`. Single use."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """follow: temperature and top_p of the program's request apply; False: those of the run."""
+        """follow: use temperature and top_p of the program's requests. False: use those of the run."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
-        """Id of a tool call that was sent -> (the message as it was sent, as it is recorded)."""
+        """Id of the first tool call in a sent answer -> (message as sent, message as recorded)."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to the exception that must end the episode, whatever the program does: a failing store, the end of a
-        replay, an error of Tapereel."""
+        """Set to the exception that must end the episode, even if the program ignores the refused request: a failing
+        store, the end of a replay, an error of Tapereel."""
         self.failed: ModelFailed | None = None
-        """The engine's last failure, unless it has answered since."""
+        """The engine's last failure; None if a later request was answered."""
         self.limited: LimitReached | None = None
-        """The limit for which a request was refused; the episode ends with it, whatever the program does."""
+        """The limit that a request reached; the episode ends with this limit, even if the program ends normally."""
         self.heard_at = time.monotonic()
         """When the last request arrived or was answered (monotonic seconds)."""
         self.held = 0
@@ -58,7 +59,7 @@ class Session:
 
     @property
     def id(self) -> str:
-        """Of the tape."""
+        """Id of the tape."""
         return self._tape.id
 
     @property
@@ -72,18 +73,22 @@ class Session:
         return isinstance(self._engine, ChangingEngine) and self._engine.changing
 
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
-        """The model's answer, recorded. `use`: what the program says the call is to training. `live` hears it.
+        """Sample the model's answer and record the call.
 
-        When cancelled, what was sampled so far is recorded before this returns. Raises Refused.
+        use: the program's own label of the call for training; None leaves the label to `linking`. live: receives the
+        tokens while they are sampled. When cancelled, the tokens sampled so far are recorded before this returns.
+        Raises Refused, and StoreFailed if the call can't be written.
         """
         if self.closed:
             raise ended()
+        # A task of its own, so that `close` can cancel the request and then wait until its tokens are recorded.
         asking = asyncio.ensure_future(self._ask(request, use, live))
         self._asking.add(asking)
         self.heard_at = time.monotonic()
         try:
             return await asking
         except asyncio.CancelledError:
+            # Two causes: the client's handler was cancelled (pass it on), or `close` cancelled `asking` (refuse).
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 raise
@@ -108,13 +113,18 @@ class Session:
             self.heard_at = time.monotonic()
 
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
+        # Recorded messages, not sent ones: with the message as the model wrote it, the renderer keeps the sampled ids
+        # as the prefix of this prompt. A re-serialised tool call could encode to other tokens and start a new row.
         messages = [self._recorded(message) for message in request.messages]
         conversation = _conversation(messages)
+        # Ids come from the conversation and a count, not from a clock or a random source: a replay makes the same ids,
+        # and so the same tool call ids in the program's next prompts.
         self._numbers[conversation] += 1
         name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
         sampling = self._sampling(request)
         if live is not None:
             live.open(f"chatcmpl-{name}", self._renderer)
+        # `LLM` owns the retries: a ModelFailed that arrives here has used them up. The gateway doesn't retry.
         try:
             reply = await self._llm(
                 self._tape,
@@ -142,6 +152,8 @@ class Session:
         if use is not None:
             self._declared[reply.call] = use
         answer = self._answer(request, reply, name, live)
+        # The engine failed after a part was streamed, and the retry sampled a different text. The client can't take the
+        # sent text back, so the call is labelled as discarded and the client gets an error.
         if live is not None and not live.end(answer.text):
             self._declared[reply.call] = "discarded"
             raise Refused(
@@ -171,6 +183,7 @@ class Session:
         )
         for tool in tools:
             self._sent[tool["id"]] = (_plain(answer.message), call.reply)
+        # Recorded even when the answer is refused below: its tokens were sampled, so they belong to the tape.
         exchange = Exchange(asked=_asked(call), answered=_short(call.text or json.dumps(call.tool_calls or "")))
         self._llm.read_from(exchange, reply.call)
         self._exchanges.put_nowait(exchange)
@@ -179,37 +192,40 @@ class Session:
         return answer
 
     async def exchanges(self) -> AsyncIterator[Exchange]:
-        """Each request with its answer, in the order of the answers, until the session ends."""
+        """Yield each request with its answer, in the order of the answers, until the session ends."""
         while (exchange := await self._exchanges.get()) is not None:
             yield exchange
 
     def over(self) -> None:
-        """No further requests: `exchanges` ends after the answered ones."""
+        """Refuse further requests; `exchanges` ends after the exchanges that are already queued."""
         self.closed = True
         self._exchanges.put_nowait(None)
 
     async def close(self) -> None:
         """Cancel and record the requests in flight, then record which calls are the agent's. Final."""
+        # `closed` is set before the requests are cancelled, so that no new request starts in between. The labels come
+        # last, because they depend on all calls, including those that this cancellation records.
         self.closed = True
         for asking in self._asking:
             asking.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
         if self.broken.done():
-            self.broken.exception()  # read, so that asyncio doesn't log it as never retrieved
+            self.broken.exception()  # retrieved, so that asyncio doesn't log it as never retrieved
         else:
             self.broken.cancel()
             for label in label_calls(self._record, self._declared):
                 self._llm.recorder.add_layer(label)
-
-    # Inside
 
     @property
     def _record(self) -> Tape:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """The message as recorded, where it repeats an answer with tool calls that the gateway sent."""
+        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged.
+
+        The role `developer` becomes `system`, which chat templates know.
+        """
         calls = message.get("tool_calls") or ()
         sent = self._sent.get(calls[0]["id"]) if calls else None
         if sent is not None and sent[0] == message:
@@ -256,13 +272,16 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """A name from the messages up to the first that isn't a system message: the same for every continuation."""
+    """A name from the messages up to the first one that isn't a system message.
+
+    Every continuation of a conversation has the same name, in whatever order concurrent requests arrive.
+    """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _plain(message: Message) -> Message:
-    """A message as a client sends it back."""
+    """A sent message in the form in which a client sends it back: empty content is "" and not None."""
     return {**message, "content": message["content"] or ""}
 
 

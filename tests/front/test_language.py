@@ -49,7 +49,7 @@ LEFT: dict[str, int] = {
     "agents/engines/servers": 9,
     "agents/engines/transport": 7,
     "agents/engines/weights": 10,
-    "agents/gateway": 47,
+    "agents/gateway": 41,
     "envs/adapters": 10,
     "finetune/interchange": 20,
     "tapes/store": 3,
