@@ -1,8 +1,8 @@
 """The eleven terms of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
-select, weigh. Each is its constants and a pure function over the stream.
+select, weigh. Each term is a set of constants and a pure function over the stream.
 
-Three terms make the advantage: `baseline` (what a reward is compared with), `credit` (how it is spread over tokens) and
-`adjust` (whitening and clipping). `loss` puts the terms together; the formula of GRPO's loss is `surrogate.PPO`.
+Three terms compute the advantage: `baseline` (subtracts from a reward), `credit` (spreads the result over tokens) and
+`adjust` (whitens and clips). `loss` combines the terms. The formula of GRPO's loss is `surrogate.PPO`.
 """
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten

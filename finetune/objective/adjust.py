@@ -1,4 +1,4 @@
-"""adjust: advantages per token, after credit, in the order of the list.
+"""adjust: changes the advantages per token after credit. The adjustments apply in the order of the list.
 
     whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
                                                             s = sqrt(var) + eps      (how = add)
@@ -7,7 +7,7 @@
     groups  A = weight of the group * A: `flat` for a group without spread, else min(groups / groups with spread, cap);
             1 for all when none has spread (clip-filter weights)
 
-1. `whiten` gives exactly 0 when all advantages are equal.
+1. `whiten` gives exactly 0 if all advantages are equal.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .term import Context, Kinds, Term
 
 
 class Adjust(Term):
-    """Base class of all adjustments; derive from it to write one of your own."""
+    """Base class of all adjustments; derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(T,) float64 advantages from a (T,). Tokens where `entered` is False are set to 0 afterwards."""
+        """(T,) float64 adjusted advantages of a (T,). The caller sets tokens where `entered` is False to 0."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
 
 
 class Whiten(Adjust):
-    """Mean 0 and, unless only centred, deviation 1 over all tokens that enter."""
+    """Mean 0 and, unless `centre_only`, standard deviation 1 over all tokens that enter."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0
-    """Subtracted from n in the variance."""
+    """Subtracted from the count n in the variance."""
     eps: float = 1e-8
-    """Keeps the deviation above 0."""
+    """Keeps the divisor above 0."""
     how: Literal["floor", "add"] = "floor"
-    """`floor`: eps bounds the variance from below; `add`: it is added to the deviation."""
+    """`floor`: eps is the smallest variance; `add`: eps is added to the standard deviation."""
     centre_only: bool = False
-    """True: nothing is divided."""
+    """True: subtract the mean and don't divide."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
-        # Equal advantages leave rounding in `square`; see Baseline._whole.
+        # Equal advantages leave only rounding in `square`; the division would scale it to size 1 (see Baseline._whole).
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(a)
         var = square / (n - self.ddof)
@@ -55,11 +55,11 @@ class Whiten(Adjust):
 
 
 class ClipAdvantage(Adjust):
-    """Bounds on both sides."""
+    """Bounds advantages to [-limit, limit]."""
 
     kind: Literal["clip"] = "clip"
     limit: float = Field(gt=0)
-    """The largest |advantage|."""
+    """Largest absolute advantage."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         context.sums.add("advantage/clipped", (a.abs() > self.limit)[entered])
@@ -67,7 +67,7 @@ class ClipAdvantage(Adjust):
 
 
 class Relu(Adjust):
-    """Only what went better than its baseline."""
+    """Sets negative advantages to 0."""
 
     kind: Literal["relu"] = "relu"
 
@@ -76,11 +76,11 @@ class Relu(Adjust):
 
 
 class GroupWeights(Adjust):
-    """Weighs groups, so that flat groups don't make the update smaller."""
+    """Weighs groups, so that groups without spread don't make the update smaller."""
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)
-    """Weight of a group without spread (its advantages are 0 under most baselines; its regularisers aren't weighed)."""
+    """Weight of a group without spread. Most baselines make its advantages 0; regularisers aren't weighed."""
     cap: float = Field(default=3.0, gt=0)
     """Largest weight of a group with spread."""
 
@@ -88,7 +88,7 @@ class GroupWeights(Adjust):
         return a * self.weights(stream, context).to(a.dtype)[stream.group]
 
     def weights(self, stream: Stream, context: Context) -> Tensor:
-        """(G,) float64."""
+        """(G,) float64 weights of the groups. Groups are counted over all ranks, so ranks agree on the weights."""
         table = stream.episodes
         scored = table.trains & ~table.reward.isnan()
         seen = torch.zeros(len(table.groups), dtype=torch.bool)

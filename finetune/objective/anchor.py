@@ -1,4 +1,4 @@
-"""anchor: the log-prob that a ratio is taken against, and what is done where sampler and trainer disagree.
+"""anchor: the log-prob in the denominator of a ratio, and the correction where sampler and trainer disagree.
 
     sampler     ratio = exp(lp - old)
     recomputed  ratio = exp(lp - prox), prox = log-prob under the weights that the rollout batch met; times the
@@ -7,9 +7,10 @@
                     truncate  min(i, high)
                     mask      i where low <= i <= high, else 0
 
-i is taken per token, or per turn or episode as the geometric mean of its tokens' (combine = mean) or their product
-(combine = sum: a long episode leaves any bound soon, see how much is dropped). A dropped token still counts in T.
-It carries no gradient. With one update per rollout batch prox is lp itself, without gradient, and costs nothing.
+i is per token, or per turn or episode. Over a turn or an episode, i is the geometric mean (combine = mean) or the
+product (combine = sum) of its tokens' i. The product of a long episode is often out of bounds: watch the metrics
+`importance/truncated` and `importance/masked`. A dropped token still counts in T. i carries no gradient.
+With one update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Per = Literal["token", "turn", "episode"]
 
 
 class Anchor(Term):
-    """The log-prob that ratios are taken against."""
+    """The log-prob in the denominator of ratios."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
-    """Whose log-prob the ratio is taken against."""
+    """The log-prob in the ratio's denominator: the recorded one of the sampler, or one that the trainer recomputes."""
     weight: Literal["none", "truncate", "mask"] = "none"
     """The importance weight of `recomputed`."""
     per: Per = "token"
-    """Over whose tokens the importance weight is taken."""
+    """The unit that has one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
-    """How the tokens' log-ratios are combined where `per` is turn or episode."""
+    """How the tokens' log-ratios are combined if `per` is turn or episode."""
     low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
     high: float = Field(default=2.0, gt=0)
@@ -55,14 +56,15 @@ class Anchor(Term):
 
     @property
     def local(self) -> bool:
-        """True: the importance weight of a token reads no other token."""
+        """True: the importance weight of a token depends on no other token."""
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:
-        """The log-probs to divide by (n,), and the importance weights (n,) or None, for the tokens `index` (n,)."""
+        """(anchor log-probs (n,), importance weights (n,) or None) of the tokens `index` (n,) with log-probs lp."""
         old = stream.old[index].to(lp.dtype)
         if self.to == "sampler":
             return old, None
+        # Without the detach the ratio exp(lp - prox) would be the constant 1, with gradient 0.
         prox = lp.detach() if stream.anchor is None else stream.anchor[index].to(lp.dtype)
         if self.weight == "none":
             return prox, None
@@ -78,7 +80,10 @@ class Anchor(Term):
 
 
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
-    """x (n,) of the tokens `index`, replaced by its mean or sum over each token's turn or episode."""
+    """(n,) mean or sum of x (n,) over the turn or episode of each token in `index` (n,).
+
+    `index` must hold all entering tokens of each unit, or the mean is that of a part.
+    """
     if per == "token":
         return x
     owner, n = (stream.turn, len(stream.turns.reward)) if per == "turn" else (stream.episode, len(stream.episodes.tape))

@@ -1,4 +1,4 @@
-"""baseline: what a reward is compared with. y = advantage of a unit (an episode, or a turn where rewards are per turn).
+"""baseline: what is subtracted from a reward. y = advantage of a unit (an episode, or a turn if rewards are per turn).
 
     none       y = x
     mean       y = x - m
@@ -6,12 +6,14 @@
     std        y = (x - m) / (s + eps),  s^2 = sum (x - m)^2 / (n - ddof)
     batch_std  y = (x - m) / (s_batch + eps): the group's mean, the whole batch's deviation
 
-m, s and n are over the units of one group (by = group), over the continuations of one fork point (by = fork) or over
-the whole batch (by = batch). Units are grouped by id, never by position, and a unit that isn't scored is in no group.
+m (mean), s (standard deviation) and n (count) are over the units of one group (by = group), the continuations of one
+fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored unit is
+in no group.
 
-1. A group whose values are all equal gives exactly 0, tested on the values: s + eps only makes rounding look large.
-2. A group of one gives exactly 0 (`none` apart): it has nothing to be compared with.
-3. Episodes are the units by default. Over turns (`reward: per = turn`) a longer episode weighs more in m and s.
+1. A group whose values are all equal gives exactly 0. The test compares the values: s is only rounding then, and a
+   division by s + eps would scale rounding up.
+2. A group of one gives exactly 0 (except `none`), because there is no other unit to compare with.
+3. Episodes are the units by default. Over turns (`reward: per = turn`) a longer episode has more weight in m and s.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from .term import Context, Term
 
 
 class Baseline(Term):
-    """What is subtracted from a reward, and what it is divided by."""
+    """What is subtracted from a reward, and the divisor of the difference."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
-    """One of the lines above."""
+    """The comparison, as listed above."""
     by: Literal["group", "fork", "batch"] = "group"
-    """Whose rewards are compared."""
+    """The set of units whose rewards are compared."""
     eps: float = 1e-9
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
-    """Subtracted from n in the variance."""
+    """Subtracted from the count n in the variance."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(U,) float64 from x (U,) over the units where `scored` (U,) bool; 0 elsewhere."""
+        """(U,) float64 advantages of the rewards x (U,), where `scored` (U,) is True; 0 elsewhere."""
         y = torch.zeros_like(x)
         if self.kind == "none":
             return torch.where(scored, x, y)
@@ -48,7 +50,7 @@ class Baseline(Term):
         return y
 
     def _owner(self, units: int, stream: Stream) -> Tensor:
-        """(U,) the number of the set that each unit is compared with."""
+        """(U,) int64 index of the set (group, fork point or batch) that each unit is compared with."""
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
@@ -73,14 +75,15 @@ class Baseline(Term):
             case "batch_std":
                 count, _, square = context.mean_and_square(x)
                 y = y / ((square / max(count - self.ddof, 1.0)) ** 0.5 + self.eps)
+        # The mask also replaces the NaN and infinity of a group of one: n / (n - 1) and 0 / (n - ddof) divide by 0.
         return torch.where(flat[owner], torch.zeros_like(y), y)
 
     def _whole(self, x: Tensor, context: Context) -> Tensor:
-        """Compares over the whole batch, over all ranks."""
+        """Compare over the whole batch, across all ranks."""
         n, mean, square = context.mean_and_square(x)
         y = x - mean
-        # Equal values leave rounding in `square`, which a division by s would scale up to advantages of size 1. The
-        # bound is the rounding of n sums in float64, relative to the mean.
+        # Equal values leave only rounding in `square`; a division by s would scale it to advantages of size 1. The
+        # bound is the rounding error of n float64 additions, relative to the mean.
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(y)
         match self.kind:
@@ -92,6 +95,6 @@ class Baseline(Term):
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:
-    """(n,) bool: groups whose scored units all earned the same (or that have none)."""
+    """(n,) bool: groups whose scored units all have the same reward, or that have no scored unit."""
     low, high = segments.extremes(x[scored], group[scored], n)
     return low >= high

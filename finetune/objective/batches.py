@@ -1,7 +1,7 @@
-"""Several rollout batches in one optimiser step: a term that compares over a whole batch compares within each of them.
+"""Several rollout batches in one optimiser step: a term that compares over a batch compares within each rollout batch.
 
-Token weights are computed once, over all batches together. So the gradient equals that of one large batch for every
-recipe without a term that compares `by = batch`.
+Token weights are computed once, over all rollout batches together. For a recipe without a term that compares over the
+batch (`by = batch`), the gradient therefore equals that of one large batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ def prepare(
     context: Context,
     sizes: Sequence[int] = (),
 ) -> objective.Batch:
-    """The batch of `stream`, the stream of `rows` and `episodes`. sizes: episodes of each rollout batch; empty: one."""
+    """The batch of `stream`, which was made of `rows` and `episodes`.
+
+    sizes: number of episodes of each rollout batch, in the order of `episodes`; empty: one rollout batch. Raises
+    BadBatch if the sizes don't add up to the number of episodes.
+    """
     if len(sizes) < 2:
         return objective.prepare(recipe, stream, context)
     if sum(sizes) != len(episodes):
@@ -44,6 +48,7 @@ def prepare(
         first += size
         names = {episode.tape for episode in own}
         part = Stream.of([row for row in rows if row.taught_by in names], own, dtype=stream.old.dtype)
+        # A rollout batch's tokens stand in `part` in the same order as in `stream`, so a mask selects their columns.
         columns = {name: column[mine] for name in _COLUMNS if (column := getattr(stream, name)) is not None}
         parts.append((mine, objective.prepare(recipe, part.having(**columns), context)))
     advantage = torch.zeros(len(stream), dtype=torch.float64)

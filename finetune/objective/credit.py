@@ -1,15 +1,15 @@
-"""credit: from the units' advantages to one advantage per token.
+"""credit: spreads the advantages of units (episodes or turns) over their tokens.
 
     broadcast  A_t = y of the token's unit
     returns    A_t = r_t + gamma A_{t+1}
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
-r is 0 but at the last own token of a unit, where it is y (plus, at every token, a KL penalty if the recipe shapes with
-one). Own tokens of an episode follow each other by turns: what the environment said between two turns is no step of
-this clock, neither decays anything nor interrupts the bootstrap. With clock = turn all tokens of a turn share one
-step: r is the turn's sum, V the value before its first token, and the result is broadcast to the turn's tokens.
+y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere; shape `token_kl` adds its penalty
+at every token. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between
+two turns are not time steps: they neither discount nor interrupt the bootstrap. With clock = turn, all tokens of a turn
+share one step: r is the turn's sum, V the value before its first token, and all tokens of the turn get the result.
 
-V beyond the end is 0 after a terminal end, and the episode's `bootstrap` after a cut one (0 where it is unknown).
+After the last step, V is 0 if the episode terminated, and the episode's `bootstrap` if it was cut (0 where unknown).
 The critic's target is A + V.
 """
 
@@ -26,12 +26,12 @@ from .term import Term
 
 
 class Credit(Term):
-    """How what a unit earned is spread over its tokens."""
+    """How a unit's advantage is spread over its tokens."""
 
     kind: Literal["broadcast", "returns", "gae"] = "broadcast"
-    """How: one of the lines above."""
+    """The estimator, as listed above."""
     clock: Literal["token", "turn"] = "token"
-    """What one step of time is."""
+    """The unit of one time step."""
     gamma: float = 1.0
     """Discount per step."""
     lam: float = 1.0
@@ -40,7 +40,8 @@ class Credit(Term):
     def __call__(self, y: Tensor, penalty: Tensor | None, stream: Stream) -> tuple[Tensor, Tensor | None]:
         """(T,) float64 advantages, and the critic's targets (gae only).
 
-        y: (U,) per unit. penalty: (T,) reward per token on top of it, or None. Both finite: an unscored unit has y 0.
+        y: (U,) advantages of units. penalty: (T,) rewards per token that are added, or None. Both must be finite, so an
+        unscored unit has y = 0: the recurrence would carry a NaN to every earlier token of its episode.
         """
         if self.kind == "broadcast":
             return y[unit_of_token(len(y), stream)], None
@@ -48,7 +49,8 @@ class Credit(Term):
         reward = clock.place(y, stream)
         if penalty is not None:
             reward = reward + segments.total(penalty.to(reward.dtype), clock.step, len(reward))
-        # Decay 0 at an episode's last step: the recurrence runs over the packed batch and must not cross episodes.
+        # Decay 0 at the last step of an episode: the recurrence runs over the packed batch, and without the 0 the
+        # return of one episode would flow into the episode before it.
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
             return segments.recur(reward, decay)[clock.step], None
@@ -59,35 +61,38 @@ class Credit(Term):
             )
         value = stream.value.to(reward.dtype)[clock.first]
         beyond = stream.episodes.bootstrap.to(reward.dtype)[clock.episode]
+        # `roll` brings the next episode's value to an episode's last step; the mask replaces it by the bootstrap.
         after = torch.where(clock.last, beyond, value.roll(-1))
         advantage = segments.recur(reward + self.gamma * after - value, decay * self.lam)
         return advantage[clock.step], (advantage + value)[clock.step]
 
 
 def unit_of_token(units: int, stream: Stream) -> Tensor:
-    """(T,) the unit of each token: its episode, or its turn when there are as many units as turns."""
+    """(T,) the unit of each token: its episode if there are as many units as episodes, else its turn."""
     return stream.episode if units == len(stream.episodes.tape) else stream.turn
 
 
 class _Clock:
-    """The time steps of all episodes, in order, episode after episode."""
+    """The time steps of all episodes, in order of time, one episode after another."""
 
     def __init__(self, step: Tensor, episode: Tensor, first: Tensor, end_of_turn: Tensor) -> None:
         self.step = step
-        """(T,) the step of each token."""
+        """(T,) index of the time step of each token."""
         self.episode = episode
-        """(S,) non-decreasing."""
+        """(S,) index of the episode of each step; non-decreasing."""
         self.first = first
-        """(S,) the token whose value opens the step."""
+        """(S,) the first token of each step; its value is the value of the step."""
         self.end_of_turn = end_of_turn
-        """(N,) the last step of each turn, or of the turns before it in its episode; -1 when there is none."""
+        """(N,) the last step at or before the end of each turn in its episode; -1 for a turn without such a step."""
         nxt = torch.cat([episode[1:], episode.new_full((1,), -1)]) if len(episode) else episode
         self.last = episode != nxt
         """(S,) bool: the last step of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """(S,) rewards of units at the step that ends them. A reward before the first own token has no step
-        and is dropped: no action of the agent led to it."""
+        """(S,) rewards: each unit's y at the step that ends the unit.
+
+        A reward before the first own token has no step and is dropped: no action of the agent caused it.
+        """
         out = torch.zeros(len(self.episode), dtype=y.dtype)
         if len(y) == len(stream.episodes.tape):
             return out.index_add(0, self.last.nonzero()[:, 0], y[self.episode[self.last]])
@@ -110,7 +115,8 @@ def _clock(kind: str, stream: Stream) -> _Clock:
         opens[1:] = inverse[1:] != inverse[:-1]
         first = order[opens]
     episode = stream.episode[first]
-    # The last token at or before the end of each turn, and its step, unless it belongs to an earlier episode.
+    # `turn` is sorted, so the search finds the last token at or before the end of each turn. That token may belong to
+    # an earlier episode: without the check on `episode`, the reward would reach the wrong episode.
     until = torch.searchsorted(turn, torch.arange(len(stream.turns.reward)), right=True) - 1
     if not len(order):
         return _Clock(step, episode, first, until)

@@ -1,10 +1,10 @@
-"""How far two log-probs of a sampled token are apart. d = lp - ref.
+"""Estimators of the KL between two policies from the log-probs of a sampled token. d = lp - ref.
 
     k1 = d          expected value KL(pi || ref); as a loss its expected gradient is 0
     k2 = d^2 / 2    as a loss its expected gradient is exactly that of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-1. Above x = 20, e^x continues along its tangent. So value and gradient stay finite and large where e^x would overflow.
+1. Above x = 20, `exp` continues along the tangent of e^x: value and gradient stay finite where e^x would overflow.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 
 STEEP = 20.0
-"""Above this exponent `exp` continues as a straight line: one token's broken log-prob can't make the loss infinite."""
+"""Exponent above which `exp` is linear: one token's wrong log-prob can't make the loss of the batch infinite."""
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x up to STEEP, its tangent there above."""
+    """e^x for x <= STEEP; above, the tangent of e^x at STEEP, so the gradient isn't 0 as a clamp's would be."""
     return torch.exp(x.clamp(max=STEEP)) * (1 + (x - STEEP).clamp(min=0))
 
 
 def estimate(kind: Estimator, lp: Tensor, ref: Tensor) -> Tensor:
-    """One number per token, in the shape of lp."""
+    """The KL estimate of each token, in the shape of lp."""
     d = lp - ref
     match kind:
         case "k1":

@@ -1,9 +1,9 @@
-"""The objective: from a stream and a recipe to one loss, in two halves.
+"""The objective: computes one loss from a stream and a recipe, in two steps.
 
-`prepare` computes all that doesn't depend on the trained weights: which tokens enter, and their advantages. It runs
-once per rollout batch, on whole groups. `Part.loss` computes the rest, for any subset of the tokens of one optimiser
-batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. So the losses and gradients of
-disjoint subsets (micro-batches, ranks) add up to those of the whole batch.
+`prepare` computes everything that doesn't depend on the trained weights: which tokens enter, and their advantages. It
+runs once per rollout batch, on whole groups. `Part.loss` computes the loss of any subset of the tokens of one optimiser
+batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. The losses and gradients of
+disjoint subsets (micro-batches, ranks) therefore add up to those of the whole batch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Batch:
     recipe: Recipe
     stream: Stream
     advantage: Tensor
-    """(T,) float64; 0 for tokens that don't enter."""
+    """(T,) float64 advantages; 0 for tokens that don't enter."""
     entered: Tensor
-    """(T,) bool: tokens that are counted in T."""
+    """(T,) bool: tokens that count in T."""
     selected: Tensor
-    """(T,) bool: tokens whose loss counts."""
+    """(T,) bool: tokens that keep their loss."""
     target: Tensor | None
-    """(T,) float64: the critic's targets; None without a critic."""
+    """(T,) float64 targets of the critic; None without a critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """What one optimiser step trains on: all episodes, or those where `episodes` (E,) bool is True.
+        """The data of one optimiser step: all episodes, or those where `episodes` (E,) bool is True.
 
-        add_up: sums a tensor over all ranks of the step. The denominator must count the tokens of all ranks: the ranks'
-        gradients are summed, not averaged.
+        add_up: sums a tensor over all ranks of the step. Every rank must call it. The denominator counts the tokens of
+        all ranks, because the ranks' gradients are summed, not averaged.
         """
         entered = self.entered if episodes is None else self.entered & episodes[self.stream.episode]
         n = self.recipe.weigh.totals(self.stream, entered)
@@ -60,19 +60,19 @@ class Part:
 
     batch: Batch
     weight: Tensor
-    """(T,) float64 w: the weight of each token's loss; 0 for tokens outside of this part or not selected."""
+    """(T,) float64 w: the weight of each token's loss; 0 for tokens that are not in this part or not selected."""
     entered: Tensor
-    """(T,) bool: tokens counted in T."""
+    """(T,) bool: tokens that count in T."""
     live: Tensor
-    """(T,) bool: tokens whose loss can have a gradient. Only these are forwarded."""
+    """(T,) bool: tokens whose loss can have a gradient. The model scores only these."""
 
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
-        """Sum of w l over the tokens `index` (n,), whose log-probs are lp (n,).
+        """Sum of w l over the tokens `index` (n,). lp: (n,) their current log-probs, with gradient.
 
-        Where the recipe isn't local, `index` must hold whole units (turns or episodes). betas: the current coefficient
-        of each regulariser.
+        If the recipe isn't local, `index` must hold whole units (turns or episodes): a ratio over a unit reads all its
+        tokens. entropy: (n,) or None. betas: the current coefficient of each regulariser.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -95,13 +95,16 @@ class Part:
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
-    """The objective up to the advantages: selection, rewards, baseline, credit and adjustments. No trained log-prob is
-    read."""
+    """The objective up to the advantages: selection, rewards, baseline, credit and adjustments.
+
+    It reads no log-prob of the trained weights, so that all updates on a rollout batch share one result.
+    """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
     episodes = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
     if advantages:
+        # A token that the policy didn't sample (authored text) has no log-prob at sampling, so it has no ratio.
         known = stream.old.isfinite()
         context.sums.add("token/authored", entered & ~known)
         entered = entered & known
@@ -130,7 +133,7 @@ def _advantages(
     ours = ours & ~x.isnan()
     context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
     context.sums.add("reward/square", stream.episodes.reward[scored].square())
-    # Unscored units are NaN. They are set to 0 here: a NaN that enters a sum over the batch would reach every token.
+    # An unscored unit is NaN. Set it to 0: a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
         if not isinstance(term, TokenKL):
@@ -147,12 +150,12 @@ def _advantages(
 
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
-    """The coefficients that the regularisers start with."""
+    """The first coefficient of each regulariser, in the recipe's order."""
     return tuple(term.first_coefficient for term in recipe.regulariser)
 
 
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:
-    """BadBatch where the recipe needs a reference model or a critic that the trainer doesn't have."""
+    """Raise BadBatch if the recipe needs a reference model or a critic that the trainer doesn't have."""
     if recipe.needs_reference and not reference:
         raise BadBatch(
             f"recipe {recipe.name!r} reads a reference model's log-probs, and the trainer has none: pass reference=... "

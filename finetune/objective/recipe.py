@@ -1,4 +1,4 @@
-"""A recipe: the eleven terms of an objective, each with its constants, as one frozen value that prints itself."""
+"""The class `Recipe`: the eleven terms of an objective with their constants, as one immutable model."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class NoSuchRecipe(BadRecipe):
 
 
 class Score(Term):
-    """Which log-probs are computed for each own token, and what is computed with them.
+    """How the log-prob of each own token is computed, and whether its entropy is computed too.
 
-    A log-prob is log softmax(logits / T). For a policy gradient T is the temperature that the token was sampled at,
-    since the scored distribution must be the sampled one; maximum likelihood takes the model itself, T = 1.
+    A log-prob is log softmax(logits / T). For a policy gradient, T is the temperature at which the token was sampled,
+    because the scored distribution must be the sampled one. Maximum likelihood scores the model itself, T = 1.
     """
 
     temperature: Literal["recorded", "one"] = "recorded"
-    """Of the log-probs: that of each token's sampling, or 1."""
+    """T: the temperature at which each token was sampled, or 1."""
     head: Literal["weights", "float32"] = "weights"
-    """The dtype in which the output layer multiplies: that of its weights, or float32 where those are narrower. The
-    engine that samples must do likewise, or sampler and trainer differ by its rounding."""
+    """Dtype of the output layer's product: that of its weights, or float32 if the weights are narrower. The engine that
+    samples must use the same dtype, or the log-probs of sampler and trainer differ by its rounding."""
     entropy: bool = False
-    """True: the exact entropy of every token is reported (a regulariser that needs it has it in any case)."""
+    """True: report the exact entropy of every token. A regulariser that needs the entropy gets it in any case."""
 
 
 class Recipe(Term):
-    """How rewards become gradients. Terms apply in the order of the fields."""
+    """How rewards become gradients. The terms apply in the order of the fields."""
 
     name: str
     score: Score = Score()
@@ -62,11 +62,11 @@ class Recipe(Term):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """True allows a KL in the reward and a KL loss together; usually only one of them is intended."""
+    """True allows a KL in the reward together with a KL loss; most recipes intend only one of them."""
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
-        # Such a subclass would be written down as its base class, and the run's record would miss the class.
+        # Such a subclass would be serialised as its base class, so the run's record would name the wrong class.
         for name in type(self).model_fields:
             kinds, value = kinds_of(name), getattr(self, name)
             if len(kinds) == 1 and type(value) is not kinds[0]:
@@ -105,48 +105,48 @@ class Recipe(Term):
 
     @property
     def needs_reference(self) -> bool:
-        """True when a reference model's log-probs are used."""
+        """True if a term reads a reference model's log-probs."""
         return any(term.needs_reference for term in (*self.shape, *self.regulariser)) or self.surrogate.needs_reference
 
     @property
     def needs_entropy(self) -> bool:
-        """True when the entropy is computed along with the log-probs that are trained."""
+        """True if the entropy is computed together with the trained log-probs."""
         return self.score.entropy or any(term.needs_entropy for term in self.regulariser)
 
     @property
     def needs_value(self) -> bool:
-        """True when a critic's values are used."""
+        """True if a term reads a critic's values."""
         return self.credit.kind == "gae"
 
     @property
     def imitates(self) -> bool:
-        """True when demonstrations are trained on beside the batch."""
+        """True if an update also trains on demonstrations."""
         return self.imitation > 0
 
     @property
     def imitation(self) -> float:
-        """Coefficient of the demonstrations' cross-entropy; 0: none are trained on."""
+        """Coefficient of the demonstrations' cross-entropy; 0: no training on demonstrations."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Demonstrations))
 
     @property
     def balance(self) -> float:
-        """Coefficient of the balance of a mixture's experts; 0: the router isn't trained for balance."""
+        """Coefficient of the load balance of a mixture's experts; 0: no training for balance."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     @property
     def local(self) -> bool:
-        """True when a token's loss needs nothing of other tokens, so that micro-batches are independent."""
+        """True if a token's loss reads no other token, so micro-batches are independent."""
         return self.surrogate.local and self.anchor.local
 
     @property
     def idle_at_zero(self) -> bool:
-        """True when a token with advantage 0 has loss and gradient exactly 0."""
+        """True if a token with advantage 0 has loss and gradient exactly 0."""
         others = any(term.active and term.per_token for term in self.regulariser)
         return self.surrogate.zero_at_zero and self.local and not others
 
     @property
     def idle(self) -> bool:
-        """True when none of the batch's tokens has a gradient: no surrogate, and no active regulariser of theirs."""
+        """True if no token of the batch has a gradient: no surrogate, and no active regulariser on its tokens."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
@@ -161,17 +161,17 @@ class Recipe(Term):
         return "\n".join(lines)
 
     def but(self, changes: Mapping[str, Any] | None = None, /, **terms: Any) -> Recipe:
-        """A copy with some terms changed: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
+        """A copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
         A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
-        Anything else replaces the term.
+        Any other value replaces the term. Raises BadRecipe for an unknown key or a wrong value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
             old = whole.get(name)
             if isinstance(value, Mapping) and isinstance(old, Term):
                 constants = self.model_dump(include={name})[name]
-                # The kinds of a surrogate have constants of their own: another kind starts from its own defaults.
+                # Kinds of surrogates have different constants, so another kind starts from its own defaults.
                 other = name == "surrogate" and value.get("kind", constants["kind"]) != constants["kind"]
                 value = dict(value) if other else {**constants, **value}
             whole[name] = value
@@ -179,7 +179,7 @@ class Recipe(Term):
 
 
 def read(data: Mapping[str, Any]) -> Recipe:
-    """The recipe that `data` spells out; a BadRecipe names the wrong key and its nearest neighbours."""
+    """The recipe of `data`. BadRecipe names the wrong key and the valid keys nearest to it."""
     try:
         return Recipe.model_validate(_plain(data))
     except ValidationError as error:
@@ -187,7 +187,7 @@ def read(data: Mapping[str, Any]) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """Any mapping as a dict and any sequence as a list: pydantic takes no other mapping for a model."""
+    """Mappings as dicts, lists and tuples as lists, recursively: pydantic accepts only a dict as a model's fields."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -196,7 +196,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(error: Any) -> str:
-    if not error["loc"]:  # terms that contradict each other: the message names them, the whole recipe would bury it
+    if not error["loc"]:  # contradicting terms: the message names them, so the input (the whole recipe) is left out
         return error["msg"].removeprefix("Value error, ")
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
@@ -208,19 +208,19 @@ def _sentence(error: Any) -> str:
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """The keys that the term at `loc`, without its last part, does have; empty where the term isn't certain."""
+    """The valid keys of the term that holds the wrong key at `loc`; empty if the term is ambiguous."""
     if len(loc) == 1:
         return list(Recipe.model_fields)
     kinds = kinds_of(str(loc[0]))
-    # In a field of several kinds the part of `loc` before the key is the kind.
+    # In a field of several kinds, the part of `loc` before the key is the kind.
     found = kinds if len(kinds) == 1 else [cls for cls in kinds if cls.model_fields["kind"].default == loc[-2]]
     return list(found[0].model_fields) if len(found) == 1 else []
 
 
 def kinds_of(field: str) -> tuple[type[Term], ...]:
-    """The package's own classes for one field of a recipe; empty for a field that holds no term."""
+    """The package's classes of terms for one field of a recipe; empty for a field without a term."""
     info = Recipe.model_fields[field]
-    listed = get_args(info.annotation)  # (Annotated[Shape, Kinds(...)], ...) of a tuple
+    listed = get_args(info.annotation)  # of a tuple: (Annotated[Shape, Kinds(...)], ...)
     notes = get_args(listed[0])[1:] if listed and get_args(listed[0]) else info.metadata
     found = next((note.kinds for note in notes if isinstance(note, Kinds)), ())
     if not found and isinstance(info.annotation, type) and issubclass(info.annotation, Term):

@@ -1,16 +1,16 @@
-"""regulariser: what is added to a token's loss whatever its advantage.
+"""regulariser: an addition to a token's loss that doesn't depend on its advantage.
 
     kl       beta * estimate(lp, reference or sampler)
     entropy  -coefficient * H,  H the exact entropy of the policy at the token
     nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
     aux      coefficient * balance of a mixture's experts over the batch (`finetune.router`)
 
-A coefficient is fixed, or a controller's: after each update  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
-with the mean k1 of the update and its n episodes.
+A coefficient is fixed or adaptive. An adaptive coefficient changes after each update, with the mean k1 of the update as
+kl and its n episodes:  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon.
 
-1. k1 is refused as a loss: its expected gradient is 0. That of k2 is the gradient of KL(pi || ref), that of k3 the one
-   of KL(ref || pi).
-2. The adaptive factor never goes below 0, however many episodes an update has: a negative coefficient would reward
+1. k1 as a loss is invalid: its expected gradient is 0. The expected gradient of k2 is that of KL(pi || ref), and the
+   expected gradient of k3 is that of KL(ref || pi).
+2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would reward
    divergence.
 """
 
@@ -33,33 +33,33 @@ class Adaptive(Term):
     target: float = Field(gt=0)
     """The KL to keep, in nats per token."""
     horizon: float = Field(gt=0)
-    """Episodes over which the coefficient may change by 20 %."""
+    """Number of episodes over which the coefficient changes by at most 20 %."""
 
     def next(self, beta: float, kl: float, episodes: int) -> float:
-        """The coefficient of the next update."""
+        """The coefficient of the next update. kl: nats per token; episodes: number of episodes of this update."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return beta * max(0.0, 1 + error * episodes / self.horizon)
 
 
 class Regulariser(Term):
-    """Base class of all regularisers; derive from it to write one of your own."""
+    """Base class of all regularisers; derive from it to write your own regulariser."""
 
     per_token: ClassVar[bool] = True
-    """True: it adds to the loss of the batch's own tokens. False: the trainer computes it elsewhere."""
+    """True: the term adds to the loss of the batch's own tokens. False: the trainer computes the term separately."""
 
     @property
     def active(self) -> bool:
-        """False when it adds exactly nothing."""
+        """False if the term adds exactly 0."""
         return True
 
     @property
     def needs_reference(self) -> bool:
-        """True when it reads `stream.ref`, the reference model's log-probs."""
+        """True if the term reads `stream.ref`, the reference model's log-probs."""
         return False
 
     @property
     def needs_entropy(self) -> bool:
-        """True when it reads `entropy`, the exact entropy of each token."""
+        """True if the term reads `entropy`, the exact entropy of each token."""
         return False
 
     @property
@@ -70,22 +70,22 @@ class Regulariser(Term):
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
-        """(n,) to add to the losses of the tokens `index` (n,), whose log-probs now are lp (n,)."""
+        """(n,) additions to the losses of the tokens `index` (n,), whose current log-probs are lp (n,)."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
 
 
 class KL(Regulariser):
-    """Stay near the reference model, or near the weights that sampled."""
+    """Keeps the policy near the reference model, or near the weights that sampled."""
 
     kind: Literal["kl"] = "kl"
     to: Literal["reference", "sampler"] = "reference"
-    """What the policy stays near."""
+    """The policy to stay near."""
     estimator: Estimator = "k3"
-    """Of the KL: k2 or k3; k1 as a loss has no gradient on average."""
+    """Estimator of the KL: k2 or k3. The expected gradient of k1 as a loss is 0."""
     beta: float = Field(default=0.0, ge=0)
-    """Coefficient, or the one that `adaptive` begins with."""
+    """KL coefficient; with `adaptive`, the coefficient of the first update."""
     adaptive: Adaptive | None = None
-    """None: the coefficient stays."""
+    """Controller of the coefficient; None: the coefficient is fixed."""
 
     @field_validator("estimator")
     @classmethod
@@ -118,6 +118,7 @@ class KL(Regulariser):
                 f"a KL to the {self.to} reads its log-probs, and there are none: pass reference=... to the trainer"
             )
         other = other[index].to(lp.dtype)
+        # k1 drives the adaptive coefficient and k3 is reported, whichever estimator is the loss.
         with torch.no_grad():
             for kind in ("k1", "k3"):
                 context.sums.add(f"kl/{self.to}/{kind}", estimate(kind, lp, other))
@@ -125,7 +126,7 @@ class KL(Regulariser):
 
 
 class Entropy(Regulariser):
-    """Stay undecided. Exact: over the whole vocabulary, not from the sampled token."""
+    """Entropy bonus. The entropy is exact: over the whole vocabulary, not an estimate from the sampled token."""
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
@@ -154,11 +155,11 @@ class Entropy(Regulariser):
 
 
 class _Beside(Regulariser):
-    """A regulariser that adds to no own token of the batch: the trainer computes it from other tokens or logits."""
+    """A regulariser that the trainer computes from other tokens or logits than the batch's own tokens."""
 
     per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
-    """What the term counts."""
+    """Coefficient of the term in the loss."""
 
     @property
     def active(self) -> bool:
@@ -170,13 +171,13 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Cross-entropy on demonstrations: rows beside the batch, in the same update."""
+    """Cross-entropy on demonstrations: other rows than the batch's, in the same update."""
 
     kind: Literal["nll"] = "nll"
 
 
 class Balance(_Beside):
-    """Keep a mixture's experts evenly used."""
+    """Load balance: keeps the use of a mixture's experts even."""
 
     kind: Literal["aux"] = "aux"
 

@@ -1,11 +1,11 @@
-"""reward: what an episode or a turn earned, as floats. Where the numbers come from is the environment's matter.
+"""reward: the reward of each episode or turn, as float64. The environment computes and records the rewards.
 
     x_e = reward of episode e        (per = episode)
     x_n = reward of turn n           (per = turn)
 
-An episode without a reward stays NaN: it is unscored and never trained on by a recipe that needs a score. With
-`components` the recorded parts are weighed anew: x_e = sum_k weight_k * part_k; an episode that lacks a named part is
-unscored (not 0), and counted.
+An episode without a reward has x = NaN: it is unscored, and a recipe with advantages never trains on it.
+`components` replaces the recorded total by a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k.
+An episode that lacks a named part is unscored (its reward isn't 0), and the metric `reward/missing/NAME` counts it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .term import Context, Term
 
 
 class Reward(Term):
-    """Which rewards the recipe learns from."""
+    """The rewards that the recipe learns from."""
 
     per: Literal["episode", "turn"] = "episode"
-    """What one number belongs to; the baseline compares these, and credit spreads them."""
+    """The unit that has one reward. The baseline compares units; credit spreads a unit's advantage over its tokens."""
     reduce: Literal["sum", "mean", "max"] = "sum"
-    """How an episode's reward follows from its turns' (per = episode). Sum is the reward that was recorded."""
+    """How the rewards of an episode's turns are combined (per = episode). `sum` is the recorded reward."""
     components: dict[str, float] | None = None
-    """Weights by component name; None: the recorded total."""
+    """Weight by name of the reward component; None: the recorded total."""
 
     def __call__(self, stream: Stream, context: Context) -> Tensor:
-        """(E,) or (N,) float64, NaN where unscored."""
+        """(E,) or (N,) float64 rewards, NaN for an unscored unit."""
         if self.components is not None:
             x = self._weighed(stream, context)
         elif self.per == "turn":
@@ -48,6 +48,7 @@ class Reward(Term):
             missing = [name for name in self.components if name not in parts]
             for name in missing:
                 context.sums.put(f"reward/missing/{name}", 1)
+            # A missing part isn't 0: a partial sum would rank this episode against complete ones of its group.
             out.append(float("nan") if missing else sum(w * parts[name] for name, w in self.components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)

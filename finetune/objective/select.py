@@ -1,7 +1,7 @@
-"""select: which groups enter an update, and which of its tokens keep their loss.
+"""select: which groups and episodes enter an update, and which of their tokens keep their loss.
 
-Groups and episodes go first, and what stays is counted in T and E. Tokens go after, and stay counted: dropping them
-doesn't make the others weigh more. Everything dropped is counted by its reason.
+Groups and episodes are dropped first; T and E count the rest. Tokens are dropped afterwards and still count in T, so
+dropping a token doesn't raise the weight of the others. For each reason a metric is the share that was dropped.
 
     flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; where
                  the baseline compares by fork, the continuations of one point are what has to differ
@@ -11,9 +11,9 @@ doesn't make the others weigh more. Everything dropped is counted by its reason.
     kl_mask      tokens: drop where (lp - old)^2 / 2 is above this
     shift_mask   tokens: drop where the advantage has already moved the probability its way by more than this
 
-1. An episode never enters when its status forbids it; for a recipe with advantages, nor when it is unscored, and of its
-   tokens only those with a known log-prob at sampling.
-2. `entropy_top` intersects with what else was selected and breaks ties by position.
+1. An episode enters only when its status allows training. A recipe with advantages also needs its reward, and trains
+   only on tokens whose log-prob at sampling is known.
+2. `entropy_top` chooses among the tokens that enter, and breaks ties by position.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from .term import Context, Term
 
 
 class Select(Term):
-    """What is left out."""
+    """Which groups, episodes and tokens are left out."""
 
     flat: Literal["keep", "drop"] = "keep"
-    """What becomes of a group that earned all the same."""
+    """Whether to keep or drop a group whose scored episodes all have the same reward."""
     bounds: tuple[float | None, float | None] | None = None
-    """(low, high), None for an open end; an unscored episode is outside."""
+    """Rewards (low, high) that enter, None for an open end; an unscored episode is outside."""
     keep: int | None = Field(default=None, ge=1)
-    """Episodes of each group; None: all."""
+    """Number of episodes kept in each group; None: all."""
     keep_how: Literal["best", "spread"] = "best"
-    """Which episodes of a group `keep` leaves."""
+    """Which episodes of a group `keep` keeps."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
-    """Share of each episode's tokens; None: all."""
+    """Share of each episode's tokens that keep their loss; None: all."""
     kl_mask: float | None = Field(default=None, gt=0)
     """Largest (lp - old)^2 / 2 of a token that keeps its loss; None: any."""
     shift_mask: float | None = Field(default=None, gt=0)
-    """Largest move of a token's probability its way; None: any."""
+    """Largest change of a token's probability in the direction of its advantage; None: any."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
-        """(E,) bool: episodes that may enter, and count in their group."""
+        """(E,) bool: episodes that may enter and that count in their group."""
         table = stream.episodes
         context.sums.add("episode/status", ~table.trains)
         scored = table.trains
@@ -59,11 +59,11 @@ class Select(Term):
         return scored
 
     def episodes(self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False) -> Tensor:
-        """(E,) bool: episodes that enter the update. by_fork: the baseline compares by fork."""
+        """(E,) bool: episodes that enter the update. by_fork: True when the baseline compares by fork."""
         table, entered = stream.episodes, scored
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Recipes without advantages also train on unscored episodes, which don't count in whether a group is flat.
+            # Recipes without advantages also train on unscored episodes. Their NaN must not decide which group is flat.
             flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
@@ -86,7 +86,7 @@ class Select(Term):
         assert self.keep is not None
         for group in torch.unique(table.group[entered]).tolist():
             members = ((table.group == group) & entered).nonzero()[:, 0]
-            known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored comes last; NaN would come first
+            known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored sorts last; NaN would sort first
             ranked = members[torch.argsort(known, descending=True, stable=True)]
             if self.keep_how == "best" or len(ranked) <= self.keep:
                 kept[ranked[: self.keep]] = True
@@ -96,7 +96,7 @@ class Select(Term):
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
-        """(T,) bool: what `entropy_top` leaves of the tokens that entered."""
+        """(T,) bool: the entered tokens that `entropy_top` keeps."""
         if self.entropy_top is None:
             return entered
         if stream.entropy is None:
@@ -105,19 +105,21 @@ class Select(Term):
                 "Trainer.prepare"
             )
         at = entered.nonzero()[:, 0]
+        # Two stable sorts: first by entropy, then by episode. Within an episode the order by entropy remains, and equal
+        # entropies remain in token order, so the choice doesn't depend on the sort implementation.
         by_entropy = at[torch.argsort(stream.entropy[at], descending=True, stable=True)]
         ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
         owner = stream.episode[ranked]
         size = torch.bincount(owner, minlength=len(stream.episodes.tape))
         rank = torch.arange(len(ranked)) - (torch.cumsum(size, 0) - size)[owner]
-        # floor(share * length), plus 1e-9: 0.29 * 100 is 28.999999999999996, and one token would be lost
+        # floor(share * length + 1e-9): 0.29 * 100 is 28.999999999999996, whose floor would drop one token too many.
         quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)
         out = torch.zeros_like(entered)
         out[ranked[rank < quota[owner]]] = True
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs; None: all."""
+        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs lp (n,); None: all."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:

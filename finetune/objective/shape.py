@@ -1,4 +1,4 @@
-"""shape: rewards as the recipe wants to see them, before the baseline; the KL penalty per token comes after it.
+"""shape: changes rewards before the baseline sees them; only the KL penalty per token applies after the baseline.
 
     clip        x = min(max(x, low), high); the share outside is counted before clipping
     running     x / s  or  (x - m) / s, over all rewards of the run so far (unbiased s); never touched by evaluation
@@ -6,10 +6,12 @@
     episode_kl  x - beta * sum of the estimates over the episode's tokens
     token_kl    adds r_t = -beta * estimate to each token's reward, after the baseline
 
-1. `running` leaves rewards as they are until two different ones were seen (a deviation of 0 or of one value scales
-   nothing); it comes before the group baseline, which would otherwise undo it.
-2. `overlong` never costs more than `factor`, and every later term sees the shaped reward.
-3. Shapes of an episode (overlong, episode_kl) count on its last turn where rewards are per turn.
+m and s are the mean and the standard deviation of the run's rewards.
+
+1. `running` doesn't change rewards until the run has two different ones: before that, their deviation is 0 or unknown.
+   It applies before the baseline, and a baseline that divides by the group's deviation (`std`) removes the scale again.
+2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
+3. Where rewards are per turn, the shapes of a whole episode (overlong, episode_kl) change its last turn's reward.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .term import Context, Kinds, Term
 
 
 class Shape(Term):
-    """Base class of all shapes; derive from it to write one of your own."""
+    """Base class of all shapes; derive from it to write your own shape."""
 
     @property
     def needs_reference(self) -> bool:
@@ -35,18 +37,18 @@ class Shape(Term):
         return False
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(U,) float64 rewards from x (U,): one per episode, or one per turn. x is 0 where `scored` is False."""
+        """(U,) float64 shaped rewards of x (U,): one per episode or per turn. x is 0 where `scored` is False."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the shaped rewards there")
 
 
 class Clip(Shape):
-    """Rewards outside [low, high] count as the bound."""
+    """A reward outside [low, high] becomes the nearer bound."""
 
     kind: Literal["clip"] = "clip"
     low: float
-    """The least that a reward counts."""
+    """Smallest reward."""
     high: float
-    """The most that a reward counts."""
+    """Largest reward."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         context.sums.add("reward/clipped", ((x < self.low) | (x > self.high))[scored])
@@ -54,13 +56,15 @@ class Clip(Shape):
 
 
 class Running(Shape):
-    """Rewards on the scale of all rewards seen so far."""
+    """Rewards divided by the standard deviation of all rewards of the run so far."""
 
     kind: Literal["running"] = "running"
     centre: bool = False
-    """True: the running mean is subtracted first."""
+    """True: subtract the running mean before the division."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        # The batch is merged first, over all ranks: every rank must scale by the same moments, or advantages of equal
+        # rewards would differ between ranks.
         context.moments.take(*context.mean_and_square(x[scored]))
         std = context.moments.std
         if std is None:
@@ -69,15 +73,15 @@ class Running(Shape):
 
 
 class Overlong(Shape):
-    """A penalty on the last `buffer` tokens before the length limit (DAPO)."""
+    """A penalty that grows over the last `buffer` tokens before the length limit (DAPO)."""
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
-    """Tokens of an episode, the agent's own, from which on the whole penalty is charged."""
+    """Number of the agent's own tokens in an episode from which the full penalty applies."""
     buffer: int = Field(gt=0)
-    """Tokens ahead of the limit in which it grows."""
+    """Number of tokens before the limit over which the penalty grows linearly."""
     factor: float = 1.0
-    """The whole penalty."""
+    """The full penalty, in units of reward."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
@@ -87,13 +91,13 @@ class Overlong(Shape):
 
 
 class EpisodeKL(Shape):
-    """A penalty on the KL between sampler and reference, subtracted from the episode's reward."""
+    """A penalty on the KL between sampler and reference model, subtracted from the episode's reward."""
 
     kind: Literal["episode_kl"] = "episode_kl"
     beta: float = Field(ge=0)
     """KL coefficient: the penalty per nat."""
     estimator: Estimator = "k3"
-    """Of the KL."""
+    """Estimator of the KL."""
 
     @property
     def needs_reference(self) -> bool:
@@ -108,20 +112,20 @@ class EpisodeKL(Shape):
 
 
 class TokenKL(Shape):
-    """A penalty per token on the KL between sampler and reference."""
+    """A penalty per token on the KL between sampler and reference model."""
 
     kind: Literal["token_kl"] = "token_kl"
     beta: float = Field(ge=0)
     """KL coefficient: the penalty per nat."""
     estimator: Estimator = "k1"
-    """Of the KL."""
+    """Estimator of the KL."""
 
     @property
     def needs_reference(self) -> bool:
         return self.beta > 0
 
     def penalty(self, stream: Stream) -> Tensor:
-        """(T,) float64 to add to the tokens' rewards."""
+        """(T,) float64 penalties, added to the tokens' rewards."""
         return -self.beta * _kl_estimates(self.estimator, stream)
 
 
@@ -129,19 +133,20 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """(T,) float64 estimates of sampler against reference; 0 where the sampler's log-prob is unknown."""
+    """(T,) float64 KL estimates between sampler and reference model; 0 where the sampler's log-prob is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
         )
     lp = stream.old if stream.anchor is None else stream.anchor
     known = lp.isfinite()
+    # float64, because k3 = e^-d - 1 + d cancels near d = 0: in float32 the estimate would be rounding.
     d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))
     return torch.where(known, d, torch.zeros_like(d))
 
 
 def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
-    """x with an episode's change added, on its last turn when x is per turn."""
+    """x with the episodes' changes added; where x is per turn, on the last turn of each episode."""
     if len(x) == len(change):
         return x + change
     owner = stream.turns.episode

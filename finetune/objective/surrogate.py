@@ -1,4 +1,4 @@
-"""surrogate: the loss of one token whose gradient is the policy's. r = exp(lp - anchor), A the advantage.
+"""surrogate: the loss of one token, whose gradient is the policy gradient. r = exp(lp - anchor), A the advantage.
 
     ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
     reinforce  l = -A lp
@@ -9,10 +9,10 @@
     minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): as nll, fading as the model outgrows the reference
     none       l = 0: regularisers alone (distillation)
 
-With per = turn or episode, r is the geometric mean of its tokens' ratios (GSPO).
+With per = turn or episode, r is the geometric mean of the unit's ratios (GSPO). sg stops the gradient.
 
-1. A token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. e^x continues along its tangent above x = 20: r A with A < 0 isn't clipped from above and would overflow.
+1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
+2. Above x = 20, e^x continues along its tangent: for A < 0, r A isn't clipped from above and would overflow.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Surrogate(Term):
     """Base class of all surrogates; derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """True: it learns from advantages, so a token needs a reward and a finite log-prob at sampling."""
+    """True: the loss uses advantages, so a token needs a reward and a finite log-prob at sampling."""
     needs_reference: ClassVar[bool] = False
-    """True: it reads `stream.ref`, the reference model's log-probs."""
+    """True: the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False
-    """True: a token with advantage 0 has loss and gradient exactly 0, so that the trainer may leave it out."""
+    """True: a token with advantage 0 has loss and gradient exactly 0, so the trainer may skip the token."""
 
     @property
     def local(self) -> bool:
-        """True: a token's loss reads no other token, so that a batch may be cut into micro-batches anywhere.
+        """True: a token's loss reads no other token, so a batch may be split into micro-batches anywhere.
 
-        False costs a second forward pass and is right for every loss.
+        False is correct for every loss, and costs a second forward pass.
         """
         return False
 
@@ -54,13 +54,13 @@ class Surrogate(Term):
     ) -> Tensor:
         """(n,) losses of the tokens `index` (n,).
 
-        lp: (n,) log-probs now, with gradient. anchor: (n,) log-probs that ratios are taken against. a: (n,) advantages.
+        lp: (n,) current log-probs, with gradient. anchor: (n,) log-probs of the denominator. a: (n,) advantages.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the loss of each token there")
 
 
 class _Local(Surrogate):
-    """A surrogate of single tokens."""
+    """A surrogate whose loss of a token reads no other token."""
 
     @property
     def local(self) -> bool:
@@ -68,7 +68,7 @@ class _Local(Surrogate):
 
 
 class PPO(Surrogate):
-    """Clipped ratio."""
+    """The ratio times the advantage, clipped."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["ppo"] = "ppo"
@@ -77,7 +77,7 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Bound on r for A < 0 (dual clip); None: no bound."""
+    """Upper bound on r for A < 0 (dual clip); None: no bound."""
     per: Per = "token"
     """The unit of the ratio: for a turn or an episode, the geometric mean of its tokens' ratios."""
 
@@ -100,7 +100,7 @@ class PPO(Surrogate):
 
 
 class Reinforce(_Local):
-    """The score function itself; no ratio."""
+    """The score function (gradient of the log-prob) times the advantage, without a ratio."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["reinforce"] = "reinforce"
@@ -112,14 +112,14 @@ class Reinforce(_Local):
 
 
 class CISPO(_Local):
-    """Clipped weights in front of the score function: no token loses its gradient."""
+    """The score function with a clipped ratio as its weight: every token keeps its gradient."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cispo"] = "cispo"
     low: float | None = Field(default=None, ge=0, le=1)
     """The weight is at least 1 - low; None: no bound."""
     cap: float = Field(default=5.0, gt=0)
-    """The weight is at most this."""
+    """The weight is at most `cap`."""
 
     def __call__(
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
@@ -131,7 +131,7 @@ class CISPO(_Local):
 
 
 class CPG(_Local):
-    """Clipped policy gradient: bounds on the log-prob, no ratio in the gradient."""
+    """Clipped policy gradient: the log-prob is bounded, and the gradient has no ratio."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"
@@ -151,14 +151,14 @@ class CPG(_Local):
 
 
 class SAPO(_Local):
-    """A soft gate in place of the clip."""
+    """A sigmoid gate in place of the clip."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["sapo"] = "sapo"
     tau: float = Field(default=1.0, gt=0)
-    """Where A > 0."""
+    """Temperature of the gate where A > 0."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """Where A < 0."""
+    """Temperature of the gate where A < 0."""
 
     def __call__(
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
@@ -168,7 +168,7 @@ class SAPO(_Local):
 
 
 class NLL(_Local):
-    """Next-token cross-entropy on the own tokens."""
+    """Next-token cross-entropy on the agent's own tokens."""
 
     advantages: ClassVar[bool] = False
     kind: Literal["nll"] = "nll"
@@ -180,13 +180,13 @@ class NLL(_Local):
 
 
 class MinorNLL(Surrogate):
-    """Cross-entropy that fades where the model already outgrew the reference."""
+    """Cross-entropy whose gradient fades as the model's log-prob rises above the reference model's."""
 
     advantages: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
-    """How fast the gradient fades as lp grows beyond the reference."""
+    """How fast the gradient fades as lp rises above the reference's log-prob."""
     per: Per = "episode"
     """The unit over which log-ratios are averaged."""
 
@@ -207,7 +207,7 @@ class MinorNLL(Surrogate):
 
 
 class NoSurrogate(_Local):
-    """No loss: the regularisers are the whole loss."""
+    """Loss 0: the regularisers are the whole loss."""
 
     advantages: ClassVar[bool] = False
     kind: Literal["none"] = "none"

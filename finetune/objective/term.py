@@ -1,4 +1,4 @@
-"""Base class of all terms of an objective, and what a term reads and reports besides the stream.
+"""Base class of all terms of an objective, and the metrics and running state that terms share.
 
 A term is a set of constants and one pure function over the stream. A term never refers to another term.
 """
@@ -41,12 +41,12 @@ def _number_text(value: object) -> str:
 
 
 def _outside(cls: type[Term]) -> bool:
-    """True for a class that a user defined: it lies in no module of `finetune`."""
+    """True for a class that a user defined: its module is outside of `finetune`."""
     return not cls.__module__.startswith(__name__.removesuffix("objective.term"))
 
 
 def class_name(cls: type[Term]) -> str:
-    """`module:name` of a user's class, from which another process can import it. ValueError for a local class."""
+    """`module:name` of a user's class, so that another process can import it. ValueError for a local class."""
     if "<" in cls.__qualname__:
         raise ValueError(
             f"{cls.__qualname__} can't be imported by its name, so a run can't record it: define the class at the "
@@ -57,15 +57,15 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """The script that this process runs. Its module is called `__main__` here, and by its file's stem elsewhere."""
+    """The script that this process runs. Its module is `__main__` here, and the file's stem in other processes."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
 
 class Kinds:
-    """Annotates a field of a recipe: one of the package's terms, by `kind`, or a user's subclass of the field's type.
+    """Annotation of a recipe's field: a term of the package, by `kind`, or a user's subclass of the field's type.
 
-    A user's term is written down as `kind: module:name` beside its constants, and read by importing that class.
+    A user's term is written as `kind: module:name` together with its constants, and read by importing that class.
     """
 
     def __init__(self, *kinds: type[Term]) -> None:
@@ -76,7 +76,7 @@ class Kinds:
 
         def validate(value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if isinstance(value, base) and type(value) not in self.kinds:
-                class_name(type(value))  # refuses a class that no record could name
+                class_name(type(value))  # raises for a class that has no importable name
                 return value
             if isinstance(value, Mapping) and ":" in str(value.get("kind", "")):
                 return _imported(base, value)
@@ -85,7 +85,7 @@ class Kinds:
         def serialise(
             value: Any, serialise_kinds: core_schema.SerializerFunctionWrapHandler, info: core_schema.SerializationInfo
         ) -> Any:
-            # The union's own serialiser would write a subclass of PPO as `kind: ppo`, and lose the class.
+            # The union's own serialiser would write a subclass of PPO as `kind: ppo`: the record would lose the class.
             if type(value) in self.kinds or not isinstance(value, base):
                 return serialise_kinds(value)
             return {**value.model_dump(mode=info.mode), "kind": class_name(type(value))}
@@ -98,12 +98,12 @@ class Kinds:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any]) -> Term:
-    """The user's term that a mapping with `kind: module:name` spells out. ValueError where there is no such class."""
+    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()
     try:
-        # Importing the running script again would run it a second time, inside of itself.
+        # Importing the running script under its file name would run it a second time in this process.
         at_main = main is not None and module == main.stem and module not in sys.modules
         found = reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name)
     except (UsageError, AttributeError) as error:
@@ -124,9 +124,9 @@ def _imported(base: type[Term], value: Mapping[str, Any]) -> Term:
 
 
 class Sums:
-    """Metrics as sums and counts, so that parts (micro-batches, ranks, updates) add up exactly.
+    """Metrics as sums and counts, so that the metrics of parts (micro-batches, ranks, updates) add up exactly.
 
-    A mean is taken only when it is read: a mean of the parts' means would weigh a small part like a large one.
+    A mean is computed only when it is read: a mean of means would give a small part the weight of a large one.
     """
 
     def __init__(self) -> None:
@@ -136,9 +136,9 @@ class Sums:
         self.highs: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, *, extremes: bool = False) -> None:
-        """Adds every element of `values`; booleans count as 0 and 1.
+        """Add every element of `values`; booleans count as 0 and 1.
 
-        Sums are float64: a float32 sum over a million tokens has an error of the size of a KL near 0.
+        Sums are float64: the error of a float32 sum over a million tokens is as large as a KL near 0.
         """
         n = values.numel()
         self.put(name, float(values.sum(dtype=torch.float64)) if n else 0.0, n)
@@ -147,12 +147,12 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
 
     def put(self, name: str, total: float, n: float = 1) -> None:
-        """Adds a sum over `n` elements that was computed elsewhere."""
+        """Add a sum over `n` elements that was computed elsewhere."""
         self.sums[name] = self.sums.get(name, 0.0) + total
         self.counts[name] = self.counts.get(name, 0.0) + n
 
     def merge(self, other: Sums) -> None:
-        """Adds all of `other`."""
+        """Add all metrics of `other`."""
         for name, value in other.sums.items():
             self.put(name, value, other.counts[name])
         for name, value in other.lows.items():
@@ -173,25 +173,25 @@ class Sums:
         return copy
 
     def mean(self, name: str) -> float | None:
-        """Sum / count; None when nothing was counted, which isn't zero."""
+        """Sum / count; None, not 0, if nothing was counted."""
         n = self.counts.get(name, 0.0)
         return self.sums[name] / n if n else None
 
     def std(self, name: str) -> float | None:
-        """Standard deviation (divided by n), where `name/square` was added too; None when nothing was counted.
+        """Standard deviation (divisor n); needs the metric `name/square` too. None if nothing was counted.
 
-        The difference of two sums may be below 0 by rounding, so it is clamped: its root would be NaN.
+        Rounding may make the difference below 0, whose root would be NaN, so the difference is clamped at 0.
         """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
 
     def items(self) -> Iterator[tuple[str, float, float]]:
-        """(name, sum, count) in the order of their first appearance."""
+        """(name, sum, count) of each metric, in the order of first appearance."""
         for name, value in self.sums.items():
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Means, and extremes as `name/min` and `name/max`. For one line of metrics: these numbers don't add up."""
+        """Means by name, and extremes as `name/min` and `name/max`. For display only: means don't add up over parts."""
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
         return means | {f"{name}/max": value for name, value in self.highs.items()}
@@ -205,14 +205,17 @@ class Sums:
 
 @dataclass
 class Moments:
-    """Running count, mean and sum of squared deviations of all rewards so far."""
+    """Running count, mean and sum of squared deviations of all rewards of the run so far."""
 
     n: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
 
     def take(self, n: float, mean: float, m2: float) -> None:
-        """Merges a batch's moments (Chan et al.): equal to one pass over all values, without cancellation."""
+        """Merge the moments of a batch (Chan et al.).
+
+        The result is that of one pass over all values. Sums of squares would cancel when the mean is large.
+        """
         if n == 0:
             return
         delta, whole = mean - self.mean, self.n + n
@@ -222,26 +225,26 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation (divided by n - 1); None for fewer than two values, or if all values are equal."""
+        """Standard deviation (divisor n - 1); None for fewer than two values, or if all values are equal."""
         return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None
 
 
 @dataclass
 class Context:
-    """What a term reads and writes besides the stream."""
+    """Shared state that a term reads and writes in addition to the stream."""
 
     sums: Sums = field(default_factory=Sums)
     """The metrics of the update."""
     moments: Moments = field(default_factory=Moments)
-    """Moments of the rewards, kept by the trainer from update to update."""
+    """Moments of the rewards; the trainer keeps them from update to update."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over all ranks; the identity for a single process."""
+    """Sums a tensor over all ranks; the identity for one process. Every rank must call it, or the others wait."""
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
         """(n, mean, sum of squared deviations) of x over all ranks.
 
-        Two passes: E[x^2] - E[x]^2 cancels where the mean is large against the deviation, and whitening would then
-        divide by noise.
+        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and whitening would then
+        divide by rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

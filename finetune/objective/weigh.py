@@ -1,4 +1,4 @@
-"""weigh: what one token's loss counts, fixed once per optimiser batch. loss = sum_t w_t l_t, divided by nothing else.
+"""weigh: the weight of each token's loss, fixed once per optimiser batch. loss = sum_t w_t l_t, without other divisors.
 
     token     w = 1 / T                    every token alike
     episode   w = 1 / (E T_e)              every episode alike, whatever its length
@@ -7,8 +7,9 @@
     constant  w = 1 / (E limit)            no length anywhere (dr_grpo); limit 1: mean over episodes of token sums
     sum       w = 1 / limit                nothing is averaged
 
-T, E, N and G count what enters the update: after groups were selected, before tokens are. So a token that a mask drops
-still counts below the line, and micro-batches, ranks, packing and an episode's split into rows add up exactly.
+T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. They are counted after
+groups and episodes are selected, and before tokens are. A token that a mask drops therefore still counts in the
+denominator. The losses of micro-batches, ranks, packed rows and the rows of a split episode add up exactly.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from .term import Term
 
 
 class Weigh(Term):
-    """How tokens' losses are added up."""
+    """The weights with which the tokens' losses are added up."""
 
     kind: Literal["token", "episode", "turn", "group", "constant", "sum"] = "token"
-    """One of the lines above."""
+    """The weighting, as listed above."""
     limit: float = 1.0
-    """For `constant` and `sum`: usually the length limit of a completion."""
+    """Divisor for `constant` and `sum`; usually the token limit of a completion."""
 
     def totals(self, stream: Stream, entered: Tensor) -> float:
-        """What the weights are divided by: T, E, N or G of the part that this process holds. Adds up over ranks."""
+        """The denominator of the weights: T, E, N or G of the part that this process holds.
+
+        The caller sums it over ranks. The sum is exact because ranks hold whole groups.
+        """
         match self.kind:
             case "token":
                 return float(entered.sum())
@@ -46,7 +50,7 @@ class Weigh(Term):
                 return float(len(torch.unique(stream.episode[entered])))
 
     def __call__(self, stream: Stream, entered: Tensor, n: float) -> Tensor:
-        """(T,) float64; 0 off `entered`. n: `totals` added up over all ranks."""
+        """(T,) float64 weights; 0 where `entered` is False. n: `totals`, summed over all ranks."""
         one = entered.to(torch.float64)
         match self.kind:
             case "token":
