@@ -45,7 +45,7 @@ def _lines(name: str) -> Iterator[str]:
 
 
 LEFT: dict[str, int] = {
-    "agents/engines/embedded": 15,
+    "agents/engines/embedded": 5,
     "agents/engines/servers": 9,
     "agents/engines/transport": 7,
     "agents/engines/weights": 10,

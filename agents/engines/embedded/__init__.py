@@ -1,4 +1,4 @@
-"""The embedded engine: a transformers model sampled inside this process, its KV cache, and a server for it.
+"""The embedded engine: it samples a transformers model inside this process, with its own KV cache and HTTP server.
 
-Imports the engine protocol, `agents.rendering` and `agents.engines.transport`. Torch is imported here.
+The package imports the engine protocol, `agents.rendering` and `agents.engines.transport`. It imports torch.
 """

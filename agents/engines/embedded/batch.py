@@ -1,10 +1,11 @@
-"""Continuous batching as a plain state machine: who sits in which slot, what each has sampled, whose KV is kept.
+"""Continuous batching as a synchronous state machine: slots, sampled tokens and the KV cache between turns.
 
-Running rows are always slots [0, b): joiners come last, a leaver's slot is filled by the last row. A generation that is
-evicted (its KV went stale) joins again as if its completion were part of its prompt, so new weights need no path of
-their own. Between two turns of a conversation its KV is parked, least recently used first out.
+The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
+of a row that leaves. A generation that is evicted because its KV is stale joins again with its completion as part of
+its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns; the
+least recently used entry is evicted first.
 
-Nothing here waits, and nothing here knows of event loops, requests or versions; whoever calls decides when.
+This module has no event loop, requests or versions. The caller decides when to call each method.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ from .kv_cache import SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
-"""Padding that a joint prefill may carry before it is split: for a model of a million parameters on one core, one more
-forward costs about as much as 64 tokens."""
+"""Padding tokens that a joint prefill may contain before it is split. For a model of a million parameters on one core,
+one more forward costs about as much as 64 tokens."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the engine was made."""
+    """Counters since the engine was created."""
 
     sampled: int = 0
-    """Tokens drawn."""
+    """Sampled tokens."""
     prefilled: int = 0
-    """Prompt tokens that were computed."""
+    """Prompt tokens that a forward computed."""
     reused: int = 0
-    """Prompt tokens whose KV was parked."""
+    """Prompt tokens whose KV came from the parked entries."""
     recomputed: int = 0
-    """Tokens computed again because new weights made their KV stale."""
+    """Tokens computed again after new weights made their KV stale."""
     steps: int = 0
     """Decoding forwards."""
     prefills: int = 0
     """Prefill forwards."""
     swaps: int = 0
-    """Published versions."""
+    """Weight syncs."""
     max_batch: int = 0
-    """Most rows that ran together."""
+    """Largest number of rows that ran together."""
     busy_seconds: float = 0.0
-    """Wall time inside forwards and sampling."""
+    """Wall time of the driver's steps (prefill, decoding and sampling), in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One prompt and what was sampled after it."""
+    """One prompt and the tokens sampled after it."""
 
     prompt: array[int]
     seed: int
@@ -64,31 +65,31 @@ class Generation:
     top_k: int
     stops: frozenset[int]
     limit: int
-    """Most tokens to sample."""
+    """Maximum number of tokens to sample."""
     key: str
-    """Where the KV is parked; empty for nowhere."""
+    """Key under which the KV is parked; the KV of an empty key is not parked."""
     ids: array[int] = field(default_factory=ints)
     logprobs: array[float] = field(default_factory=floats)
     finish: Literal["stop", "length", "broken"] | None = None
-    """`broken`: the model gave no finite probabilities for the next token."""
+    """`broken`: the model returned no finite probabilities for the next token."""
     slot: int = -1
-    """-1 while not running."""
+    """-1 while the generation is not running."""
     reused: int | None = None
-    """Prompt tokens found parked when it first joined; None before."""
+    """Prompt tokens with parked KV when the generation first joined; None before."""
     clean: bool = True
-    """False once its KV mixes weights: it must not be parked."""
+    """False when the KV is not exact for one version of the weights, or not finite. Such KV must not be parked."""
 
 
 @dataclass(slots=True)
 class Parked:
-    """KV of the first tokens of a conversation."""
+    """The first tokens of a conversation and their KV."""
 
     ids: NDArray[np.int32]
     kv: Tensor
 
 
 class ParkingLot:
-    """KV by conversation, at most `budget` tokens in all."""
+    """KV by conversation, at most `budget` tokens in total."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -96,7 +97,7 @@ class ParkingLot:
         self._by_key: OrderedDict[str, Parked] = OrderedDict()
 
     def put(self, key: str, entry: Parked) -> None:
-        """Keep `entry`, at the cost of the least recently used."""
+        """Keep `entry`, and evict the least recently used entries beyond the budget."""
         self.forget(key)
         self._by_key[key] = entry
         self.tokens += len(entry.ids)
@@ -104,7 +105,9 @@ class ParkingLot:
             self.forget(next(iter(self._by_key)))
 
     def find(self, key: str, ids: NDArray[np.int32]) -> tuple[Parked | None, int]:
-        """What is parked under `key`, and how much of it `ids` begins with; the last of `ids` is never counted."""
+        """The entry under `key`, and the length of the exact token prefix that `ids` shares with it.
+
+        The last token of `ids` never counts: a forward must compute it, since its logits give the next token."""
         entry = self._by_key.get(key)
         if entry is None:
             return None, 0
@@ -113,13 +116,13 @@ class ParkingLot:
         return entry, int(differ.argmax()) if differ.any() else n
 
     def forget(self, key: str) -> None:
-        """Drop what is parked under `key`, if anything is."""
+        """Drop the entry under `key`, if there is one."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             self.tokens -= len(entry.ids)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all entries."""
         self._by_key.clear()
         self.tokens = 0
 
@@ -133,6 +136,8 @@ class Batch:
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
+        # One value per slot. `_length` counts the tokens with KV. It lacks the last sampled token, which is in `_last`:
+        # the next step feeds it.
         self._length = np.zeros(n, dtype=np.int64)
         self._last = np.zeros(n, dtype=np.int64)
         self._seed = np.zeros(n, dtype=np.uint64)
@@ -144,15 +149,16 @@ class Batch:
         return self.decoder.slots - len(self.rows)
 
     def missing(self, generation: Generation) -> int:
-        """How many tokens would have to be computed if it joined now."""
+        """Number of tokens that a forward must compute if the generation joins now."""
         ids = _history(generation)
         return len(ids) - self.parked.find(generation.key, ids)[1]
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Generation]]:
-        """Split joiners into prefills of similar lengths, so that none is mostly padding."""
+        """Split new rows into prefills of similar lengths, so that padding stays a small part of each prefill."""
         out: list[list[Generation]] = []
         real = 0
         for new, generation in sorted(((self.missing(s), s) for s in generations), key=lambda pair: pair[0]):
+            # The lengths ascend, so `new` is the width of the group: the left side is its size with padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(generation)
                 real += new
@@ -162,9 +168,9 @@ class Batch:
         return out
 
     def join(self, group: Sequence[Generation]) -> list[Generation]:
-        """Prefill `group` (at most `room`) in one forward and draw their next tokens. Gives those that finished.
+        """Prefill `group` (at most `room` rows) in one forward and sample one token per row. Returns the finished ones.
 
-        When the forward raises, nobody has joined."""
+        When the forward raises, no generation of the group has joined."""
         first = len(self.rows)
         found = [self._settle(first + i, generation) for i, generation in enumerate(group)]
         have = np.array([n for _, n in found], dtype=np.int64)
@@ -173,6 +179,8 @@ class Batch:
         for row, (history, n) in enumerate(found):
             ids[row, ids.shape[1] - new[row] :] = history[n:]
         logits = self.decoder.extend(first, ids, have, new)
+        # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
+        # and the next row there overwrites the KV or masks it.
         self.stats.prefills += 1
         for i, generation in enumerate(group):
             self._seat(first + i, generation, int(have[i]), int(new[i]))
@@ -181,7 +189,7 @@ class Batch:
         return self._sample(first, logits)
 
     def step(self) -> list[Generation]:
-        """Feed every row its last token and draw the next. Gives those that finished."""
+        """Feed the last token of every row and sample the next one. Returns the finished generations."""
         b = len(self.rows)
         logits = self.decoder.extend(0, self._last[:b, None], self._length[:b], np.ones(b, dtype=np.int64))
         self._length[:b] += 1
@@ -189,9 +197,11 @@ class Batch:
         return self._sample(0, logits)
 
     def leave(self, generation: Generation, park: bool = True) -> None:
-        """Free its slot; its KV is parked when that makes sense."""
+        """Free the slot of `generation`. With `park`, keep its KV if it is clean, has a key and fits the budget."""
         slot, length = generation.slot, int(self._length[generation.slot])
         if park and generation.key and generation.clean and length <= self.parked.budget:
+            # Park before the last row moves in, since the move overwrites the slot. `_length` leaves out the last
+            # sampled token: it has no KV, and a parked id without KV would break the next turn's prefix.
             self.parked.put(generation.key, Parked(_history(generation)[:length], self.decoder.park(slot, length)))
         last = self.rows.pop()
         generation.slot = -1
@@ -203,14 +213,16 @@ class Batch:
             last.slot = slot
 
     def evict(self) -> list[Generation]:
-        """Everybody out, nothing parked. Gives them in the order of their slots, ready to join again."""
+        """Remove all rows without parking their KV. Returns the generations in slot order; they can join again."""
         out, self.rows = self.rows, []
         for generation in out:
             generation.slot = -1
         return out
 
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
-        """Put parked KV into the slot: (all its tokens, how many of them have KV now)."""
+        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now.
+
+        The parked entry stays valid: requests that share a key can use it at the same time."""
         ids = _history(generation)
         entry, shared = self.parked.find(generation.key, ids)
         if entry is not None and shared:
@@ -230,9 +242,11 @@ class Batch:
             self.stats.recomputed += new
 
     def _sample(self, first: int, logits: Tensor) -> list[Generation]:
-        """Draw for the rows from `first` on; the finished ones have left when this returns."""
+        """Sample one token for each row from `first` on. Finished generations have left when this method returns."""
         rows = self.rows[first:]
         at = slice(first, first + len(rows))
+        # The counter is the position in the completion, not the number of draws. An evicted row that joins again, or a
+        # row in another slot, therefore continues the same random stream.
         uniform = uniforms(self._seed[at], np.array([len(s.ids) for s in rows], dtype=np.int64))
         top_p = top_k = None
         if any(s.top_k or s.top_p < 1.0 for s in rows):
@@ -242,10 +256,11 @@ class Batch:
         self._last[at] = ids
         out = []
         for generation, token, logprob in zip(rows, ids, logprobs, strict=True):
-            if logprob != logprob:
+            if logprob != logprob:  # NaN
                 generation.finish, generation.clean = "broken", False
                 out.append(generation)
-                self.decoder.wipe(generation.slot)  # before anybody moves in, or out of here with what is not finite
+                # Zero the slot before it is reused: attention multiplies a masked value by 0, and 0 * NaN is NaN.
+                self.decoder.wipe(generation.slot)
                 continue
             self.stats.sampled += 1
             generation.ids.append(token)
@@ -256,11 +271,13 @@ class Batch:
                 generation.finish = "length"
             if generation.finish:
                 out.append(generation)
+        # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
+        # the loop has not read yet.
         for generation in out:
             self.leave(generation)
         return out
 
 
 def _history(generation: Generation) -> NDArray[np.int32]:
-    """Prompt and completion so far, as one array of its own."""
+    """Prompt and completion so far, as one new array."""
     return np.frombuffer(generation.prompt + generation.ids, dtype=np.int32)

@@ -1,12 +1,13 @@
-"""The embedded engine: a transformers model sampled inside this process, in the event loop.
+"""The embedded engine: it samples a transformers model inside this process, in the event loop.
 
-Contract. Any number of requests at once share one batch. Every token carries the version of the weights that gave its
-log-prob, and that log-prob is exact for those weights over the full prefix (float32; `reprefill` and `drain`). A
-request ends as a completion, an `EngineError` or a cancellation that leaves its partial completion behind, never as a
-hang. One decoding step for all running rows, then the loop is free for the agents; when nothing runs, nothing spins.
+Contract. Any number of concurrent requests share one batch. Every token has the version of the weights that produced
+its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights over the full prefix (float32). A
+request ends as a completion, as an `EngineError`, or as a cancellation that reports its partial completion; it never
+hangs. After each decoding step of all running rows, the engine yields to the event loop. An idle engine has no task.
 
-It knows nothing of tapes and of training: whoever trains does so on another copy of the model, may do so in a thread,
-and hands over weights with `sync_weights`, from the loop's own thread.
+Concurrency. One driver task runs all forwards, on the thread of the event loop. A method changes the state only between
+two awaits, so the state needs no lock. A trainer works on another copy of the model, in a thread if it wants, and calls
+`sync_weights` from the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PublishMode = Literal["reprefill", "drain", "stale_kv"]
-"""What becomes of completions in flight. `reprefill`: their KV is computed again under the new weights (exact).
-`drain`: no request joins until they are finished, then the weights change (exact, slower). `stale_kv`: they continue on
-the old KV; log-probs after the swap then belong to no single version of the weights, so use it in experiments only."""
+"""How a weight sync treats completions in flight. `reprefill`: the engine recomputes their KV under the new weights
+(exact). `drain`: no request joins until they are finished, then the weights change (exact, slower). `stale_kv`: they
+continue on the old KV. Their later log-probs belong to no single version, so use `stale_kv` in experiments only."""
 
 DEFAULT_CAPACITY = 4096
-"""Tokens per slot when none is given and the model would allow more: KV memory is slots x capacity."""
+"""Largest default of the tokens per slot. It bounds the KV memory, which is slots x capacity."""
 
 
 class Decodes(Protocol):
-    """What the engine needs of a renderer."""
+    """The members of a renderer that the engine uses."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -59,31 +60,31 @@ class Decodes(Protocol):
         ...
 
     def decode(self, ids: array[int], /) -> str:
-        """Completion text without the turn-ending token."""
+        """The text of a completion, without the token that ends the turn."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One request on its way."""
+    """One request in flight."""
 
     generation: Generation
     landed: asyncio.Future[Finish]
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """Closed spans; the open one runs from their end to now."""
+    """Closed spans as (version, start, end). The open span starts at their end and has the current version."""
     listener: Listener | None = None
     told: int = 0
-    """How many ids the listener was told of."""
+    """Number of ids that the listener has received."""
 
     def tell(self) -> None:
-        """What was sampled since it was told last."""
+        """Send the listener the ids sampled since the last call."""
         ids = self.generation.ids
         if self.listener is not None and len(ids) > self.told:
             told, self.told = self.told, len(ids)
             self.listener.tokens(ids[told:])
 
     def close_span(self, version: str) -> None:
-        """Everything sampled since the last span was sampled by `version`."""
+        """Attribute all tokens sampled since the last span to `version`."""
         start = self.spans[-1][2] if self.spans else 0
         if len(self.generation.ids) > start:
             self.spans.append((version, start, len(self.generation.ids)))
@@ -92,12 +93,12 @@ class _Flight:
 class EmbeddedEngine:
     """Samples from a transformers decoder with a slot KV cache.
 
-    `model` is copied unless `copy=False` hands it over for good; either way the engine's weights change by
-    `sync_weights` only. `slots` rows run together, the rest waits in order of arrival;
-    prompt and completion of a request may have
-    `capacity` tokens together. KV memory is slots x capacity, and `park_tokens` more (by default as much again) for
-    conversations between their turns. `prefill_tokens` bounds what is prefilled between two decoding steps. A
-    completion ends with an id of `end_ids` (by default the renderer's and the model's own) or of the request.
+    The engine copies `model`, or takes ownership of it with `copy=False`. Only `sync_weights` changes the engine's
+    weights. At most `slots` rows run together; the other requests wait in order of arrival. The prompt and the
+    completion of a request have at most `capacity` tokens together. KV memory is slots x capacity tokens, plus
+    `park_tokens` tokens (default: slots x capacity) for conversations between two turns. `prefill_tokens` bounds the
+    tokens prefilled between two decoding steps. A completion ends with an id of `end_ids` (default: those of the
+    renderer and of the model) or of the request.
     """
 
     name = "embedded"
@@ -128,7 +129,7 @@ class EmbeddedEngine:
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
         self._heard: set[_Flight] = set()
-        """The flights with a listener."""
+        """Requests in flight that have a listener."""
         self._driver: asyncio.Task[None] | None = None
         self._drains: list[asyncio.Future[None]] = []
         self._versions = {version}
@@ -137,24 +138,25 @@ class EmbeddedEngine:
 
     @property
     def renderer(self) -> Decodes:
-        """The renderer that the engine was made with."""
+        """The renderer that the constructor received."""
         return self._renderer
 
     @property
     def context(self) -> int:
-        """Most tokens that prompt and completion may have together."""
+        """Maximum number of tokens of a prompt and its completion together."""
         return self._decoder.capacity
 
     @property
     def changing(self) -> bool:
-        """Whether a new request would wait: new weights wait for those under way to finish, or sampling is frozen."""
+        """Whether a new request would wait: a weight sync drains the batch, or sampling is frozen."""
         return bool(self._drains) or self._frozen
 
     async def complete(self, request: Request) -> Completion:
-        """Sample a completion. Requests are served in order of arrival as slots become free.
+        """Sample a completion. Requests start in order of arrival as slots become free.
 
-        Raises `PromptTooLong`, or `EngineError` for a request that can't be served or a model that fails. A cancelled
-        call gives what was sampled to `request.on_partial`, as a completion that finished `cancelled`."""
+        Raises `PromptTooLong`, or `EngineError` for an invalid request or a failing model. The engine doesn't retry a
+        failed forward: a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
+        `request.on_partial`, as a completion with the finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
         flight = _Flight(generation, asyncio.get_running_loop().create_future(), listener=request.listener)
@@ -174,7 +176,7 @@ class EmbeddedEngine:
             self._heard.discard(flight)
 
     def forget(self, cache_key: str) -> None:
-        """Drop the KV parked under `cache_key`; a request under way with it won't park its own."""
+        """Drop the KV parked under `cache_key`. A request in flight with that key doesn't park its KV either."""
         self._batch.parked.forget(cache_key)
         for generation in self._flights:
             if generation.key == cache_key:
@@ -183,18 +185,20 @@ class EmbeddedEngine:
     async def sync_weights(
         self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *, again: bool = False
     ) -> None:
-        """Make `state` the weights of the engine between two decoding steps; tokens from then on carry `version`, which
-        is refused if it was published before; with `again`, whoever calls vouches that it names the same weights.
+        """Replace the weights with `state` between two decoding steps; later tokens have `version`.
 
-        `state` must not change until this returns: publish a copy of what is being trained. Raises `WrongWeights`,
-        before anything has changed, when it isn't the model's state dict. Parked KV is dropped: it is recomputed when
-        its conversation goes on."""
+        Raises ValueError for a version that was published before. With `again`, the caller guarantees that the version
+        names the same weights. `state` must not change until this method returns: publish a copy of weights in
+        training. Raises `WrongWeights`, before any change, if `state` is not the model's state dict. The engine drops
+        parked KV and recomputes it at the next turn of each conversation."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
         if version in self._versions and not again:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
         self._decoder.check(state)
+        # Reserve the version before the wait: a second sync under the same version fails while this one drains. A sync
+        # that is cancelled during the drain leaves the version reserved and the weights unchanged.
         self._versions.add(version)
         if mode == "drain":
             await self._drain()
@@ -202,27 +206,27 @@ class EmbeddedEngine:
         self._wake()
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `WrongWeights` unless `state` can be published."""
+        """Raise `WrongWeights` unless `sync_weights` accepts `state`."""
         self._decoder.check(state)
 
     def freeze(self) -> None:
-        """Sample nothing until `thaw`; what is asked meanwhile waits. A publish that drains waits for that, too."""
+        """Stop sampling until `thaw`. Requests wait, and so does a weight sync in the mode `drain`."""
         self._frozen = True
 
     def thaw(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         self._frozen = False
         self._wake()
 
     def relabel(self, version: str) -> None:
-        """The weights stay as they are, and tokens carry `version` from here on."""
+        """Give the current weights the name `version`; later tokens have it."""
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._versions.add(version)
         self.version = version
 
     async def close(self) -> None:
-        """End what is in flight as `abort`, with what was sampled, and give the memory back."""
+        """End requests in flight as `abort`, with the tokens sampled so far, and free the KV memory."""
         if self._closed:
             return
         self._closed = True
@@ -235,7 +239,7 @@ class EmbeddedEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _generation(self, request: Request) -> Generation:
-        """The request as the batch sees it, or an `EngineError` that says why it can't be served."""
+        """The batch's form of the request. Raises an `EngineError` with the reason if the engine can't serve it."""
         one_temperature(request)
         sampling = request.sampling
         prompt = ints(request.prompt or ())
@@ -244,7 +248,7 @@ class EmbeddedEngine:
                 "a request without prompt ids: the embedded engine samples tokens after tokens, render "
                 "the messages with its renderer first"
             )
-        if set(sampling.extra) - {"stop"}:  # the door cuts at a stop
+        if set(sampling.extra) - {"stop"}:  # `LLM` cuts the text at a stop string
             raise EngineError(
                 f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
                 "temperature, max_tokens, top_p and top_k"
@@ -273,6 +277,8 @@ class EmbeddedEngine:
         )
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
+        # A request that left the batch has closed its spans already. A weight sync between that moment and this call
+        # therefore can't give its tokens a later version.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -290,25 +296,27 @@ class EmbeddedEngine:
         )
 
     def _withdraw(self, flight: _Flight) -> None:
-        """Take a cancelled request out, wherever it is."""
+        """Remove a cancelled request from the batch or from the queue."""
         if self._flights.pop(flight.generation, None) is None:
-            return
+            return  # the request has ended already, and left the batch
         flight.close_span(self.version)
         if flight.generation.slot >= 0:
             self._batch.leave(flight.generation)
         else:
             self._waiting.remove(flight.generation)
+        # This request may be the last one that a drain waits for, and the driver may not run again.
         self._drained()
 
     def _land(self, generation: Generation, finish: Finish) -> None:
-        """Answer a request that has left the batch."""
+        """Return the result of a request that has left the batch."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
+        # The future is done when its caller was cancelled in the same turn of the event loop.
         if not flight.landed.done():
             flight.landed.set_result(finish)
 
     def _fail(self, generation: Generation, reason: str, cause: BaseException | None = None) -> None:
-        """As `_land`, with an error of its own for each request."""
+        """As `_land`, with a new error per request: callers must not share one traceback."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
         if not flight.landed.done():
@@ -317,7 +325,7 @@ class EmbeddedEngine:
             flight.landed.set_exception(error)
 
     def _land_all(self, reason: str = "", cause: BaseException | None = None) -> None:
-        """Empty the engine: everything in flight ends as `abort`, or fails when there is a reason."""
+        """End all requests in flight: as `abort`, or as failures with `reason`."""
         generations = [*self._batch.evict(), *self._waiting]
         self._waiting.clear()
         self._batch.parked.clear()
@@ -336,7 +344,7 @@ class EmbeddedEngine:
         if driver is not None and driver.get_loop() is not asyncio.get_running_loop():
             if not driver.get_loop().is_closed():
                 raise EngineError("the engine is at work in another event loop; share it within one loop only")
-            # The closed loop took the callers and the driver with it: drop their state, or their slots stay occupied.
+            # The closed loop ended the callers and the driver. Drop their state, otherwise their slots stay occupied.
             self._driver = None
             self._batch.evict()
             self._waiting.clear()
@@ -353,7 +361,7 @@ class EmbeddedEngine:
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
-        """While weights wait for the batch to drain, only what was begun goes on."""
+        """During a drain, only generations with sampled tokens may join: without evicted ones, the drain never ends."""
         return not self._drains or bool(generation.ids)
 
     async def _drive(self) -> None:
@@ -364,9 +372,11 @@ class EmbeddedEngine:
                 if self._batch.rows:
                     self._attempt(self._batch.rows, "decoding", self._batch.step)
                 self._drained()
+                # No await between the step and this loop: complete() returns only after the listener has all ids.
                 for flight in self._heard:
                     flight.tell()
                 self.stats.busy_seconds += time.perf_counter() - started
+                # The only await of the driver: here callers submit, cancel and sync weights, with the batch at rest.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self._land_all()
@@ -377,7 +387,10 @@ class EmbeddedEngine:
             self._driver = None
 
     def _admit(self) -> None:
-        """Prefill those who may join, up to the free slots and the token bound."""
+        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`.
+
+        The first one joins even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
+        # Testing the head of the queue is enough: _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0
         while self._waiting and len(joiners) < self._batch.room and self._may_join(self._waiting[0]):
@@ -389,11 +402,13 @@ class EmbeddedEngine:
             self._attempt(group, "prefilling", partial(self._batch.join, group))
 
     def _attempt(self, involved: list[Generation], doing: str, work: Callable[[], list[Generation]]) -> None:
-        """Run one forward. If it raises, those involved fail and the engine goes on with the rest."""
+        """Run one forward. If it raises, the generations in `involved` fail; the engine continues with the others."""
         try:
             finished = work()
         except Exception as error:
             reason = f"the model failed while {doing} {len(involved)} sequences: {type(error).__name__}: {error}"
+            # A copy: `involved` may be the batch's own list of rows, which leave() changes. Nothing is parked, since a
+            # failed forward may have written part of its KV.
             for generation in list(involved):
                 if generation.slot >= 0:
                     self._batch.leave(generation, park=False)
@@ -422,31 +437,34 @@ class EmbeddedEngine:
             self._wake()
 
     def _drained(self) -> None:
-        """Resolve the waiting drains once no completion that has begun is left."""
+        """Resolve the waiting drains when no generation with sampled tokens is in flight."""
         if self._drains and not self._batch.rows and not any(s.ids for s in self._waiting):
             for drain in self._drains:
                 if not drain.done():
                     drain.set_result(None)
 
     def _swap(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
-        # No await in here: a decoding step between the span's end and the load would label old tokens as new ones.
+        # No await in this method: a decoding step between the end of the spans and the load would give tokens of the
+        # old weights the new version. load() checks names and shapes before its first copy. A device error during the
+        # copies leaves mixed weights under the old version: the caller must stop sampling.
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
-        # Parked KV is of the old weights: a later turn that continued on it would get log-probs of no version.
+        # Parked KV belongs to the old weights. A later turn that reuses it gets log-probs that belong to no version.
         self._batch.parked.clear()
         if mode == "stale_kv":
             for generation in self._batch.rows:
                 generation.clean = False
         else:
-            # Back to the head of the queue, in their order: their prefixes are prefilled again by the new weights.
+            # Back to the head of the queue, in slot order: the new weights prefill prompt and completion again.
+            # Behind new requests, these generations would break the order that _admit relies on.
             self._waiting.extendleft(reversed(self._batch.evict()))
         self.version = version
         self.stats.swaps += 1
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Every id that the model's configurations name as its end."""
+    """All end-of-sequence ids in the model's configuration and generation configuration."""
     found: list[int] = []
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)

@@ -1,21 +1,20 @@
-"""The embedded engine over HTTP, in the protocol of vLLM's server that `connect` speaks: ids in, ids out, new weights.
+"""The embedded engine over HTTP, with the routes of vLLM's server that `connect` uses: ids in, ids out, weight sync.
 
     POST /inference/v1/generate, /inference/v1/abort_requests      GET /health, /version, /v1/models, /weight_info,
     POST /pause, /collective_rpc (reload_weights),                     /is_paused
          /reset_prefix_cache, /update_weight_version, /resume
 
-For models that fit into one process, and to try what runs against vLLM without it. Where it differs from vLLM:
+The server is for models that fit into one process, and for tests of vLLM clients without vLLM. It differs from vLLM:
 
-1. Every route asks for the token where there is one; beyond loopback there must be.
-2. What it can't do is refused (penalties, unknown fields), never ignored.
-3. New weights are taken when they get their version: `/collective_rpc` reads and checks them, and
-   `/update_weight_version` puts both in place at once, so no token ever carries the wrong one. Resuming between the two
-   is refused.
-4. No KV outlives a version, so `/reset_prefix_cache` has nothing left to do.
-5. A stream begins with the first token, so an error before it has its status; its last chunk has all the log-probs.
+1. With a token, every route requires it. A server beyond loopback must have a token.
+2. The server rejects unsupported sampling parameters (penalties, unknown fields) and never ignores them.
+3. `/collective_rpc` reads and checks new weights. `/update_weight_version` then loads them and sets their version in
+   one step, so no token has the wrong version. The server rejects `/resume` between the two.
+4. No KV outlives a version, so `/reset_prefix_cache` does nothing.
+5. A stream starts with the first token, so an earlier error has its own HTTP status. The last chunk has all log-probs.
 
-Requests whose Host is not ours are refused: a page elsewhere must not reach it by a name that it points here. Knows
-nothing of tapes and texts.
+The server rejects requests with a foreign Host header. This prevents DNS rebinding: a web page whose host name resolves
+to this machine must not reach the server.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST = 64 << 20
-"""Bytes of one request."""
+"""Largest request body, in bytes."""
 WRITE_SECONDS = 60.0
-"""In which a client must have taken a piece of a stream."""
+"""Time limit for writing one chunk of a stream to the client."""
 OFF: dict[str, Any] = {
     "n": 1,
     "min_p": 0.0,
@@ -59,17 +58,17 @@ OFF: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "min_tokens": 0,
 }
-"""Sampling parameters that must be off."""
+"""Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", *OFF}
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadRequest(TapereelError, ValueError):
-    """A request that this server can't answer; says which field and what would do."""
+    """A request that this server can't answer. The message names the field and a valid value."""
 
 
 class _IdsOnly:
-    """What the engine needs of a renderer, where nobody reads."""
+    """A renderer without text: the server returns ids only."""
 
     end_ids = ()
 
@@ -91,8 +90,9 @@ class EngineServer:
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Takes `model` over. `token` is what clients send as their API key; ValueError where others could connect
-        without one. `version` is the first label of the weights."""
+        """Takes ownership of `model`. Clients send `token` as their API key. `version` names the first weights.
+
+        Raises ValueError for a host beyond loopback without a token."""
         self.access = Access(host, 0, token)
         if token is None and not self.access.loopback:
             raise ValueError(
@@ -106,21 +106,21 @@ class EngineServer:
         self._eos = eos_ids(model)
         self._under_way: dict[str, asyncio.Task[Completion]] = {}
         self._paused = ""
-        """The mode of the pause; empty while it serves."""
+        """The mode of the pause; empty while the server samples."""
         self._mode: PublishMode = "reprefill"
         self._weights: dict[str, Tensor] | None = None
-        """Read, and without a version yet."""
+        """Weights that were read and checked, and have no version yet."""
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The server's base address."""
         host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
         return f"http://{host}:{self.access.port}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[EngineServer]:
-        """Serves inside; `port` 0 takes a free one."""
-        guard_log("aiohttp.server")  # which quotes the headers that it can't read
+        """Serve inside the `async with` block. `port` 0 selects a free port."""
+        guard_log("aiohttp.server")  # aiohttp logs the headers that it can't parse, which may hold the token
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         try:
@@ -128,6 +128,7 @@ class EngineServer:
             self.access = Access(self.access.host, runner.addresses[0][1], self.access.token)
             yield self
         finally:
+            # The engine first: its requests end as `abort`, so the handlers return before the runner's timeout.
             await self.engine.close()
             await runner.cleanup()
 
@@ -176,9 +177,12 @@ class EngineServer:
         if name in self._under_way:
             raise BadRequest(f"request_id {body.get('request_id')!r} is under way already")
         stream = _Stream(request, name) if body.get("stream") else None
+        # A separate task: /abort_requests and /pause cancel the completion and not the handler, which then answers with
+        # the partial completion.
         task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
             if stream is not None:
+                # The engine passes all ids to the listener before the task ends, so None is the last item of the queue.
                 task.add_done_callback(lambda _: stream.heard.put_nowait(None))
                 await stream.pass_on()
             await asyncio.wait([task])
@@ -189,13 +193,14 @@ class EngineServer:
                 raise
             return await stream.end({"error": {"message": str(error), "code": 500}})
         except (TimeoutError, ConnectionError):
-            # Whoever asked has gone, or takes nothing.
+            # The client has disconnected, or doesn't read. Abort the connection: a regular end would look complete.
             if request.transport is not None:
                 request.transport.abort()
             assert stream is not None
             return stream.response
         finally:
             del self._under_way[name]
+            # Without effect on a task that is done. After a disconnect, the engine must not sample for a lost client.
             task.cancel()
         top = self._likeliest(asked, found, int(body["sampling_params"].get("logprobs") or 0))
         answer = _answer(name, asked, found, top, aborted=task.cancelled())
@@ -233,8 +238,9 @@ class EngineServer:
         )
 
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """The n likeliest (id, log-prob) in the place of each token, by the plain forward of the weights as they are
-        now; none where n is 0."""
+        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0.
+
+        They come from one plain forward under the current weights, which may be newer than those of the tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
         import torch
@@ -262,6 +268,7 @@ class EngineServer:
         if mode == "keep":
             self.engine.freeze()
             return {}
+        # An earlier pause may have frozen the engine. Frozen completions never end, and this pause waits for them.
         self.engine.thaw()
         tasks = list(self._under_way.values())
         if mode == "abort":
@@ -278,6 +285,7 @@ class EngineServer:
             raise BadRequest(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
         self._need_pause()
         weights = await asyncio.to_thread(_read_weights, Path(folder))
+        # Check before the weights are kept: a wrong state dict fails here, and the engine keeps the old weights.
         self.engine.check(weights)
         self._weights = weights
         return {"results": [None]}
@@ -294,7 +302,7 @@ class EngineServer:
         else:
             self._need_pause()
             weights, self._weights = self._weights, None
-            # A trainer that died in mid-update publishes this version again.
+            # `again`: a trainer that failed during a weight sync publishes the same version again after its restart.
             await self.engine.sync_weights(weights, version, self._mode, again=True)
         return {}
 
@@ -311,28 +319,28 @@ class EngineServer:
 
 
 class _Stream:
-    """One answer on its way to a client, which hears of it."""
+    """One streamed answer, and the listener that receives its ids from the engine."""
 
     def __init__(self, request: web.Request, name: str) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.heard: asyncio.Queue[array[int] | None] = asyncio.Queue()
-        """Ids as they come; None: there are no more."""
+        """Ids in the order of sampling; None marks the end."""
         self._request, self._name, self._sent = request, name, 0
 
     def tokens(self, ids: array[int]) -> None:
         self.heard.put_nowait(ids)
 
     def again(self) -> None:
-        """The engine tries once."""
+        """Does nothing: the embedded engine makes one attempt."""
 
     async def pass_on(self) -> None:
-        """Send what comes until there is no more."""
+        """Send ids to the client until the end of the completion."""
         while (ids := await self.heard.get()) is not None:
             self._sent += len(ids)
             await self._send({"request_id": self._name, "choices": [{"index": 0, "token_ids": ids.tolist()}]})
 
     async def end(self, last: dict[str, Any]) -> web.StreamResponse:
-        """Send the end: the whole answer without the ids that were sent, or an error."""
+        """Send the last event: the whole answer without the ids already sent, or an error."""
         for choice in last.get("choices", ()):
             choice["token_ids"] = choice["token_ids"][self._sent :]
         await self._send(last)
@@ -401,7 +409,9 @@ def _given(answer: Callable[[], Any]) -> _Handler:
 
 
 def _done(work: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
-    """The answer as JSON, or the error as a status: 400 for what will never do, 503 for what may a moment later."""
+    """A handler that returns the result as JSON, or the error as an HTTP status.
+
+    Status 400: the request can't succeed. Status 503: a retry by the client may succeed."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         try:

@@ -1,13 +1,12 @@
 """A transformers decoder over a fixed table of KV slots.
 
-One tensor holds the keys and values of every slot, (2 * layers, slots, heads, capacity + 1, head size). A forward works
-on a contiguous range of slots through views, so nothing is gathered; one `extend` serves prefill, reuse and decoding.
-New tokens are aligned to the right: each row's last token is the last column, whatever the rows' lengths, and the
-model's own head gives the only logits needed. Padding writes into the extra position of each slot, which no mask lets
-anybody read.
+One tensor of shape (2 * layers, slots, heads, capacity + 1, head size) holds the keys and values of all slots. A
+forward uses a contiguous range of slots through views, without a gather. The method `extend` serves prefill, reuse of
+a prefix and decoding. New tokens are right-aligned: the last token of each row is in the last column for every row
+length, so the model computes logits for one column only. Padding writes into the extra position of each slot. The mask
+excludes that position from every query.
 
-Fit are full-attention decoders whose cached forward equals their plain one; that is tried when the object is made.
-This module knows nothing of sampling, requests, versions and time.
+The cache supports full-attention decoders whose cached forward equals their plain forward. The constructor tests this.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ....tapes.errors import TapereelError
 
 
 class UnsupportedModel(TapereelError, ValueError):
-    """The model's attention or inputs are of a kind that the slot cache doesn't reproduce exactly."""
+    """The slot cache can't reproduce the model's attention or inputs exactly."""
 
 
 class WrongWeights(TapereelError, ValueError):
-    """A published state dict is not one of this model: names, shapes or tied values differ. Nothing was changed."""
+    """A state dict doesn't fit the model: names, shapes or tied values differ. The model's weights are unchanged."""
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel`, saying why, for what is known from the configuration alone."""
+    """Raise `UnsupportedModel` with the reason if the configuration alone shows that the model is unsupported."""
     config = model.config
     name = type(model).__name__
 
@@ -66,7 +65,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 
 class _Geometry(Cache):
-    """Passes keys and values through and notes their shape: (layer, heads, head size of keys, of values)."""
+    """Returns keys and values unchanged and records (layer, heads, head size of keys, head size of values)."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -80,14 +79,16 @@ class _Geometry(Cache):
 
 
 class _SlotCache(Cache):
-    """What the model's attention layers see: writes go to (rows, positions), reads are the view that `aim` set."""
+    """The cache that the attention layers use: writes go to (rows, positions), reads return the view set by `aim`."""
 
     def __init__(self, kv: Tensor) -> None:
         super().__init__(layers=[])
         self.kv = kv
 
     def aim(self, first: int, write: Tensor, attended: int) -> None:
-        """Work on the slots from `first` on; `write` (rows, columns) are positions, `attended` is how many to read."""
+        """Select the slots from `first` on.
+
+        `write` (rows, columns) holds the positions to write. A read returns the first `attended` positions."""
         self._view = slice(first, first + write.shape[0])
         self._rows = torch.arange(first, first + write.shape[0], device=write.device)[:, None]
         self._write = write
@@ -96,18 +97,20 @@ class _SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store this layer's new keys and values, and give all that its queries may look at."""
+        """Store the new keys and values of this layer. Returns the keys and values of all attended positions."""
         keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
+        # Padding columns of a row share one position, so its content is undefined on a GPU. No query reads it.
         keys[self._rows, :, self._write] = key_states.transpose(1, 2)
         values[self._rows, :, self._write] = value_states.transpose(1, 2)
         return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
 
 
 class SlotDecoder:
-    """The model, its weights and the KV of `slots` sequences of at most `capacity` tokens each."""
+    """The model, its weights, and the KV of `slots` sequences with at most `capacity` tokens each."""
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
-        """Takes `model` over: it is put in evaluation mode and its weights are overwritten by `load`."""
+        """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. Raises
+        UnsupportedModel."""
         refuse_unfit(model)
         longest = getattr(model.config, "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
@@ -123,7 +126,7 @@ class SlotDecoder:
         self._lowest = torch.finfo(model.dtype).min
         try:
             layers, heads, size = self._geometry()
-            # zeros, not empty: a masked key still meets its value as 0 * value, which must not be 0 * NaN
+            # Zeros, not uninitialised memory: attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
             kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=model.dtype, device=self.device)
             self._cache = _SlotCache(kv)
             self._prove()
@@ -136,13 +139,16 @@ class SlotDecoder:
             ) from error
 
     def extend(self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]) -> Tensor:
-        """Feed slots `first, first + 1, ...` and give float32 logits (rows, vocabulary) after each row's last token.
+        """Feed slots `first, first + 1, ...`. Returns float32 logits (rows, vocabulary) after each row's last token.
 
-        `ids` (rows, columns) holds each row's `new` tokens aligned to the right; `have` is how many tokens of KV the
-        slot has already. Afterwards slot i has KV for `have[i] + new[i]` tokens; the caller keeps count.
+        `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
+        that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens. The caller stores this
+        count.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
+        # Padding columns come before the row's new tokens. Their KV goes to the extra position `capacity`, which is
+        # never below `attended`. Position 0 gives their queries a valid key; their outputs are not used.
         padding = position < have[:, None]
         write = np.where(padding, self.capacity, position)
         position[padding] = 0
@@ -154,6 +160,8 @@ class SlotDecoder:
     ) -> Tensor:
         at = torch.from_numpy(position).to(self.device)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
+        # Causal mask per row. It also hides KV of earlier sequences in the slot, which starts at `have + new`.
+        # The lowest finite value and not -inf: a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, torch.from_numpy(write).to(self.device), attended)
         out = self.model(
@@ -167,23 +175,23 @@ class SlotDecoder:
         return out.logits[:, -1].float()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of KV from one slot to another."""
+        """Copy the KV of the first `length` tokens from one slot to another."""
         self._cache.kv[:, target, :, :length] = self._cache.kv[:, source, :, :length]
 
     def park(self, slot: int, length: int) -> Tensor:
-        """A copy of a slot's first `length` tokens of KV."""
+        """A copy of the KV of a slot's first `length` tokens. The copy survives the reuse of the slot."""
         return self._cache.kv[:, slot, :, :length].clone()
 
     def restore(self, slot: int, parked: Tensor, length: int) -> None:
-        """Put the first `length` tokens of a parked copy into a slot."""
+        """Copy the KV of the first `length` tokens of a parked copy into a slot."""
         self._cache.kv[:, slot, :, :length] = parked[:, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot whose values can't be trusted to be finite."""
+        """Zero a slot that may hold NaN or infinity, its padding position included."""
         self._cache.kv[:, slot] = 0
 
     def release(self) -> None:
-        """Give the KV memory back; the object is done."""
+        """Free the KV memory. The object can't be used afterwards."""
         self._cache.kv = self._cache.kv.new_empty(0)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
@@ -192,6 +200,8 @@ class SlotDecoder:
         extra = sorted(state.keys() - own.keys())
         if extra:
             raise WrongWeights(f"published weights have names that the model lacks: {_some(extra)}")
+        # Tied weights share storage. One name of each storage is enough, and all published names must agree: otherwise
+        # the order of the copies in `load` decides which value the model gets.
         given: dict[int, str] = {}
         for name, value in state.items():
             if value.shape != own[name].shape:
@@ -207,15 +217,18 @@ class SlotDecoder:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the model's weights. KV of older weights stays where it is: that is the caller's matter."""
+        """Copy `state` into the model's weights. Raises WrongWeights before the first copy.
+
+        KV of the old weights stays in the slots: the caller must drop or recompute it."""
         self.check(state)
         own: dict[str, Tensor] = self.model.state_dict()
+        # Copy in place: the tensors of a state dict share storage with the parameters, and tied weights stay tied.
         for name, value in state.items():
             own[name].copy_(value)
 
     @torch.inference_mode()
     def _geometry(self) -> tuple[int, int, int]:
-        """(layers, key-value heads, head size), as the attention layers themselves show them."""
+        """(layers, key-value heads, head size), read from the tensors that the attention layers pass to a cache."""
         probe = _Geometry()
         mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         at = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -235,7 +248,7 @@ class SlotDecoder:
         return len(probe.seen), heads, keys
 
     def _prove(self) -> None:
-        """Ragged prefill, then a decoding step, against the plain forward; leaves the slots zero."""
+        """Compare a ragged prefill and a decoding step with the plain forward. Leaves all slots zero."""
         n = min(7, self.capacity)
         rows = min(2, self.slots)
         ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)
@@ -250,8 +263,10 @@ class SlotDecoder:
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
         self._cache.kv.zero_()
-        # of the logits' range: an untrained model's are so small that a wrong mask would hide in an absolute bound
+        # The tolerance is relative to the range of the logits. An untrained model has logits so small that an absolute
+        # tolerance would not detect a wrong mask.
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
+        # `not <=` and not `>`: NaN must fail too.
         if not off <= tolerance:
             raise UnsupportedModel(
                 f"{type(self.model).__name__}: logits through the slot cache differ from the plain "

@@ -1,7 +1,6 @@
-"""A model and its tokenizer from a directory in Hugging Face format: local files only, and no code from them; and where
-it computes.
+"""Loads a model and its tokenizer from a directory in Hugging Face format, and selects the device.
 
-Knows nothing of engines and of training.
+The loader reads local files only and runs no code from them.
 """
 
 from __future__ import annotations
@@ -22,34 +21,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""How a model of transformers computes its attention. The flash kinds take a GPU and a package of their own."""
+"""The attention implementation of a transformers model. The flash kinds need a GPU and an extra package."""
 
 
 Dtype = Literal["float32", "bfloat16"]
-"""Of a model's weights."""
+"""The dtype of a model's weights."""
 ADAPTERS = "adapter_config.json"
-"""What peft calls the file that says which model adapters are for."""
+"""peft's name for the file that names the base model of the adapters."""
 
 
 class BadModel(UsageError):
-    """A directory that holds no usable model or tokenizer; says which and why."""
+    """A directory has no usable model or tokenizer. The message names the directory and the reason."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model, or one under trained adapters (peft), and its tokenizer."""
+    """A causal language model, with or without trained adapters (peft), and its tokenizer."""
 
     model: PreTrainedModel
-    """Or peft's, which is used alike."""
+    """A transformers model, or a peft model with the same interface."""
     tokenizer: Any
 
 
 def load_pretrained(
     folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
 ) -> Pretrained:
-    """The model and tokenizer in `folder`, on `device` (as for `device_of`), its weights in `dtype`; adapters stay in
-    float32. `attention` None: as transformers chooses. UsageError where there is no such folder or device, BadModel
-    where it holds none."""
+    """Load the model and tokenizer in `folder` to `device` (as for `device_of`), with weights in `dtype`.
+
+    Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
+    folder or device is missing, BadModel if the folder has no usable model."""
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
@@ -72,7 +72,7 @@ def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> An
                 attn_implementation=attention,
                 output_loading_info=True,
             )
-        except Exception as error:  # whatever transformers makes of a broken folder
+        except Exception as error:  # transformers raises many types for a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -85,7 +85,7 @@ def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> An
 
 
 def _base_of(folder: Path) -> str | None:
-    """The folder of the model that the adapters in `folder` are for; None where it holds a whole model."""
+    """The folder of the base model if `folder` holds adapters; None if it holds a whole model."""
     about = folder / ADAPTERS
     if not about.is_file():
         return None
@@ -104,25 +104,26 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _adapted(model: Any, folder: str | Path) -> Any:
-    """The model under the adapters in `folder`, as they were trained: beside its weights, not merged into them."""
+    """The model with the adapters in `folder`. The adapters stay separate as in training, and are not merged."""
     try:
         from peft import PeftModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "peft", "lora", f"the adapters in {folder}") from error
     try:
         return PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-    except Exception as error:  # whatever peft makes of a broken folder
+    except Exception as error:  # peft raises many types for a broken folder
         raise BadModel(f"the adapters in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name, as `cpu`, `cuda` or `cuda:1`; `auto`: this process's GPU where torch finds one, else the
-    CPU. UsageError where torch doesn't find it here."""
+    """The device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one, else the
+    CPU. Raises UsageError if torch can't use the device."""
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        # An allocation resolves `cuda` to an index, and fails at once for a device that torch can't use.
         found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
@@ -135,7 +136,7 @@ def device_of(name: str) -> torch.device:
 
 
 def placed(model: Any, device: torch.device) -> Any:
-    """The model there, its tied weights tied."""
+    """Move the model to `device` and tie its tied weights again."""
     model = model.to(device)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.tie_weights()
@@ -143,7 +144,7 @@ def placed(model: Any, device: torch.device) -> Any:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in `folder`."""
+    """Load the tokenizer in `folder`. Raises UsageError without such a folder, BadModel for an unusable tokenizer."""
     if not Path(folder).is_dir():
         raise UsageError(
             f"there is no model folder {str(folder)!r}; save one with model.save_pretrained and "
@@ -155,14 +156,15 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise MissingExtra(error.name or "transformers", "train", f"the model in {folder}") from error
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # whatever transformers makes of a broken folder
+    except Exception as error:  # transformers raises many types for a broken folder
         raise BadModel(f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the weights, by name, dtype, shape and bytes (hex). A tied weight counts under each of its names."""
+    """SHA-256 (hex) of names, dtypes, shapes and bytes of all weights. A tied weight counts under each of its names."""
     import torch
 
+    # In the order of names: the order of a state dict depends on how the model was built.
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -173,7 +175,7 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the progress bar that transformers shows for every file."""
+    """Disable the progress bar that transformers shows for each file."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,11 +1,10 @@
-"""Drawing one token per row with numbers that depend on nothing but (seed, position).
+"""Samples one token per row from random numbers that depend only on (seed, position).
 
-A counter-based generator has no state to carry, so a row samples the same tokens whoever runs beside it, in whichever
-slot, after any number of evictions. The draw is an inverse CDF over float64 probabilities. What can't be promised:
-logits of one row differ in their last bits with the shape of the batch, so a number that falls within about 1e-7 of a
-boundary of the CDF may choose a neighbour there; log-probs stay exact for the token that was drawn.
+A counter-based generator has no state. A row therefore gets the same random numbers in any batch, in any slot and after
+any number of evictions. The sampler inverts the CDF of float64 probabilities.
 
-This module knows nothing of models, caches and requests.
+Limit: the logits of one row differ in their last bits with the shape of the batch. A random number within about 1e-7 of
+a boundary of the CDF may therefore select the neighbouring token. The log-prob stays exact for the sampled token.
 """
 
 from __future__ import annotations
@@ -25,15 +24,18 @@ def as_seed(seed: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, its start scrambled by the seed.
+    """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, from a start that is a hash of the seed.
 
-    Without the scrambling, streams whose seeds differ by a multiple of the golden ratio would be shifts of each other.
+    Without the hash, two seeds that differ by a multiple of the golden-ratio constant give streams that are shifts of
+    each other.
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    # uint64 arithmetic wraps modulo 2**64. The upper 53 bits fill the mantissa of a float64, so 1.0 can't occur.
     return (_mix(_mix(seeds) + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -48,16 +50,19 @@ def draw(
 ) -> tuple[list[int], list[float]]:
     """Token ids and their log-probs for `logits` (rows, vocabulary), float32.
 
-    A log-prob is log softmax(logits / temperature) of the drawn id over the whole vocabulary, also under `top_p` and
-    `top_k` (1.0 and 0 switch a row's filter off), which only narrow what is drawn from. Temperature 0 takes the first
-    of the largest logits, and its log-prob is the one at temperature 1. A row without finite probabilities gets NaN.
+    A log-prob is log softmax(logits / temperature) of the sampled id over the whole vocabulary. `top_p` and `top_k`
+    restrict the candidates and don't change the log-prob; 1.0 and 0 disable them for a row. Temperature 0 selects the
+    first of the largest logits, with the log-prob at temperature 1. A row without finite probabilities gets NaN.
     """
     greedy = temperature == 0.0
     scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
+    # float64: a float32 cumulative sum over a whole vocabulary rounds small probabilities away.
     p = torch.softmax(logits.double() / scale[:, None], dim=-1)
     kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
     cdf = kept.cumsum(-1)
+    # Scale by the last value of the CDF: it is below 1 after filtering, and differs from 1 by rounding otherwise.
     target = torch.from_numpy(uniform).to(logits.device)[:, None] * cdf[:, -1:]
+    # right=True skips tokens of probability 0, whose CDF equals that of the token before.
     ids = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[-1] - 1)
     if greedy.any():
         first = torch.from_numpy(greedy).to(logits.device)[:, None]
@@ -67,13 +72,17 @@ def draw(
 
 
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
-    """`p` with zeros off each row's `top_k` likeliest and, of those, off the smallest set that reaches `top_p`."""
+    """`p` with zeros outside each row's candidates.
+
+    The candidates are the smallest set among the `top_k` most probable tokens whose share reaches `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]
     sorted_p = sorted_p * (rank < most)
+    # Probability of all tokens ranked above each token, normalised over the `top_k` tokens.
     before = (sorted_p / sorted_p.sum(-1, keepdim=True)).cumsum(-1).roll(1, -1)
     before[:, 0] = 0.0
     limit = torch.from_numpy(top_p).to(p.device)[:, None]
+    # Rank 0 always stays: a row without a candidate has no CDF.
     sorted_p = sorted_p * ((before < limit) | (limit >= 1.0) | (rank == 0))
     return torch.zeros_like(p).scatter_(1, order, sorted_p)

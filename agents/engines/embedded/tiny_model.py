@@ -1,8 +1,7 @@
-"""A chat model that fits in a test: a character-level tokenizer with a chat template, and an untrained transformer.
+"""A chat model small enough for a test: a character-level tokenizer with a chat template and an untrained transformer.
 
-Both are made from scratch, need no download and save like any other model (`save_pretrained`). A message costs one role
-token, its characters and one end token, nothing else, since on a CPU every token is paid for. This module knows nothing
-of training.
+The functions create both without a download, and `save_pretrained` works as for any other model. A message costs one
+role token, its characters and one end token: on a CPU, each token costs noticeable time.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 Size = Literal["micro", "tiny", "small", "base"]
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-"""Ids 0 to 6. `<|end|>` ends every message, and so is the id that a model samples to end its turn."""
+"""Ids 0 to 6. `<|end|>` ends every message. A model therefore samples this id to end its turn."""
 
 ALPHABET = "\n\t" + "".join(sorted(string.printable[:95]))
-"""The characters that have an id of their own: newline, tab and printable ASCII. Any other reads as `<|unk|>`."""
+"""The characters with an id: newline, tab and printable ASCII. All other characters become `<|unk|>`."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{% set f = tool['function'] or tool %}{{ f['name'] }}("
@@ -43,7 +42,7 @@ _SHAPES: dict[str, tuple[int, int, int, int]] = {
 
 
 def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`, after the special tokens; with a chat template that shows tools."""
+    """A tokenizer: special tokens, then one token per character of `alphabet`. Its chat template shows tools."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models
         from transformers import PreTrainedTokenizerFast
@@ -66,7 +65,7 @@ def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 def tiny_model(
     tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed: int = 0, context: int = 512
 ) -> LlamaForCausalLM:
-    """An untrained Llama of under a million parameters in float32, embeddings tied; equal for equal arguments.
+    """An untrained float32 Llama below a million parameters, with tied embeddings. Equal arguments give equal models.
 
     With `char_tokenizer`: micro 24 k, tiny 0.10 M, small 0.34 M, base 0.77 M parameters.
     """
@@ -92,9 +91,10 @@ def tiny_model(
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=pad,
-        # At this width the usual 0.02 wastes the first hundred updates on growing the weights.
+        # With the usual 0.02, a model of this width spends its first hundred updates on larger weights.
         initializer_range=0.1,
     )
+    # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
