@@ -46,8 +46,8 @@ def _lines(name: str) -> Iterator[str]:
 
 LEFT: dict[str, int] = {
     "agents/engines/embedded": 5,
-    "agents/engines/servers": 9,
-    "agents/engines/transport": 7,
+    "agents/engines/servers": 5,
+    "agents/engines/transport": 6,
     "agents/engines/weights": 10,
     "agents/gateway": 41,
     "envs/adapters": 10,

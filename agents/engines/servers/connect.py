@@ -1,7 +1,7 @@
-"""Connecting to servers, vLLM's or SGLang's, and to a vLLM inside this process: all become one kind of engine.
+"""Connects to vLLM or SGLang servers, or to a vLLM in this process, and returns one `RemoteEngine` for all of them.
 
-What they can do is found out by `probe`; how they get new weights is chosen here, and refused with the remedy where
-they can't.
+`probe` measures what the servers can do. This module chooses how they receive new weights, and raises an error with
+the remedy when they can't receive them in the configured way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""The version of an engine whose servers, one of them started anew, have different weights until the first publish."""
+"""Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
+replaces it."""
 
 __all__ = ["NotTrainable", "connect", "connect_channels", "probe"]
 
@@ -46,12 +47,15 @@ async def connect(
     adapters: AdapterConfig | None = None,
     nccl: NCCLConfig | None = None,
 ) -> RemoteEngine:
-    """An engine of the servers at `urls`, which serve the model of `model_folder`.
+    """Return an engine that samples from the servers at `urls`, which serve the model in `model_folder`.
 
-    `version` names their weights (default: the servers' own label). With `weights`, new ones can be published to them,
-    by that `way`, through folders in `weights_folder`; servers whose weights differ sample once that was done, and one
-    that was left paused is freed. `adapters` describes those of the way `lora`, `nccl` says where the way `nccl` meets
-    them. Raises NotTrainable, CannotSend, or EngineError when a server can't be reached."""
+    `version` names their weights (default: the servers' own label). `weights` allows weight syncs, by the method `way`,
+    through folders in `weights_folder`. A server that was left paused is then resumed, and servers with different
+    weights are accepted: the first weight sync makes their weights equal. `adapters` configures the way `lora`; `nccl`
+    has the address of the way `nccl`. `seconds` bounds a request, `control_seconds` a control request; `patience` is
+    the time in seconds for which requests to a busy server are repeated.
+
+    Raises NotTrainable, CannotSend, or EngineError when a server is unreachable."""
     if not urls:
         raise ValueError("no server addresses")
     servers = [Server(url, key_variable=key_variable, seconds=seconds) for url in urls]
@@ -84,14 +88,18 @@ async def connect_channels(
     adapters: AdapterConfig | None = None,
     nccl: NCCLConfig | None = None,
 ) -> RemoteEngine:
-    """As `connect`, of servers that are asked by whatever channel. They close with the engine, or when this fails."""
+    """Like `connect`, for servers behind any `Channel`. The engine closes the channels; this function closes them when
+    it fails."""
     try:
         if weights:
+            # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
+            # paused, and a paused server can't answer the probe.
             make = VLLMReload if way in ("reload", "lora") else VLLMTransfer
             for server in servers:
                 if not await make(server, seconds=control_seconds).free():
                     await SGLangWeights(server, seconds=control_seconds).free()
         found = [await probe(server, renderer) for server in servers]
+        # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
         kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
         if len(kinds) > 1:
             raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
@@ -108,8 +116,10 @@ async def connect_channels(
                     f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
                     "with the same ones"
                 )
+            # The next weight sync writes the same weights to all servers, so a difference now is no error.
             labels = {DIFFERENT}
         label = labels.pop() or "default"
+        # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
         if weights and way == "lora" and label.startswith(UNKNOWN):
             raise NotTrainable(f"the weights under the adapters would be {label!r}: start {list(servers)} anew")
         given: dict[str, Any] = {
@@ -145,6 +155,7 @@ async def connect_channels(
 def _syncs(
     servers: Sequence[Channel], capabilities: Capabilities, way: PublishWay, seconds: float, nccl: NCCLConfig
 ) -> list[WeightSync]:
+    """Return the weight sync of each server. Raises NotTrainable for a way that this kind of server doesn't support."""
     if capabilities.server.startswith("SGLang"):
         if way != "reload":
             raise NotTrainable(f"{capabilities.server} takes weights by engine.publish=reload only, not by {way!r}")
@@ -159,6 +170,7 @@ def _syncs(
 
 
 def _rests(servers: Sequence[Channel], capabilities: Capabilities, seconds: float) -> list[Rests]:
+    """Return the sleep and wake routes of each server."""
     if capabilities.server.startswith("SGLang"):
         return [SGLangRest(server, seconds=seconds) for server in servers]
     return [VLLMRest(server, seconds=seconds) for server in servers]

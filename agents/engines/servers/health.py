@@ -1,6 +1,6 @@
-"""Statistics of an engine of servers: sums, timers, and the health of each server.
+"""Statistics of a `RemoteEngine`: sums, timers, the health of each server, and the choice of a server.
 
-Sums and timers only grow, so that the difference of two readings is what happened between them.
+Sums and timers never decrease, so the difference of two readings measures the time between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..engine import EngineError
 from ..transport.http_channel import Channel
 
 AVOIDED = 10.0
-"""Seconds for which new conversations go elsewhere than to a server that couldn't be reached."""
+"""Seconds for which new conversations avoid a server after a request to it failed."""
 
 
 @dataclass(slots=True)
@@ -26,29 +26,30 @@ class RemoteStats:
 
     requests: int = 0
     tokens: int = 0
-    """Sampled and returned."""
+    """Tokens sampled and returned, those of cancelled requests included."""
     refused: int = 0
-    """Answers 429 and 503, asked again."""
+    """Answers with status 429 or 503 whose request was repeated."""
     bad_answers: int = 0
+    """Answers that failed a check (`BadAnswer`)."""
     failed: int = 0
-    """Requests that ended in an error, refused and bad answers that nothing followed included."""
+    """Requests that raised an error in the end, after all repeats."""
     cancelled: int = 0
     """Requests that their caller cancelled."""
     publishes: int = 0
-    """Versions published."""
+    """Completed weight syncs."""
     busy_seconds: float = 0.0
-    """Wall time in which at least one request was under way."""
+    """Wall time in seconds in which at least one request was in flight."""
     longest_seconds: float = 0.0
     """Duration of the slowest request, in seconds."""
     timers: dict[str, float] = field(default_factory=dict)
-    """Seconds by what was done: `request` (summed over requests), `publish` and `publish/pause`, `publish/update`, ...
-    (its steps), `sleep`, `wake`."""
+    """Seconds by activity: `request` (summed over concurrent requests), `publish`, its steps `publish/pause`,
+    `publish/update`, ..., and `sleep`, `wake`."""
     health: dict[str, Health] = field(default_factory=dict)
-    """By server, as `RemoteEngine.health` found it last."""
+    """Health by server address, from the last call of `RemoteEngine.health`."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds of what runs inside, errors included, to that timer."""
+        """Add the seconds of the `with` block to the timer `name`, also when the block raises."""
         began = time.perf_counter()
         try:
             yield
@@ -61,20 +62,20 @@ class RemoteStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How one server is."""
+    """Health of one server."""
 
     well: bool
-    """It says so."""
+    """Whether the server's `/health` route answered with success."""
     error: str | None
-    """Why not; None where it is well."""
+    """Error message of the health request; None when the server is healthy."""
     in_flight: int
-    """Requests of this process that it works on."""
+    """Requests of this process in flight at the server."""
     seconds: float
-    """How long it took to say so."""
+    """Duration of the health request."""
 
 
 async def check(server: Channel, *, seconds: float = 10.0) -> Health:
-    """How a server is, within `seconds`."""
+    """Return the health of a server; no answer within `seconds` counts as unhealthy."""
     began, error = time.perf_counter(), None
     try:
         await server.get("/health", seconds=seconds)
@@ -84,32 +85,34 @@ async def check(server: Channel, *, seconds: float = 10.0) -> Health:
 
 
 async def check_all(servers: Sequence[Channel], *, seconds: float = 10.0) -> dict[str, Health]:
-    """How all of them are, by address."""
+    """Return the health of all servers, by address."""
     found: list[Any] = await asyncio.gather(*(check(server, seconds=seconds) for server in servers))
     return {repr(server): health for server, health in zip(servers, found, strict=True)}
 
 
 class Wellness:
-    """Which servers couldn't be reached a moment ago: new conversations go elsewhere while there is an elsewhere."""
+    """Chooses the server of each new conversation and avoids servers that failed within the last `AVOIDED` seconds."""
 
     def __init__(self) -> None:
         self._until: dict[int, float] = {}
         self._coming: Counter[int] = Counter()
 
     def lost(self, server: Channel) -> None:
-        """It couldn't be reached."""
+        """A request to the server failed: avoid it for `AVOIDED` seconds."""
         self._until[id(server)] = time.monotonic() + AVOIDED
 
     def reached(self, server: Channel) -> None:
-        """It answered."""
+        """The server answered: use it again at once."""
         self._until.pop(id(server), None)
 
     def best(self, servers: Sequence[Channel]) -> Channel:
-        """The one for a new conversation: that with the least under way, of those that can be reached."""
+        """Return the server for a new conversation: the healthy one with the fewest requests in flight, or the one with
+        the fewest of all when none is healthy."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]
         best = min(well or servers, key=lambda server: server.in_flight + self._coming[id(server)])
-        # A request is under way from the event loop's next turn on; until then others that begin with it don't see it.
+        # `in_flight` grows only when the request's task runs, in the event loop's next turn. `_coming` counts the
+        # choice until then: otherwise all conversations that start in this turn would choose the same server.
         self._coming[id(best)] += 1
         asyncio.get_running_loop().call_soon(self._coming.subtract, (id(best),))
         return best

@@ -1,7 +1,7 @@
-"""A vLLM server of one's own, started with the flags that make its answers training data, and stopped for sure.
+"""Starts a local vLLM server with the flags that make its answers training data, and stops all of its processes.
 
-It listens on loopback unless told otherwise; a server for others needs an API key, and even so the routes for weights
-know none: they are on (`control`) on loopback only.
+The server listens on loopback by default. Any other address requires an API key. vLLM's weight routes ignore the API
+key, so they are enabled (`control`) on loopback only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .vllm_inprocess import TRANSFER, lora_options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
-"""Flags of vLLM that are no options: they decide who reaches the server, and with which key."""
+"""vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
 _NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
 _VERSION = """
 from importlib.metadata import distributions
@@ -35,11 +35,11 @@ print(*(f"{found.name}-{found.version}" for found in distributions() if (found.n
 
 
 class ServerStart(TapereelError, RuntimeError):
-    """The server didn't come up: says with which command, and the end of what it printed."""
+    """The server didn't start. The message has the command and the end of the server's output."""
 
 
 class LocalServer:
-    """A vLLM server process. `async with LocalServer(folder) as url:`"""
+    """A vLLM server process, started and stopped by `async with LocalServer(folder) as url:`."""
 
     def __init__(
         self,
@@ -57,10 +57,11 @@ class LocalServer:
         log: Path | None = None,
         patience: float = 600.0,
     ) -> None:
-        """`python` is the interpreter that has vLLM. `options` are further flags of its server. `control` turns on the
-        routes that take weights; `transfer` adds vLLM's weight-transfer routes with our backend, for which that
-        interpreter needs this package too, `lora_rank` room for adapters of that rank. `port` 0 takes a free one. What
-        the server prints goes to `log` (default: a temporary file). It must be up within `patience` seconds."""
+        """`python` is the interpreter that has vLLM. `options` are additional flags of the vLLM server. `control`
+        enables the routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend;
+        the interpreter then needs this package too. `lora_rank` reserves room for adapters of that rank. `port` 0 means
+        a free port. The server's output goes to `log` (default: a temporary file). `start` fails when the server
+        isn't up within `patience` seconds. ValueError for an unsafe or contradictory combination."""
         if host not in LOOPBACK and key_variable is None:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
@@ -96,12 +97,12 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Base address of the server."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def command(self) -> list[str]:
-        """What is started."""
+        """The command line that starts the server. It contains no API key: `ps` shows command lines to all users."""
         return [
             self._python,
             "-m",
@@ -124,7 +125,8 @@ class LocalServer:
 
     @cached_property
     def _whole_prompts(self) -> list[str]:
-        """vLLM's CPU build dies of a prompt with a seed that it reads in parts: it can't wind the generator back."""
+        """Flags that disable chunked prefill on vLLM's CPU build; empty for other builds. The CPU build crashes on a
+        chunked prompt of a seeded request, because it can't rewind the random generator."""
         device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
         if device is None:
             asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
@@ -133,7 +135,7 @@ class LocalServer:
 
     @property
     def _ways(self) -> list[str]:
-        """Flags of the ways to take weights, beside reloading, which needs none."""
+        """Flags of the ways `transfer` and `lora` to receive weights. The way `reload` needs no flags."""
         flags = []
         if self._transfer:
             flags = [
@@ -154,7 +156,7 @@ class LocalServer:
         return flags
 
     async def start(self) -> str:
-        """Start it and wait until it answers; its address. ServerStart."""
+        """Start the server, wait until it answers, and return its address. Raises ServerStart."""
         self._check_port()
         self._spawn()
         try:
@@ -165,7 +167,8 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Whoever listens there already would be taken for it."""
+        """Raise ServerStart when the address is in use. Without this check `_up` would accept the health answer of
+        another server at the same address."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -177,6 +180,7 @@ class LocalServer:
                 ) from error
 
     def _spawn(self) -> None:
+        """Start the process in a new session: it leads a process group, so `stop` can signal it and its children."""
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -199,6 +203,7 @@ class LocalServer:
         )
 
     async def _up(self) -> None:
+        """Wait until `/health` answers. Raises ServerStart when the process ends or `patience` is over."""
         assert self._process is not None
         server, deadline = Server(self.url), time.monotonic() + self._patience
         try:
@@ -224,7 +229,7 @@ class LocalServer:
             await server.close()
 
     def printed(self, end: int = 4000) -> str:
-        """The end of what the server printed."""
+        """Return the last `end` bytes of the server's output."""
         if self._log is None:
             return ""
         with open(self._log_path, "rb") if self._log_path else contextlib.nullcontext(self._log) as log:
@@ -233,13 +238,13 @@ class LocalServer:
             return log.read().decode(errors="replace")
 
     def wait(self) -> int:
-        """Until it ends by itself; its exit code."""
+        """Block until the server ends by itself, and return its exit code."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         return self._process.wait()
 
     def stop(self, grace: float = 20.0) -> None:
-        """End it and all it started, by force after `grace` seconds."""
+        """Stop the server and its child processes: SIGTERM first, SIGKILL after `grace` seconds."""
         if self._process is None:
             return
         for signal, wait in ((15, grace), (9, 10.0)):
@@ -251,7 +256,7 @@ class LocalServer:
                 continue
             if signal == 15:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, 9)  # engine processes that outlived their parent
+                    os.killpg(self._process.pid, 9)  # engine processes can outlive their parent
             break
         self._process = None
         if self._log is not None:
@@ -266,12 +271,14 @@ class LocalServer:
 
 
 def _is_ours(word: str) -> bool:
-    """Whether a word of the command is one of our flags, in any spelling that vLLM takes: `--api_key=`, `--hos`."""
+    """Whether `word` is a flag in `OURS`, in any spelling that vLLM accepts: `--api_key=`, or a prefix as `--hos`."""
     name = word.partition("=")[0].replace("_", "-")
     return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)
 
 
 def _free_port(host: str) -> int:
+    """Return a port that is free now. Another process may bind it before the server does; `_check_port` narrows that
+    window."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

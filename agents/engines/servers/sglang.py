@@ -1,7 +1,8 @@
-"""SGLang's dialect, `/generate` with ids in and ids out, and its routes for new weights.
+"""SGLang's dialect, `/generate` with token ids in and token ids out, and SGLang's routes for new weights.
 
-Written from the published wheel of SGLang 0.5.23 and tested against the shapes in it; it was not run against a server,
-which needs a GPU. Its log-probs are taken after temperature (vLLM's are not unless told so), as a tape holds them.
+Written from the published wheel of SGLang 0.5.23 and tested against the shapes in that wheel. It was not run against a
+server, which needs a GPU. SGLang returns log-probs from after temperature, as a tape holds them; vLLM does so only with
+`--logprobs-mode processed_logprobs`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..transport.wire import BadAnswer, Sampled, field, reader, sampled
 from ..weights.weight_sync import PublishMode
 
 ALL = 1 << 30
-"""top_k of the whole vocabulary."""
+"""SGLang's `top_k` for the whole vocabulary."""
 
 
 class SGLangGenerate:
-    """`/generate` with token ids."""
+    """Dialect of `/generate` with token ids."""
 
     name = "sglang"
     route = "/generate"
@@ -42,6 +43,7 @@ class SGLangGenerate:
             "max_new_tokens": sampling.max_tokens,
             "min_new_tokens": 0,
             "stop_token_ids": list(stops),
+            # SGLang gets the low 31 bits: requests whose seeds differ only above bit 30 sample with the same seed.
             "sampling_seed": request.seed & (2**31 - 1),
             **sampling.extra,
         }
@@ -61,6 +63,7 @@ class SGLangGenerate:
         ids = answer.get("output_ids")
         if isinstance(found, list):
             named = [field(found, k, 1) for k in range(len(found))]
+            # A shift by one position would train each token with its neighbour's log-prob.
             if ids is not None and named != ids:
                 raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
             found = [field(found, k, 0) for k in range(len(found))]
@@ -85,10 +88,10 @@ class SGLangGenerate:
 
 
 class SGLangWeights:
-    """Weights reloaded from a folder, with the version set in the same call."""
+    """Reloads weights from a folder. One request, in `finish`, loads the weights and sets their version."""
 
     def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
-        """Every step is bounded by `seconds`."""
+        """`seconds` is the timeout of each step."""
         self.server = server
         self._seconds = seconds
         self._folder: Path | None = None
@@ -97,9 +100,10 @@ class SGLangWeights:
         await self.server.get("/model_info", seconds=self._seconds)
 
     async def free(self) -> None:
-        """Bring the server out of a pause that nobody will end, as that of a trainer which died in mid-update. It can't
-        say whether it is paused, and one that isn't goes on by this as it did. Its weights have the name that came in
-        the same call as they. Nothing where it is no SGLang."""
+        """Resume a server that a dead trainer left paused. Does nothing when the server isn't SGLang.
+
+        SGLang has no route that says whether it is paused; resuming a server that isn't paused changes nothing. The
+        version is trustworthy after an interrupted sync, because one request sets weights and version together."""
         try:
             await self._post("/continue_generation", {})
         except ServerFailed as error:
@@ -113,9 +117,10 @@ class SGLangWeights:
         await self._post("/pause_generation", {"mode": way})
 
     async def start(self) -> None:
-        """Reloading from a folder has no start."""
+        """Does nothing: reloading from a folder has no start step."""
 
     async def update(self, folder: Path) -> None:
+        # Only remembered: `finish` loads it, since SGLang takes weights and version in one request.
         self._folder = folder
 
     async def finish(self, version: str, mode: PublishMode) -> None:
@@ -126,6 +131,7 @@ class SGLangWeights:
                 "weight_version": version,
                 "flush_cache": mode != "stale_kv",
                 "abort_all_requests": False,
+                # `resume` ends the pause, after every server has the weights.
                 "keep_pause": True,
             },
         )
@@ -134,10 +140,12 @@ class SGLangWeights:
         await self._post("/continue_generation", {})
 
     async def abandon(self, version: str) -> None:
+        # Abort and rename before the server resumes: no completion may continue on weights that have no known version.
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
         await self._post("/continue_generation", {})
 
     async def _post(self, route: str, body: Any) -> None:
+        """Post on a new connection. SGLang reports some failures with status 200 and `success: false`: BadAnswer."""
         answer = await self.server.post(route, body, seconds=self._seconds, fresh=True)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise BadAnswer(f"{self.server}{route}: {answer.get('message')}")

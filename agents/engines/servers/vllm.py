@@ -1,7 +1,7 @@
-"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out) and `/v1/completions` with token ids, the fallback.
+"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and the fallback `/v1/completions` with token ids.
 
-Pure functions over JSON values, by vLLM 0.32 and 0.33. Every sampling parameter is sent, since a model's
-generation_config.json would otherwise decide those that are left out.
+Pure functions over JSON values, written for vLLM 0.32 and 0.33. Requests contain every sampling parameter: the model's
+generation_config.json would otherwise set the missing ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..transport.wire import BadAnswer, Sampled, field, reader, sampled
 
 
 def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any]:
-    """The request's sampling in vLLM's words; `extra` is passed on as it is."""
+    """Return the request's sampling parameters under vLLM's names. `extra` comes last and overrides them."""
     sampling = request.sampling
     return {
         "n": 1,
@@ -34,7 +34,7 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any
 
 
 class Generate:
-    """`/inference/v1/generate`. The server must run with `--enable-scale-out`."""
+    """Dialect of `/inference/v1/generate`. The server must run with `--enable-scale-out`."""
 
     name = "vllm"
     route = "/inference/v1/generate"
@@ -61,7 +61,7 @@ class Generate:
             logprobs = [field(content, k, "logprob") for k in range(len(content))]
             named = [field(content, k, "token_id") for k in range(len(content))]
             if ids is not None and named != ids:
-                # Off by one here, and every token would be trained with its neighbour's probability.
+                # A shift by one position would train each token with its neighbour's log-prob.
                 raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
         return sampled(
             ids,
@@ -86,7 +86,7 @@ class Generate:
 
 
 class Completions:
-    """`/v1/completions` with a prompt of token ids."""
+    """Dialect of `/v1/completions` with a prompt of token ids."""
 
     name = "vllm"
     route = "/v1/completions"

@@ -1,8 +1,8 @@
-"""vLLM's `/v1/chat/completions`, for servers that refuse token ids: messages in, token ids and log-probs out.
+"""vLLM's `/v1/chat/completions`, for servers that reject token ids: messages in, token ids and log-probs out.
 
-The server renders the messages by its own copy of the template. What it read comes back with the answer and must be,
-id for id, what the renderer here made of them; an answer after any other prompt is refused. Answers are streamed, so
-that a cancelled request leaves what was sampled without a route that aborts. Pure functions over JSON values.
+The server renders the messages with its own copy of the chat template and returns the prompt ids with the answer. They
+must equal the ids of the local renderer; an answer after any other prompt is rejected. Answers are streamed, so a
+cancelled request keeps the tokens sampled so far without an abort route. Pure functions over JSON values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .vllm import sampling_parameters
 
 
 class Chat:
-    """`/v1/chat/completions` with `return_token_ids`."""
+    """Dialect of `/v1/chat/completions` with `return_token_ids`."""
 
     name = "vllm-chat"
     route = "/v1/chat/completions"
@@ -25,7 +25,7 @@ class Chat:
     tells = False
 
     def __init__(self, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` as the renderer's."""
+        """`template_kwargs` are those of the local renderer: both sides must render with the same arguments."""
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Chat:
             **sampling_parameters(request, stops),
         }
         if request.tools:
-            # Offered, so that the template shows them; what is sampled is ours to read.
+            # The server needs the tools for its template. `none` disables its parser: the local renderer parses calls.
             body |= {"tools": list(request.tools), "tool_choice": "none"}
         if self._template_kwargs:
             body["chat_template_kwargs"] = self._template_kwargs
@@ -64,7 +64,7 @@ class Chat:
             prompt_tokens=usage.get("prompt_tokens"),
             cached=cached,
             prompt=answer.get("prompt_token_ids"),
-            prompt_needed=True,
+            prompt_needed=True,  # the server rendered the prompt itself: without its ids the prompt is unverified
         )
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
@@ -81,7 +81,7 @@ class Chat:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As the protocol has it: the arguments of a tool call are JSON text."""
+    """Return the message in OpenAI's format, where the arguments of a tool call are JSON text."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)

@@ -1,4 +1,4 @@
-"""What carries requests to a server: HTTP, server-sent events, retries, and the checks of each answer.
+"""Carries requests to a model server: HTTP, server-sent events, errors marked as worth a retry, checks of each answer.
 
-Imports the engine protocol and the floors below.
+Imports the engine protocol and the packages below `agents`.
 """

@@ -1,6 +1,9 @@
-"""One server over HTTP with JSON: finite timeouts, bounded answers, and errors typed by whether trying again can help.
+"""One server over HTTP with JSON: finite timeouts, bounded answers, and errors that say whether a retry can help.
 
-Knows nothing of tokens. A key is read from the environment when it is needed and is part of no message.
+`Server` sends each request once. It never retries: `ServerFailed.retry` tells the caller whether a retry can help.
+`RemoteEngine` repeats requests to a busy server; the agent's model interface (`LLM`) retries what the engine raises.
+
+The API key is read from the environment at each request. No error message contains it.
 """
 
 from __future__ import annotations
@@ -25,33 +28,34 @@ except ModuleNotFoundError as error:
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 LARGEST = 256 << 20
-"""Bytes of one answer. A completion with its log-probs takes about 100 bytes a token."""
+"""Maximum size of one answer, in bytes. A completion with its log-probs takes about 100 bytes per token."""
 
 
 class ServerFailed(EngineError):
-    """The server couldn't be reached, broke off, took too long or said no."""
+    """The server is unreachable, closed the connection, exceeded the timeout or returned an error status."""
 
     def __init__(self, message: str, *, retry: bool, status: int | None = None, after: float | None = None) -> None:
         super().__init__(message, retry=retry)
         self.status = status
-        """The HTTP status; None when no answer came."""
+        """The HTTP status; None when no status came, as after a failed connection or a timeout."""
         self.after = after
-        """Seconds after which the server wants to be asked again, where it said so."""
+        """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
 
     @property
     def busy(self) -> bool:
-        """True when the server is well and takes no requests now: it is paused or full."""
+        """True when the server is healthy but accepts no request now: it is paused or full (429, 503)."""
         return self.status in (429, 503)
 
 
 class Channel(Protocol):
-    """A way to ask one server: `Server` over HTTP, or a vLLM inside this process. Errors are `ServerFailed`."""
+    """Sends requests to one server: `Server` over HTTP, or `InProcess` to a vLLM in this process. All methods raise
+    `ServerFailed`."""
 
     in_flight: int
-    """Requests under way."""
+    """Number of requests in flight on this channel."""
 
     async def get(self, route: str, *, seconds: float | None = None) -> Any:
-        """The JSON answer to a GET."""
+        """Return the JSON answer to a GET."""
         ...
 
     async def post(
@@ -64,23 +68,25 @@ class Channel(Protocol):
         fresh: bool = False,
         plain: bool = False,
     ) -> Any:
-        """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection."""
+        """Return the JSON answer to a POST; with `plain`, its text. `fresh` opens a new connection."""
         ...
 
     def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
-        """The answer to a POST as it comes, in pieces of any size."""
+        """Yield the answer to a POST as it arrives, in pieces of any size."""
         ...
 
     async def close(self) -> None:
-        """Let go of what is held."""
+        """Release all resources."""
         ...
 
 
 class Server:
-    """A base address and its connections. Safe for any number of requests at once, of one event loop."""
+    """One server's base address and its connections. One event loop may run any number of requests concurrently."""
 
     def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0, connections: int = 512):
-        """`key_variable` names the environment variable with the API key. Every request is bounded by `seconds`."""
+        """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
+        request; `connections` is the maximum number of open connections. ValueError for a `url` that has no http
+        scheme, or that contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         if holds_secret(url):
@@ -94,13 +100,13 @@ class Server:
         self._seconds = seconds
         self._connections = connections
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
-        """By whether each request has a connection of its own."""
+        """Key True: each request opens its own connection (`fresh`). Key False: connections are pooled."""
 
     def __repr__(self) -> str:
         return self.url
 
     async def get(self, route: str, *, seconds: float | None = None) -> Any:
-        """The JSON answer to a GET. ServerFailed."""
+        """Return the JSON answer to a GET. Raises ServerFailed."""
         return await self._ask("GET", route, None, None, seconds)
 
     async def post(
@@ -113,16 +119,19 @@ class Server:
         fresh: bool = False,
         plain: bool = False,
     ) -> Any:
-        """The JSON answer to a POST; with `plain`, its text. `fresh` takes no pooled connection: servers drop those
-        after some errors, and all of them may be in use. ServerFailed."""
+        """Return the JSON answer to a POST; with `plain`, its text. Raises ServerFailed.
+
+        `fresh` opens a new connection. Control requests need it: a server closes pooled connections after some errors,
+        and completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
-        """The answer to a POST as it comes, in pieces of any size. Every piece is waited for as long as a whole answer
-        would be. ServerFailed."""
+        """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
+        the whole answer. Raises ServerFailed."""
         where, size = f"POST {self.url}{route}", 0
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
             async for part in answer.content.iter_chunked(1 << 16):
+                # Each piece restarts the timeout: a long completion may take longer than `seconds` in total.
                 bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
                 size += len(part)
                 if size > LARGEST:
@@ -130,7 +139,7 @@ class Server:
                 yield part
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close all connections; requests in flight fail."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
@@ -178,7 +187,8 @@ class Server:
         seconds: float,
         fresh: bool,
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """An answer of success, its body unread, and the bound on what is done with it."""
+        """Yield a successful answer with its body unread, and the timeout that also covers the caller's reading of the
+        body. Raises ServerFailed for a status of 300 or above."""
         where = f"{method} {self.url}{route}"
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
@@ -208,10 +218,13 @@ class Server:
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
+            # Also after cancellation: servers are chosen by `in_flight`, so a leaked count would starve this server.
             self.in_flight -= 1
 
     def _open(self, fresh: bool) -> aiohttp.ClientSession:
         if fresh not in self._sessions:
+            # No total timeout here: `_answer` applies one, and aiohttp's default (300 s) would end long completions.
+            # `trust_env=False` ignores HTTP_PROXY and its relatives.
             self._sessions[fresh] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections, force_close=fresh),
                 trust_env=False,
@@ -221,6 +234,8 @@ class Server:
 
 
 async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
+    """Return the whole body. Raises ServerFailed for more than `LARGEST` bytes, so that a server can't exhaust this
+    process's memory."""
     parts, size = [], 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)
@@ -245,6 +260,6 @@ def _refused(where: str, status: int, content: bytes, after: str | None, key: st
 
 
 def _short(content: bytes, key: str | None) -> str:
-    """The beginning of an answer; some servers send back the key that they refuse."""
+    """Return the beginning of an answer without secrets: some servers repeat the key that they reject."""
     text = without_secrets(content[:2000].decode(errors="replace"), [key] if key else ())
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -1,7 +1,7 @@
-"""Servers on this machine are asked directly, whatever proxy the environment names for the way out.
+"""Makes other libraries connect directly to servers on this machine, without the environment's HTTP proxy.
 
-Clients of ours ignore proxies; those of other libraries read `HTTP_PROXY`, and would send to a proxy what is meant for
-loopback, which no proxy reaches.
+Tapereel's own HTTP clients ignore proxies. Other libraries read `HTTP_PROXY` and would send loopback requests to the
+proxy, which can't reach this machine's loopback interface.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from urllib.request import getproxies_environment
 
 
 def past_proxies(url: str) -> dict[str, str]:
-    """The variables with which libraries ask `url` directly; empty where they do, or where it isn't on this machine."""
+    """Return the environment variables that make libraries connect to `url` directly. Empty when no proxy applies to
+    `url`, or when `url` isn't on this machine."""
     host = urlsplit(url).hostname or ""
     named = getproxies_environment()
     spared = [one.strip() for one in named.pop("no", "").split(",") if one.strip()]
     if not named or not _is_here(host) or host in spared or "*" in spared:
         return {}
     all_spared = ",".join([*spared, host])
+    # Libraries differ in which spelling they read, and in which of the two wins: both must name the host.
     return {"NO_PROXY": all_spared, "no_proxy": all_spared}
 
 
 def ask_directly(url: str) -> None:
-    """Have libraries in this process, and processes it starts, do so."""
+    """Make libraries in this process, and processes started by it, connect to `url` directly. Changes `os.environ`."""
     os.environ.update(past_proxies(url))
 
 

@@ -1,4 +1,4 @@
-"""How long a server wants to be left alone, as its `Retry-After` header says it. Knows nothing of requests."""
+"""Reads the `Retry-After` header, with which a server says how long to wait before a retry."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 LATEST = 3600.0
-"""Seconds that a server may ask to be left alone; how long that is waited for is the engine's patience."""
+"""Maximum wait in seconds that the header can ask for. The engine's `patience` limits how long it really waits."""
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds of a `Retry-After` header, which has seconds or a date (RFC 9110), at most `LATEST`; None where it has
-    neither."""
+    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`; None when the header has neither
+    seconds nor a date (RFC 9110)."""
     if not value:
         return None
     if value.isascii() and value.replace(".", "", 1).isdecimal():

@@ -1,7 +1,8 @@
-"""Server-sent events, and completions that come as them: pure functions of what was read so far.
+"""Parses server-sent events, and completions that arrive as server-sent events.
 
-`Events` cuts bytes into events, whatever pieces they come in. `ChunkStream` folds the chunks of a streamed completion
-into the answer that would have come at once, so that one reader serves both. No connection, no clock.
+`Events` cuts bytes into events; the pieces may end anywhere, inside a UTF-8 character too. `ChunkStream` merges the
+chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both. Neither class
+opens a connection or reads a clock.
 """
 
 from __future__ import annotations
@@ -12,29 +13,30 @@ from typing import Any
 from .wire import BadAnswer, reader
 
 LONGEST = 16 << 20
-"""Bytes of one event."""
+"""Maximum bytes in the buffer of unparsed bytes: a stream without line ends can't exhaust the memory."""
 DONE = "[DONE]"
 
 
 class StreamFailed(BadAnswer):
-    """The server tells of an error within a stream."""
+    """The server reports an error inside a stream."""
 
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
         self.status = status
-        """That the error would have had as an answer; None where the server doesn't say."""
+        """HTTP status of the error, had it come before the stream began; None when the event names no status."""
 
 
 class Events:
-    """The data of each event, as they are completed. Lines end in LF, CR LF or CR; comments and other fields are
-    passed over."""
+    """Collects bytes and returns the `data` of each complete event. Lines end in LF, CR LF or CR. Comments and all
+    other fields are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """The data of the events that `piece` completes. BadAnswer where an event doesn't end or isn't UTF-8."""
+        """Return the data of the events that `piece` completes. Raises BadAnswer for more than `LONGEST` buffered bytes
+        or for invalid UTF-8."""
         self._rest += piece
         if len(self._rest) > LONGEST:
             raise BadAnswer(f"the stream has an event of more than {LONGEST >> 20} MiB")
@@ -49,11 +51,13 @@ class Events:
         return found
 
     def _line(self) -> str | None:
+        """Remove and return the first complete line; None when there is none yet. Only complete lines are decoded: the
+        buffer may end inside a UTF-8 character."""
         ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
         if not ends:
             return None
         at = min(ends)
-        if self._rest[at:] == b"\r":  # LF may follow
+        if self._rest[at:] == b"\r":  # the LF of a CR LF may be in the next piece
             return None
         line, self._rest = self._rest[:at], self._rest[at + (2 if self._rest[at : at + 2] == b"\r\n" else 1) :]
         try:
@@ -63,20 +67,21 @@ class Events:
 
 
 class ChunkStream:
-    """The chunks of one streamed completion, put together."""
+    """Merges the chunks of one streamed completion. It can return a partial answer at any time."""
 
     def __init__(self) -> None:
         self.done = False
-        """The end was read; what comes after it is refused."""
+        """Whether the end of the stream (`DONE`) was read. Every later event is an error."""
         self._prompt: Any = None
         self._lists: dict[str, list[Any]] = {}
-        """Token ids and log-probs, as far as there were any."""
+        """`ids`: token ids so far; `content`: log-prob entries so far. A key is missing until its first value."""
         self._choice: dict[str, Any] = {}
         self._usage: Any = None
 
     @reader
     def feed(self, data: str) -> list[Any]:
-        """One event; gives the token ids in it. BadAnswer where it is no chunk, StreamFailed where it is an error."""
+        """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
+        other event that isn't a chunk."""
         if self.done:
             raise BadAnswer(f"the stream goes on after its end: {data[:200]!r}")
         if data == DONE:
@@ -112,8 +117,11 @@ class ChunkStream:
         return values
 
     def answer(self, *, cut: bool = False) -> dict[str, Any]:
-        """What a request without streaming would have been answered. BadAnswer where the stream didn't come to its end,
-        unless it was `cut` on purpose: then what there is, aborted."""
+        """Return the answer of an unstreamed request. Raises BadAnswer when the stream is incomplete.
+
+        `cut` means that the caller ended the stream: the partial answer is returned, with finish reason `abort`."""
+        # A connection that closes early looks like an end of stream. Without this check a truncated completion would be
+        # recorded as a finished one.
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}

@@ -1,8 +1,8 @@
-"""What every server of tokens is asked and answers, whatever its dialect: the checks that make an answer training data.
+"""Requests and answers that all token servers have in common, and the checks that make an answer training data.
 
-Pure functions over JSON values; no connection, no clock. A dialect builds the body of a request and reads the answer;
-what it read passes `sampled`, which refuses everything that would train a model on the wrong tokens: another number of
-log-probs than of ids, unknown log-probs, version spans with holes.
+A `Dialect` builds the JSON body of a request and reads the answer of one kind of server. Every answer passes `sampled`,
+which rejects everything that would train the model on wrong tokens: unequal numbers of log-probs and ids, unknown
+log-probs, version spans with gaps. This module is pure functions over JSON values; it opens no connection.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ....tapes.records import Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
-"""Servers write -9999 for a log-prob that they don't know; no sampled token of a real model comes near it."""
+"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob; no sampled token of
+a real model has such a log-prob."""
 ABOVE_ZERO = 1e-3
-"""A log-prob of a certain token may come out this far above zero by rounding; it reads as 0 then."""
+"""Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
 
 
 P = ParamSpec("P")
@@ -28,14 +29,14 @@ ReadT = TypeVar("ReadT")
 
 
 class BadAnswer(EngineError, ValueError):
-    """An answer that can't be a completion: names the field, what it held and what was expected."""
+    """The answer isn't a valid completion. The message names the field, its value and the expected value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)
 
 
 def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
-    """For what reads answers: a value of another kind than it should be, wherever it stands, is a BadAnswer."""
+    """Decorator for parsers of answers: a value of an unexpected type, at any depth, raises BadAnswer."""
 
     @functools.wraps(read)
     def checked(*args: P.args, **kwargs: P.kwargs) -> ReadT:
@@ -51,50 +52,53 @@ def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One checked answer."""
+    """One answer that passed all checks."""
 
     ids: array[int]
-    """int32, the turn-ending id included."""
+    """Sampled ids (int32), the turn-ending id included."""
     logprobs: array[float]
-    """float32, one for each id, as the server gave them (after or before temperature: the dialect's probe knows)."""
+    """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs`, which the probe
+    measures, says whether it is from before or after temperature."""
     spans: tuple[tuple[str, int, int], ...] | None
-    """(version, start, end), contiguous over all ids; None when the server doesn't say."""
+    """(version, start, end) over `ids`, half-open, contiguous, covering all of it; None when the answer names no
+    versions."""
     finish: Finish
     usage: Usage
     prompt: array[int] | None = None
-    """int32: the ids that the server says it read; None when it doesn't say."""
+    """Prompt ids (int32) that the server read; None when the answer doesn't contain them."""
 
 
 class Dialect(Protocol):
-    """How one kind of server is asked for tokens after tokens."""
+    """Request and answer format of one kind of server that continues prompt ids with sampled ids."""
 
     name: str
-    """Of the kind of server; part of the engine's name on each call."""
+    """Kind of server; the engine's name on each recorded call starts with it."""
     route: str
-    """Where requests are posted."""
+    """Route to which requests are posted."""
     streams: bool
-    """Whether answers come as chunks of a chat completion; else they come as one JSON value."""
+    """True: answers always arrive as chunks of a chat completion. False: an answer is one JSON value."""
     tells: bool
-    """Whether that can be asked for, and the chunks name versions as the whole answer does."""
+    """Whether a request can ask for a stream whose chunks name weight versions as an unstreamed answer does."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
-        """The JSON body that asks for `request`, which ends at any of `stops`."""
+        """Return the JSON body of `request`; the ids in `stops` end the completion."""
         ...
 
     def parse(self, answer: Any) -> Sampled:
-        """The completion in a JSON answer. BadAnswer when there is none."""
+        """Return the completion in a JSON answer. Raises BadAnswer when the answer isn't a valid completion."""
         ...
 
     def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
-        """Route and body that end a request early; its answer then holds what was sampled so far."""
+        """Return the route and body that end a request early. The answer to that request then has the tokens sampled so
+        far."""
         ...
 
     def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
-        """A body that asks for the log-probs of the `count` likeliest tokens as well."""
+        """Return `body`, extended to ask for the log-probs of the `count` likeliest tokens too."""
         ...
 
     def listed(self, answer: Any) -> list[float]:
-        """Those of its first token. BadAnswer when there are none."""
+        """Return the log-probs listed at the first sampled token. Raises BadAnswer when they are missing."""
         ...
 
 
@@ -109,8 +113,11 @@ def sampled(
     prompt: Any = None,
     prompt_needed: bool = False,
 ) -> Sampled:
-    """The checked completion. `versions` is a list of {"version", "start", "end"}, `prompt` the ids that were read;
-    None: the server doesn't say. `prompt_needed` refuses that."""
+    """Check the fields of an answer and return the completion. Raises BadAnswer.
+
+    `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `prompt` has the ids
+    that the server read, or is None when the answer doesn't contain them. `prompt_needed` rejects a `prompt`
+    of None."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
@@ -135,7 +142,10 @@ def sampled(
 
 
 def same_prompt(asked: array[int], read: array[int] | None) -> None:
-    """EngineError, which asking again doesn't help, where a server says that it read another prompt."""
+    """Raise EngineError, without retry, when the server read other ids than the ones sent. None: nothing to check.
+
+    Log-probs are valid only after exactly the recorded prompt; training after another prompt would be silently
+    wrong."""
     if read is None or read == asked:
         return
     at = next((k for k, (a, b) in enumerate(zip(asked, read, strict=False)) if a != b), min(len(asked), len(read)))
@@ -148,14 +158,16 @@ def same_prompt(asked: array[int], read: array[int] | None) -> None:
 
 
 def checked_ids(values: Sequence[Any], where: str) -> array[int]:
-    """Token ids of a JSON answer. BadAnswer where one is none."""
+    """Return the token ids of a JSON answer as int32. Raises BadAnswer for a value that isn't a token id."""
     for k, token in enumerate(values):
+        # `bool` is a subclass of `int`: without its own check, JSON `true` would become token id 1.
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")
     return array("i", values)
 
 
 def _logprob(value: Any, k: int) -> float:
+    """Return the log-prob at position `k` in nats, at most 0. Raises BadAnswer for NaN and out-of-range values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
     if not FLOOR < value <= ABOVE_ZERO:
@@ -164,6 +176,8 @@ def _logprob(value: Any, k: int) -> float:
 
 
 def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
+    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap:
+    staleness is computed from the version of each token."""
     if versions is None:
         return None
     try:
@@ -200,7 +214,7 @@ def _kind(value: Any) -> str:
 
 
 def field(value: Any, *path: str | int) -> Any:
-    """`value[path[0]][path[1]]...` of a JSON answer. BadAnswer, naming the place, where it isn't there."""
+    """Return `value[path[0]][path[1]]...` of a JSON answer. Raises BadAnswer, which names the missing place."""
     for k, step in enumerate(path):
         try:
             value = value[step]
