@@ -74,7 +74,7 @@ def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_p
         )
         proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
         # What notices first: the publish, or the episodes, which have no other server.
-        told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*go on with the same run"
+        told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*resume the run"
         with pytest.raises((PublishFailed, NothingUsable), match=told):
             train(config, run)
         assert proxy.moment.happened
