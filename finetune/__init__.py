@@ -1,6 +1,7 @@
-"""From tape to gradient: rows, the stream, the objective's terms, the trainer, the loop, and what they leave to read.
+"""Training on tapes: token rows, the stream, the objective's terms, the trainer, the training loop and its history.
 
-Torch is imported by the names that need it, at their first use. Knows nothing of the command line.
+Names are imported at their first use, so importing the package doesn't import torch. The package may import `agents`,
+`envs` and `tapes`, and not `cli`.
 """
 
 if __name__ == "finetune":
@@ -74,7 +75,7 @@ _HOME = {
     **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
-"""name -> module inside this package."""
+"""Public name -> module of this package that defines the name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """The sections of an audit, as terminal tables and as Markdown.
 
-An empty section is one line that says so. Text from a tape is escaped, so that it neither controls a terminal nor is
-read as Markdown.
+An empty section is one line with its text `empty`. Text from a tape is untrusted: it is escaped, so it can't control a
+terminal or act as Markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MOST = 20
-"""Rows of a table; `--json` has all."""
+"""Largest number of rows of a printed table; `--json` has all."""
 UNKNOWN = "?"
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 
@@ -37,7 +37,7 @@ class Section:
     """Printed in place of a table without rows."""
     notes: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
-    """Headings of columns whose lines may break."""
+    """Headings of columns whose text may wrap."""
 
 
 def terminal(sections: Iterable[Section]) -> list[RenderableType]:

@@ -32,9 +32,9 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 """
 
 SHOWN = 20
-"""Steps, or tasks of each kind of change, that are printed for people; `--json` has all."""
+"""Number of steps, or of tasks per kind of change, in the printed output; `--json` has all."""
 CLIP = 300
-"""Characters of one text that are printed for people."""
+"""Number of characters of one text in the printed output."""
 
 Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Headings and rows of one table."""
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, and print what differs."""
+    """Compare two tapes or two runs, and print the differences."""
     with ExitStack() as stack:
         found = _compare(args, stack)
     from ...tapes.audit.compare import TapeDiff
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
-    """The difference of the two runs or tapes. `stack` closes the stores, since tapes read from them while printed."""
+    """The difference of the two runs or tapes. `stack` closes the stores after printing: tapes are read lazily."""
     from ...tapes.audit.compare import diff_runs, diff_tapes
 
     words: list[str] = args.what
@@ -209,7 +209,7 @@ def _shown(part: str | Rows) -> RenderableType:
 
 
 def _markdown(part: str | Rows) -> str:
-    """One part as Markdown. Text from tapes is escaped, so that it is neither markup nor HTML, and fills one line."""
+    """One part as Markdown. Text from tapes is untrusted: it is escaped (Markdown and HTML) and joined to one line."""
     if isinstance(part, str):
         return _escaped(part)
     headings, rows = part

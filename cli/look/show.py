@@ -43,11 +43,11 @@ tapereel show tape.json --json
 """
 
 LONGEST = 4000
-"""Characters of a step that are printed without `--full`."""
+"""Number of characters of a step that are printed without `--full`."""
 TASK = 16
-"""Characters of a task's name in the list."""
+"""Largest number of characters of a task's name in the list."""
 RUNNING = "running"
-"""Shown as the status of a tape without an end."""
+"""Printed as the status of a tape without an end."""
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
-    """Ids of tapes with a token that an update before the checkpoint trained on."""
+    """Ids of tapes with a token that an update before the checkpoint trained on. UsageError for a wrong checkpoint."""
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
@@ -233,7 +233,7 @@ def _step_table(steps: list[StepLine], longest: int | None) -> Table:
 
 
 def _shortened(text: str, longest: int | None) -> str:
-    """The first `longest` characters, and how to see the rest."""
+    """The first `longest` characters, with a note of the number that is left out; None: the whole text."""
     left = 0 if longest is None else len(text) - longest
     return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 

@@ -1,7 +1,7 @@
-"""Interchange: tapes in the formats of others, and theirs as tapes.
+"""Interchange: converts tapes to the trace formats of other frameworks, and back.
 
 `write(tapes, path, format)` and `read(path, run, format)`; on the command line `tapereel export --format` and `tapereel
-import`. Each format says what it can't hold (`Format.loses`). What comes in is not trusted: see `files`.
+import`. `Format.loses` lists what a format can't hold. Imported files are not trusted: see `trace_files`.
 """
 
 from .formats import FORMATS, Exchange, Format, read, write

@@ -1,14 +1,14 @@
-"""The classic names of RL fine-tuning, over `datasets`: fields per row, groups over the dataset, one step on a batch.
+"""RL fine-tuning over Hugging Face `datasets`: columns per row, advantages over the dataset, one step on a batch.
 
-Columns, each a list aligned to `input_ids`: `labels` (-100 off the own tokens), `rewards`, `advantages`,
-`old_logprobs`, `ref_logprobs`; and `group_id`, `tape_id`. What doesn't exist is NaN: a log-prob or an advantage off the
-own tokens, an advantage that wasn't computed yet, a log-prob in the padding. Every number comes from the same terms as
-the trainer's; these functions only carry it in and out of columns.
+Columns, each a list aligned to `input_ids`: `labels` (-100 except for own tokens), `rewards`, `advantages`,
+`old_logprobs`, `ref_logprobs`; and `group_id`, `tape_id`. A missing number is NaN: a log-prob or an advantage of a
+token that isn't the agent's own, an advantage that isn't computed yet, a log-prob in the padding. The objective's terms
+compute every number, as in the trainer; the functions here only move numbers between columns and tensors.
 
-1. Log-probs stand where their tokens stand. (Pushing them to the right end by count misplaces them as soon as the
-   targets are not the last contiguous block.)
-2. A tape is one episode of its group, however many rows it became.
-3. With a KL price in the reward, `rewards` and advantages follow from the same shaped reward.
+1. A log-prob stands at the index of its token. Right-aligning log-probs by their count would misplace them if the
+   targets are not the last contiguous block.
+2. A tape is one episode of its group, for any number of rows.
+3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from ..trainer import lm_head as head
 from ..trainer.logprobs import parts
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
-"""Floats aligned to `input_ids`; padded with NaN."""
+"""Columns of floats, aligned to `input_ids`; `collate` pads them with NaN."""
 
 
 class RLConfig(Value):
-    """What `rl_step` and the dataset pass need. An unknown key is an error."""
+    """Settings of `rl_step` and of the pass over the dataset. An unknown key is an error."""
 
     algo: str = "grpo"
-    """Name of a recipe whose loss needs a token alone: grpo, reinforce, ..."""
+    """Name of a recipe whose loss of a token reads no other token: grpo, reinforce, ..."""
     use_advantages: bool = True
-    """False: a token's loss is weighed by its raw reward."""
+    """False: a token's loss is weighed by its raw reward, not by its advantage."""
     epsilon: float = Field(default=0.2, ge=0, le=1)
-    """Clip range of the ratio, where the recipe has one."""
+    """Clip range of the ratio, if the recipe clips."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the KL to the reference in the loss (k3)."""
+    """Coefficient of the KL to the reference model in the loss (k3)."""
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the KL price in the reward: r - coef * sum over the episode of k3(old against ref)."""
+    """Coefficient of the KL penalty in the reward: r - coef * sum over the episode of k3(old against ref)."""
     relu_log_p_weights: bool = False
-    """True: tokens with a negative weight get 0: learn from what went better only."""
+    """True: a negative weight of a token becomes 0, so only actions above the baseline are learned."""
 
     def recipe(self) -> Recipe:
-        """The same as the terms of a recipe."""
+        """The recipe with these settings."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
         if isinstance(base.surrogate, PPO | CPG):
@@ -80,7 +80,10 @@ def prepare_rl_fields(
     old_logprobs: Sequence[float],
     ref_logprobs: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The encoding with the RL columns: one log-prob for each target of `labels`, in order, NaN elsewhere."""
+    """The encoding with the RL columns. A target of `labels` gets its log-prob, in order; other tokens get NaN.
+
+    BadBatch if the number of log-probs isn't the number of targets.
+    """
     labels = np.asarray(encoding["labels"])
     at = labels != IGNORED
     out = dict(encoding)
@@ -102,7 +105,7 @@ def prepare_rl_fields(
 def span_labels(
     input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Labels for text that was written, not sampled: a token is a target iff its characters overlap a span's."""
+    """Labels of authored text: a token is a target iff its characters overlap a span's. Offsets are in characters."""
     return [
         token if any(start < b and a < end for a, b in spans) else IGNORED
         for token, (start, end) in zip(input_ids, offsets, strict=True)
@@ -110,7 +113,7 @@ def span_labels(
 
 
 def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
-    """Rows as a Hugging Face dataset with the classic columns, and `turn`, `version` and `temperature` per token."""
+    """Rows as a Hugging Face dataset with the columns above, and `turn`, `version` and `temperature` per token."""
     reward = {episode.tape: episode.reward for episode in episodes}
     data: dict[str, list[Any]] = {
         name: []
@@ -142,12 +145,12 @@ def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
 
 
 def populate_rl_data(dataset: Dataset, config: RLConfig) -> Dataset:
-    """Everything that the dataset as a whole decides: shaped rewards and advantages by group."""
+    """The dataset with the columns that depend on the whole dataset: shaped rewards, and advantages by group."""
     return update_rewards_and_advantages(dataset, config)
 
 
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
-    """The dataset with `rewards` and `advantages` computed over its groups; the order of rows doesn't matter."""
+    """The dataset with `rewards` and `advantages`, computed over its groups. The order of rows doesn't matter."""
     table = dataset.flatten_indices().data.table if dataset._indices is not None else dataset.data.table
     columns = _Columns(table)
     recipe = config.recipe()
@@ -161,18 +164,19 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
         table = columns.put(table, "advantages", advantage)
         if recipe.shape:
             table = columns.put(table, "rewards", columns.shaped(recipe, stream))
+    # `datasets` caches by fingerprint: without a new one, a later map would return results of the old columns.
     seal = hashlib.sha256(f"{dataset._fingerprint}{config.model_dump_json()}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
 
 
 def _one_per_episode(recipe: Recipe) -> bool:
-    """True when an episode's tokens share one advantage that follows from rewards alone, so no token is looked at."""
+    """True if all tokens of an episode share one advantage that depends on rewards only, so no token column is read."""
     simple = recipe.credit.kind == "broadcast" and recipe.reward == Reward() and recipe.select == Select()
     return simple and not recipe.shape and not recipe.adjust
 
 
 class _Columns:
-    """Flat views of a dataset's list columns."""
+    """The list columns of a dataset as flat arrays: `starts` (rows + 1,) are the offsets of the rows."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -205,7 +209,7 @@ class _Columns:
         return values
 
     def spread(self, recipe: Recipe) -> NDArray[np.float32]:
-        """Each episode's advantage on its own tokens, NaN elsewhere and where nothing can be learned."""
+        """(tokens,) each episode's advantage at its own tokens with a known log-prob; NaN elsewhere and if unscored."""
         stream = self._of_episodes()
         x = stream.episodes.reward
         y = torch.where(x.isnan(), x, recipe.baseline(x.nan_to_num(), ~x.isnan(), stream, Context()))
@@ -214,7 +218,7 @@ class _Columns:
         return np.where(known, np.repeat(per_row, self.lengths), np.float32(np.nan))
 
     def shaped(self, recipe: Recipe, stream: Stream) -> NDArray[np.float64]:
-        """The shaped reward of each token's episode."""
+        """(tokens,) the shaped reward of each token's episode."""
         x, scored = stream.episodes.reward, torch.ones(len(self.tapes), dtype=torch.bool)
         for term in recipe.shape:
             if not isinstance(term, TokenKL):
@@ -222,7 +226,7 @@ class _Columns:
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def stream(self, *, with_ref: bool) -> Stream:
-        """The own tokens of all rows, and their episodes."""
+        """The stream of the own tokens of all rows, with their episodes. with_ref: read `ref_logprobs` too."""
         sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
         episode = torch.from_numpy(np.repeat(self.episode, sizes))
         zeros = torch.zeros(len(episode), dtype=torch.int64)
@@ -247,7 +251,7 @@ class _Columns:
         return torch.from_numpy(self._values(name)[self.own].astype(np.float64))
 
     def _of_episodes(self) -> Stream:
-        """The episodes of all rows, without a token."""
+        """A stream with the episodes of all rows and no token."""
         rewards = self._values("rewards")
         per_row = np.full(len(self.lengths), np.nan)
         per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
@@ -294,7 +298,7 @@ class _Columns:
             )
 
     def put(self, table: Any, name: str, values: NDArray[Any]) -> Any:
-        """The table with this column's values replaced."""
+        """The table with column `name` set to `values` (tokens,), split into rows."""
         column = pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values))
         names = table.column_names
         plain = table.replace_schema_metadata(None)
@@ -302,7 +306,7 @@ class _Columns:
 
 
 def _numbered(column: Any) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Distinct values in the order of their appearance, and the number of each row's."""
+    """(distinct values in the order of appearance, (rows,) index of each row's value)."""
     coded = column.combine_chunks().dictionary_encode()
     return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
 
@@ -310,7 +314,7 @@ def _numbered(column: Any) -> tuple[tuple[str, ...], NDArray[np.int64]]:
 def collate(
     features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
 ) -> dict[str, Tensor]:
-    """Rows as one padded batch: labels -100, RL columns NaN (no padding value is ever a log-prob), mask 0."""
+    """Rows as one padded batch. Padding: `labels` -100, RL columns NaN (never a valid log-prob), `attention_mask` 0."""
     longest = max(len(row["input_ids"]) for row in features)
     width = -(-longest // multiple) * multiple
     fills: dict[str, tuple[Any, torch.dtype]] = {"input_ids": (pad_id, torch.int64), "labels": (IGNORED, torch.int64)}
@@ -327,10 +331,10 @@ def collate(
 
 
 def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
-    """(loss with gradient, statistics) of a collated batch: the token mean of the recipe's loss over its own tokens.
+    """(loss with gradient, statistics) of a collated batch. The loss is the recipe's mean over the batch's own tokens.
 
-    Statistics are means, and extremes as `name/min` and `name/max`, over own tokens; `tokens` to weigh them by when
-    batches are put together.
+    Statistics are means, and extremes as `name/min` and `name/max`, over own tokens. `tokens` is their number: weigh
+    by it to combine batches. BadBatch if the recipe needs whole episodes, a critic, or `ref_logprobs` that are missing.
     """
     recipe = config.recipe()
     if not recipe.local or recipe.weigh.kind != "token" or recipe.select.entropy_top is not None:
@@ -338,11 +342,11 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     objective.check_needs(recipe, reference="ref_logprobs" in batch, critic=False)
     labels, mask = batch["labels"], batch["attention_mask"]
     own = labels != IGNORED
-    own[:, 0] = False
+    own[:, 0] = False  # no logits precede the first token
     body, output = parts(model)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     hidden = body(input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions, use_cache=False)
-    before = own.roll(-1, dims=1)
+    before = own.roll(-1, dims=1)  # the logits at position t - 1 predict the token at t
     weight = batch["advantages" if config.use_advantages else "rewards"][own].double()
     lp, _ = head.log_probs(
         hidden.last_hidden_state[before], output.weight, output.bias, labels[own], torch.ones(int(own.sum()))
@@ -404,7 +408,7 @@ def _statistics(
     epsilon: float,
     sums: Sums,
 ) -> None:
-    """Adds up means and extremes over own tokens of this batch."""
+    """Add the statistics over the own tokens of this batch to `sums`."""
     sums.add("new_logprobs", lp[entered], extremes=True)
     sums.add("old_logprobs", stream.old[entered], extremes=True)
     ratio = (lp - stream.old)[entered].exp()

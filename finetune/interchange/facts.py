@@ -1,5 +1,7 @@
-"""What our own records carry beside a format's fields, under the name `tapereel`, and what chat messages must be. Both
-are read back as carefully as the rest.
+"""Validation of the extra object `tapereel` in exported records, and of chat messages.
+
+A record that Tapereel wrote holds the object `tapereel` besides the format's fields. An import doesn't trust that
+object: it is validated like every other field.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _Text = str | None
 
 
 class Facts(Value):
-    """Of `Story.facts`."""
+    """The facts of an episode, as `Story.facts` writes them."""
 
     tape: str = Field(default="", max_length=200)
     task: Task = Task()
@@ -30,7 +32,7 @@ class Facts(Value):
     scores: tuple[tuple[str, float, float], ...] = ()
 
     def known(self) -> dict[str, Any]:
-        """As arguments of a `Story`."""
+        """The facts as keyword arguments of `Story`."""
         return {
             "id": self.tape,
             "task": self.task,
@@ -44,7 +46,7 @@ class Facts(Value):
 
 
 class Function(BaseModel):
-    """The inside of a function call."""
+    """Name and arguments of a function call."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -59,7 +61,7 @@ class FunctionCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What of a chat message has to be so for a tape to hold it."""
+    """The fields of a chat message that a tape requires. Other keys are allowed."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -71,7 +73,7 @@ _conversation: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
 
 
 def conversation(messages: Any) -> list[Message]:
-    """Chat messages as they are, once they have been looked at. A pydantic ValidationError says which isn't one."""
+    """Validated chat messages, without their None values except `content`. ValidationError names the wrong message."""
     _conversation.validate_python(messages)
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages

@@ -1,6 +1,7 @@
-"""The formats by name, and the two ways through them: tapes to a file, a file to tapes.
+"""The trace formats by name; `write` exports tapes to a file, `read` imports a file as tapes.
 
-A file is read whole, and every record checked, before the first tape is written: a bad one leaves the run as it was.
+`read` parses the whole file and checks every record before it writes the first tape: an invalid record leaves the run
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from .trace_files import BadImport, Bounds, nothing, records, write_records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format."""
+    """One trace format."""
 
     name: str
     what: str
-    """In a few words."""
+    """Short description."""
     endings: tuple[str, ...]
-    """Of files that are written; empty: a folder."""
+    """File endings that an export accepts; '' is a folder."""
     loses: tuple[str, ...]
-    """What of a tape it can't hold, as sentences."""
+    """The parts of a tape that the format can't hold, one text each."""
     write: Callable[[Iterable[Story]], Iterator[Mapping[str, Any] | str]]
-    """The records of stories; a string in place of one says why a story has none."""
+    """Stories -> records. A string in place of a record is the reason why a story has no record."""
     read: Callable[[Mapping[str, Any], str], list[Story]]
-    """The stories of one record. A ValueError says what is wrong with it."""
+    """(record, stem of the file's name) -> stories. ValueError says what is wrong with the record."""
 
 
 FORMATS = {
@@ -87,32 +88,35 @@ FORMATS = {
 
 
 class Exchange(Value):
-    """What was written, or read."""
+    """The result of an export or an import."""
 
     path: str
-    """The file, or the run."""
+    """The file that was written, or the run that was read into."""
     format: str
     records: int
     tapes: int
-    """That went in, or came out."""
+    """Number of tapes that were exported or written."""
     there: int = 0
-    """Of what was read: left out, since the run has had it before, by content."""
+    """Number of stories that an import left out, because the run already has a tape with the same content."""
     left_out: dict[str, int] = Field(default={})
-    """Why tapes have no record -> how many."""
+    """Reason why tapes have no record -> number of tapes."""
     loses: tuple[str, ...] = ()
-    """What of a tape the format can't hold."""
+    """The parts of a tape that the format can't hold."""
 
 
 def format_of(name: str) -> Format:
-    """The format of that name; UsageError where there is none."""
+    """The format with this name; UsageError for an unknown name."""
     if name not in FORMATS:
         raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
-    """Write closed `tapes`. UsageError where `path` is there already, or has an ending that the format doesn't;
-    NothingToExport, and no file, where none of them has a record."""
+    """Write closed `tapes` to `path`.
+
+    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
+    record; no file is written then.
+    """
     chosen, path = format_of(format), Path(path)
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
@@ -151,10 +155,13 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
 def read(
     path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None, split: str | None = None
 ) -> Exchange:
-    """Read a file into the run directory `run`, which may be there. BadImport, and nothing is written, where a record
-    isn't of the format. What the run has had from an earlier import is left out: reading a file again adds what is new
-    in it. split: of the tapes, in place of what the file says."""
+    """Read a file into the run directory `run`, which may exist.
+
+    BadImport if a record isn't of the format; nothing is written then. A story whose tape the run already has is left
+    out, so reading a file again adds only its new stories. bounds: limits on sizes. split: overrides the file's split.
+    """
     chosen, path, bounds = format_of(format), Path(path), bounds or Bounds()
+    # The first pass only checks. Without it, an invalid record would be found after some tapes were written.
     checked = sum(len(stories) for stories in _stories(chosen, path, bounds))
     if not checked:
         raise BadImport(f"{path} holds no record")
@@ -167,6 +174,7 @@ def read(
             for story in stories if split is None else (replace(story, split=split) for story in stories):
                 told += 1
                 key = (story.content, story.status.value)
+                # Counted, not only looked up: a file may hold the same story several times, and each is a tape.
                 if known[key]:
                     known[key] -= 1
                     continue
@@ -181,7 +189,7 @@ def _stories(chosen: Format, path: Path, bounds: Bounds) -> Iterator[list[Story]
         try:
             stories = chosen.read(record, path.stem)
             for story in stories:
-                write_story(story, None, chosen.name)  # to nowhere: a tape that can't be made is found before any is
+                write_story(story, None, chosen.name)  # writes nothing: raises if the story can't become a tape
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "record"

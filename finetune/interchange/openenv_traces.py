@@ -1,8 +1,8 @@
-"""OpenEnv's `TrainingTrace`, version 1: one JSON object per episode, one turn in it for each model call.
+"""OpenEnv's `TrainingTrace`, version 1: one JSON object per episode, with one turn per model call.
 
-A turn has the engine's prompt and completion ids, the log-probs of what was sampled and a loss mask over both; requests
-and replies go along. What the format has no field for is put in the first turn's free `metadata`, under `tapereel`, and
-is read back from there; other readers don't know it.
+A turn has the engine's prompt and completion ids, the log-probs of the sampled tokens, a loss mask over prompt and
+completion, the request and the reply. Facts without a field in the format stand in the turns' free `metadata`, under
+`tapereel` (the episode's facts in the first turn), and an import reads them there. Other readers ignore them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LOSES = (
     "who the agent and the environment were, seeds, times, attempts of a call, usage and cost",
     "rewards per step (their sums are kept), and layers",
 )
-"""The first, third and parts of the second come back as plain text, answers and episode scores."""
+"""An import restores the first, the third and parts of the second as plain text, answers and episode scores."""
 
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bit = Annotated[int, Field(ge=0, le=1)]
 
 
 class TrainingTurn(BaseModel):
-    """One engine call, with what OpenEnv demands of it."""
+    """One engine call, with the checks that OpenEnv demands."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     node_id: str = Field(min_length=1, max_length=500)
@@ -70,7 +70,7 @@ class TrainingTrace(BaseModel):
 
 
 def write(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
-    """A trace for each story with tokens and log-probs of all that was sampled."""
+    """A trace for each story; the reason for a story that lacks token ids or log-probs of sampled tokens."""
     for story in stories:
         problem = _problem(story)
         if problem is not None:
@@ -98,7 +98,7 @@ def _turn(turn: Turn, facts: Mapping[str, Any] | None) -> TrainingTurn:
         node_id=turn.name,
         prompt_token_ids=list(turn.prompt or ()),
         completion_token_ids=completion,
-        # Rounding may put a log-prob a hair above 0.
+        # Rounding may make a log-prob slightly positive, which the format refuses.
         per_token_logps=[min(0.0, float(p)) for p in turn.logprobs or ()],
         loss_mask=[0] * len(turn.prompt or ()) + targets,
         request={"messages": list(turn.messages), "tools": list(turn.tools) or None},
@@ -115,7 +115,7 @@ class _Own(BaseModel):
 
 
 def read(record: Mapping[str, Any], stem: str) -> list[Story]:
-    """The story of one trace."""
+    """The story of one trace. ValueError if the record isn't valid. stem: unused."""
     trace = TrainingTrace.model_validate(dict(record))
     own = [_Own.model_validate(turn.metadata.get(OURS, {})) for turn in trace.turns]
     facts = own[0].episode if own else Facts()

@@ -1,8 +1,8 @@
 """The rows of tapes as a Hugging Face dataset: a JSONL file, a Parquet file or a dataset folder.
 
-One row per token sequence, with the columns of `classic.to_dataset` and, of its tape, `reward`, `status`, `split` and
-`task_hash`. An unknown number is null, never 0. A tape without token ids is left out and counted, unless a renderer of
-the model that will be trained tokenizes its text.
+One row per token sequence, with the columns of `classic.to_dataset` and the tape's `reward`, `status`, `split` and
+`task_hash`. An unknown number is null, never 0. A tape without token ids is left out and counted, unless the caller
+passes a renderer of the model to train, which tokenizes its text.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class Exported(Value):
-    """What was written."""
+    """The result of an export of rows."""
 
     path: str
     tapes: int
-    """Tapes with at least one row."""
+    """Number of tapes with at least one row."""
     rows: int
     tokens: int
-    """Tokens of all rows."""
+    """Number of tokens in all rows."""
     own_tokens: int
-    """Targets: tokens of the agent."""
+    """Number of targets: the agent's own tokens."""
     without_own: int
-    """Tapes with no token of the agent's own."""
+    """Number of tapes without a token of the agent's own."""
     without_tokens: int
-    """Tapes that recorded text and no token ids, left out for want of a tokenizer."""
+    """Number of tapes left out because they have text without token ids, and there is no tokenizer."""
 
 
 def export(
@@ -45,9 +45,9 @@ def export(
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
-    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that recorded text only.
-    UsageError where `path` exists, or ends in anything but .jsonl, .parquet or nothing (a dataset folder).
-    NothingToExport, and nothing is written, where no tape has a row.
+    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text.
+    UsageError if `path` exists or has an ending other than .jsonl, .parquet or none (a dataset folder).
+    NothingToExport if no tape has a row; nothing is written then.
     """
     path = Path(path)
     if path.exists():
@@ -87,7 +87,7 @@ def export(
 
 
 def renderer_from(folder: str | Path) -> Renderer:
-    """A renderer for the tokenizer that is saved in `folder`. UsageError where there is none."""
+    """A renderer with the tokenizer that is saved in `folder`. UsageError if the folder has no usable tokenizer."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -136,7 +136,7 @@ def _write(dataset: Dataset, path: Path) -> None:
     if not path.suffix:
         dataset.save_to_disk(str(path))
         return
-    # Written under another name and renamed when complete, so that no reader sees half a file after a crash.
+    # Write under another name and rename the complete file, so no reader sees a partial file after a crash.
     partial = path.with_name(path.name + ".partial")
     if path.suffix == ".parquet":
         dataset.to_parquet(str(partial))

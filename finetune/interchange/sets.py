@@ -1,7 +1,7 @@
-"""Rows as TRL's trainers take them: completions with tokens and rewards, conversations to imitate, and preferences.
+"""Rows for TRL's trainers: completions with tokens and rewards, conversations to imitate, and preference pairs.
 
-Each row is flat, so that JSONL and Parquet hold the same. Calls of tools and the tools themselves are JSON strings, for
-a column of Parquet has one type. What is read may also have TRL's standard form, where prompt and completion are texts:
+Each row is flat, so JSONL and Parquet hold the same rows. Tool calls and tool schemas are JSON strings, because a
+column of Parquet has one type. An import also accepts TRL's standard form, in which prompt and completion are texts:
 a text becomes one message, of the user or of the assistant.
 """
 
@@ -31,7 +31,7 @@ PREFERENCE_LOSES = (*SFT_LOSES, "attempts that are neither the best nor the wors
 
 
 class _Row(BaseModel):
-    """What all have beside their messages; all of it may be missing."""
+    """The fields of all rows besides messages; all are optional."""
 
     model_config = ConfigDict(extra="ignore")
     reward: float | None = Field(default=None, allow_inf_nan=False)
@@ -70,7 +70,7 @@ def _facts(story: Story) -> dict[str, Any]:
 
 
 class TRLRow(_Row):
-    """One token sequence: a prompt, and a completion of which `completion_mask` says what the model said."""
+    """One token sequence: a prompt and a completion. `completion_mask` is 1 for the model's tokens."""
 
     prompt: list[dict[str, Any]]
     completion: list[dict[str, Any]]
@@ -81,7 +81,7 @@ class TRLRow(_Row):
 
 
 def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
-    """A row for each chain of calls that go on from each other."""
+    """A row for each chain of calls in which each call extends the one before; a reason for a story without rows."""
     for story in stories:
         if any(turn.prompt is None for turn in story.turns):
             yield "text without token ids"
@@ -112,7 +112,10 @@ def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
 
 
 def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Calls in order, each after the one whose tokens it goes on from."""
+    """Chains of calls: a call extends a chain if its prompt begins with the tokens and messages of the last call.
+
+    Ids are compared, not texts: the same text may have other ids, and a row must hold the ids that were sampled.
+    """
     chains: list[list[Turn]] = []
     for turn in turns:
         prompt = np.asarray(turn.prompt, np.int64)
@@ -129,7 +132,7 @@ def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
-    """One story: a call for each stretch of the mask."""
+    """One story, with a call for each run of ones in the mask. ValueError if mask, ids or messages disagree."""
     row = TRLRow.model_validate(dict(record))
     n = len(row.completion_ids)
     logprobs = row.logprobs if row.logprobs is not None else [None] * n
@@ -163,8 +166,8 @@ def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
 
 
 class SFTRow(_Row):
-    """One conversation, of which every message of the assistant is a call; or a prompt and a completion, of which only
-    those of the completion are."""
+    """One conversation, in which each message of the assistant is a call; or a prompt and a completion, in which only
+    the completion's messages of the assistant are calls."""
 
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     prompt: list[dict[str, Any]] | str | None = None
@@ -179,7 +182,7 @@ class SFTRow(_Row):
 
 
 def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
-    """A row for each conversation that no other call goes on from."""
+    """A row for each conversation that no later call extends."""
     for story in stories:
         if not story.turns:
             yield "no model call"
@@ -202,7 +205,7 @@ def _leaves(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
-    """One story without tokens; a trainer tokenizes it."""
+    """One story without token ids; a trainer tokenizes its text."""
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
     turns, prompt = _spoken(before, said, row.tools)
@@ -210,7 +213,7 @@ def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
 
 
 def _spoken(prompt: list[Message], said: list[Message], tools: str | None) -> tuple[list[Turn], list[Message]]:
-    """(a call for each message of an assistant, what stood before the first)."""
+    """(a call for each message of the assistant in `said`, the messages before the first call)."""
     whole = [*prompt, *said]
     at = [k for k in range(len(prompt), len(whole)) if whole[k]["role"] == "assistant"]
     if not at:
@@ -223,7 +226,7 @@ def _spoken(prompt: list[Message], said: list[Message], tools: str | None) -> tu
 
 
 class PreferenceRow(BaseModel):
-    """Two answers to one prompt."""
+    """Two answers to one prompt: the chosen and the rejected one."""
 
     model_config = ConfigDict(extra="ignore")
     prompt: list[dict[str, Any]] | str
@@ -236,7 +239,10 @@ class PreferenceRow(BaseModel):
 
 
 def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
-    """A pair for each group: the highest reward over the lowest. Groups are kept until the end."""
+    """A pair for each group: the answers with the highest and the lowest reward.
+
+    All stories stay in memory until the last, because a group's members may come in any order.
+    """
     groups: dict[str, list[Story]] = {}
     for story in stories:
         if story.group is None:
@@ -271,7 +277,7 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
 
 
 def read_preference(record: Mapping[str, Any], stem: str) -> list[Story]:
-    """Two stories in one group. Without scores, `preferred` is 1 for the chosen and 0 for the other."""
+    """Two stories in one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
     made = []
@@ -291,7 +297,7 @@ def _flat(messages: Iterable[Message]) -> list[Message]:
 
 
 def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[Message]:
-    """role: whose a bare text is."""
+    """Validated messages, with tool calls parsed from JSON. role: the role of a plain text."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
     return conversation(

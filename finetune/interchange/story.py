@@ -1,8 +1,8 @@
-"""A story: what the trace formats of others can tell of an episode, between a tape and a record of theirs.
+"""A story: the intermediate form of an episode between a tape and a record of another framework's trace format.
 
-It is a list of model calls, each with its whole request, its reply and its tokens, and a few facts of the episode. A
-tape becomes a story by leaving out what no other format has; a story becomes a tape by linking calls whose tokens, or
-messages, go on from each other, and by making steps of what was said. Knows nothing of files and formats.
+A story has the model calls, each with its whole request, its reply and its token ids, and a few facts of the episode. A
+story of a tape lacks the parts that no other format holds. A tape of a story links a call to the earlier call that its
+tokens or messages extend, and its steps are made of the messages. The trace formats use this module.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
 from ...tapes.store.store import Store
 
 MODEL = "policy"
-"""Who speaks where a format has no names."""
+"""Name of the agent if a format has no names."""
 IMPORTED = "imported"
-"""What the environment of their tapes is called."""
+"""Name of the environment of imported tapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Turn:
     reply: Message
     tools: tuple[dict[str, JsonValue], ...] = ()
     prompt: Sequence[int] | None = None
-    """Every prompt id; None where no tokens are told."""
+    """All prompt ids; None without token ids."""
     completion: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
-    """One for each completion id, NaN where unknown; None where none is told."""
+    """Log-prob of each completion id, NaN where unknown; None without log-probs."""
     targets: Sequence[int] | None = None
-    """1 for each completion id that may be trained on, else 0; None: all may."""
+    """1 for each completion id that may be trained on, else 0; None: all."""
     finish: str = "stop"
     sampling: Sampling = Sampling()
     spans: tuple[tuple[str, int, int], ...] = ()
@@ -73,7 +73,7 @@ class Story:
     """One episode."""
 
     id: str
-    """Of the tape, or what the format names it by; empty where it doesn't."""
+    """Id of the tape, or the format's name of the episode; empty without a name."""
     turns: tuple[Turn, ...]
     task: Task = field(default_factory=Task)
     group: str | None = None
@@ -85,17 +85,17 @@ class Story:
 
     @property
     def reward(self) -> float | None:
-        """Weighted sum; None where nothing was scored."""
+        """Weighted sum of the scores; None without a score of weight other than 0."""
         weighed = [score.weight * score.value for score in self.scores if score.weight]
         return sum(weighed) if weighed else None
 
     @property
     def content(self) -> str:
-        """SHA-256 of all of it (hex): two stories with one say the same."""
+        """SHA-256 (hex) of all fields: stories with equal digests are equal. Imports use it to find duplicates."""
         return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """What goes along under the name `tapereel` where a format has a free place: all but the turns."""
+        """The episode's fields except the turns, for the object `tapereel` of formats with a free field."""
         return {
             "tape": self.id,
             "task": self.task.model_dump(mode="json"),
@@ -112,7 +112,11 @@ class Story:
 
 
 def story_of(tape: Tape) -> Story:
-    """What can be told of a closed tape; of one that a failure left unscored, the numbers that there are as metrics."""
+    """The story of a closed tape.
+
+    If a failure left the tape unscored, its reward components become metrics (weight 0): a sum of some components must
+    not become a reward.
+    """
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     assert tape.status is not None
     totals: dict[tuple[str, float], float] = {}
@@ -174,8 +178,11 @@ def _targets(label: Label | None, n: int) -> list[int] | None:
 
 
 def stories_in(store: Store) -> Counter[tuple[str, str]]:
-    """(content, status) -> how many tapes of the run were written of such a story. One that a dying process left
-    unfinished has another status, and doesn't count as there."""
+    """(content, status) -> number of the run's tapes that were written from such a story.
+
+    A tape that a crashed process left unfinished is closed with another status. It doesn't match its story, so the next
+    import writes that story again.
+    """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):
         if summary.env == IMPORTED:
@@ -186,8 +193,10 @@ def stories_in(store: Store) -> Counter[tuple[str, str]]:
 
 
 def write_story(story: Story, journal: Journal | None, source: str) -> str:
-    """Write it as a closed tape; gives the tape's id. journal: None to see whether it can be one. source: the format
-    that it came in."""
+    """Write a story as a closed tape; return the tape's id.
+
+    journal: None checks whether the story can become a tape, and writes nothing. source: name of the story's format.
+    """
     begin = Begin(
         tape=new_tape_id(),
         task=story.task,
@@ -211,6 +220,7 @@ def write_story(story: Story, journal: Journal | None, source: str) -> str:
     for score in story.scores:
         recorder.write(Reward(tape=recorder.tape, name=score.name, value=score.value, weight=score.weight))
     recorder.write(End(tape=recorder.tape, status=story.status, cause=story.cause, at=time.time()))
+    # Labels follow the end: a layer is a later judgement on a closed tape, not part of its log.
     if journal is not None:
         for layer in layers:
             journal.append(layer.body())
@@ -219,12 +229,12 @@ def write_story(story: Story, journal: Journal | None, source: str) -> str:
 
 @dataclass(frozen=True)
 class _Written:
-    """A call that is on the tape."""
+    """A call that is written to the tape."""
 
     turn: Turn
     call: str
     ids: np.ndarray
-    """Prompt and completion."""
+    """(tokens,) int32: prompt and completion ids."""
     conversation: list[Message]
 
 
@@ -265,7 +275,10 @@ def _write_turn(recorder: Recorder, turn: Turn, before: list[_Written], source: 
 
 
 def _base(turn: Turn, before: list[_Written]) -> _Written | None:
-    """The newest call that this one goes on from: by tokens where there are some, else by messages."""
+    """The newest earlier call of the same agent that this call extends: by token ids if it has them, else by messages.
+
+    Only an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call.
+    """
     for one in reversed(before):
         if one.turn.by != turn.by:
             continue
@@ -298,7 +311,7 @@ def _finish(name: str) -> Any:
 
 
 def _seen(turn: Turn, messages: Sequence[Message]) -> Iterable[Step]:
-    """What the environment, or whoever asked, said ahead of this call."""
+    """The observations before this call: tool results if all messages are, else one prompt with the messages."""
     if not messages:
         return
     if all(message["role"] == "tool" for message in messages):
@@ -337,7 +350,7 @@ def _action(reply: Message) -> Answer | ToolCalls:
 
 
 def _arguments(given: Any) -> dict[str, JsonValue]:
-    """Of a call as it was parsed; what is no JSON object is kept as the text that it is."""
+    """The parsed arguments of a tool call; text that isn't a JSON object is kept under `arguments`."""
     try:
         found = from_json(given) if isinstance(given, str) else given
     except ValueError:
@@ -354,5 +367,5 @@ def _label(tape: str, call: str, targets: Sequence[int] | None) -> Label | None:
 
 
 def cause_of(message: str) -> Cause:
-    """Of an episode that another framework ended with an error: not the agent's as far as is known."""
+    """The cause of an episode that another framework ended with an error: not known to be the agent's error."""
     return Cause(type=CauseType.ENVIRONMENT, message=message[:2000])

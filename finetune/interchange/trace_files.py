@@ -1,8 +1,8 @@
-"""Records in and out of files. What comes in is not trusted.
+"""Reads records from files and writes them to files. Input files are not trusted.
 
-A line, a file and what an archive unpacks to are bounded, and refused with the line and the limit; archives are read in
-place and never unpacked to disk, and a member whose name leaves the archive's folder, a link or an encrypted one is
-refused. JSON is parsed without code, to a bounded depth. Knows nothing of what records mean.
+The sizes of a line, a file and an unpacked archive are bounded; an error names the line and the limit. Archives are
+read in place and never unpacked to disk. A member that is a link, is encrypted, or whose name leaves the archive's
+folder is refused. The JSON parser runs no code and bounds the depth. The formats' modules interpret the records.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from pydantic_core import from_json, to_json
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
 
 MEMBERS = 1000
-"""Of an archive."""
+"""Largest number of members of an archive."""
 PARQUET_ROWS = 16
-"""Decoded at once, which is before they can be measured."""
+"""Rows that are decoded at once. Their size is known only after decoding, so the number bounds the memory."""
 
 
 class BadImport(UsageError):
-    """A file that isn't what it should be, or is more than the limits allow; names the place and the cause."""
+    """An invalid file, or one above the limits; the message names the place and the cause."""
 
 
 class NothingToExport(TapereelError, ValueError):
-    """No tape has a place in what was to be written, so nothing was; says why."""
+    """No tape has a record in the format, so no file was written; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What an import may be at most, unpacked."""
+    """Limits on the unpacked size of an import."""
 
     line: int = 64 * 2**20
-    """Bytes of one record."""
+    """Most bytes of one record."""
     total: int = 16 * 2**30
-    """Bytes of all of them."""
+    """Most bytes of all records."""
 
 
 def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for error messages, record) of a .jsonl or .parquet file, of a .gz or .zip of the former, or of
-    `results.jsonl` in a folder."""
+    """(place for error messages, record) of a .jsonl or .parquet file, a .gz or .zip of .jsonl files, or
+    `results.jsonl` in a folder. BadImport for an invalid file, UsageError for a missing one."""
     if path.is_dir():
         path = path / "results.jsonl"
     if not path.is_file():
@@ -66,8 +66,11 @@ def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write_records(made: Iterable[Mapping[str, Any]], path: Path) -> int:
-    """Write them to a .jsonl or .parquet file that isn't there yet; gives how many, and makes none where there is no
-    record. Whoever sees the file sees all of it: it gets its name when it is whole."""
+    """Write records to a new .jsonl or .parquet file; return their number. Without a record, write no file.
+
+    The records go to `NAME.partial`, which is renamed when it is complete. No partial file has the final name, even
+    after a crash.
+    """
     records = iter(made)
     first = next(records, None)
     if first is None:
@@ -87,7 +90,7 @@ def write_records(made: Iterable[Mapping[str, Any]], path: Path) -> int:
 
 
 def nothing(path: Path, told: int, left_out: Mapping[str, int]) -> NothingToExport:
-    """What to raise when none of `told` tapes has a record."""
+    """The error for the case that none of the tapes has a record. left_out: reason -> number of tapes."""
     why = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
     told_why = f"of {told:,} tapes all are left out: {why}" if told else "no closed tape fits"
     return NothingToExport(f"nothing to export, and {path} was not written: {told_why}")
@@ -95,6 +98,7 @@ def nothing(path: Path, told: int, left_out: Mapping[str, int]) -> NothingToExpo
 
 def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
+    # Read one byte more than the limit: a longer line is then detected before all of it is in memory.
     while line := file.readline(bounds.line + 1):
         number += 1
         place = f"{name}, line {number}"
@@ -166,6 +170,7 @@ def _parquet(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]
                     f"{path}: the column {shared[0]!r} is of a dictionary type, where a few bytes stand "
                     "for long values; write it as plain ones"
                 )
+            # The footer states sizes that a hostile file may falsify, so `read` below also counts decoded bytes.
             size = sum(file.metadata.row_group(k).total_byte_size for k in range(file.metadata.num_row_groups))
             if size > bounds.total:
                 raise BadImport(
@@ -193,7 +198,7 @@ def _has_dictionary(kind: Any) -> bool:
 
 
 def _without_none(value: Any) -> Any:
-    """Without the empty places that Parquet gives to every object of a column that has the field somewhere."""
+    """The value without None fields: Parquet adds a field to every object of a column if one object has it."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One question and one answer: the episode of a trainer that brings its own prompts. Scores nothing by itself."""
+"""One prompt and one answer: the agent and environment for a trainer with its own prompts. No reward is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...tapes.steps import Prompt
 
 
 class BadPrompt(TapereelError, TypeError):
-    """A prompt that isn't a list of chat messages."""
+    """The prompt isn't a list of chat messages."""
 
 
 class Asked(Environment[Answer]):
@@ -32,7 +32,7 @@ class Asked(Environment[Answer]):
 
 
 class Ask(Agent):
-    """Answers with what the model says."""
+    """Answers with the text of one model call."""
 
     name = "policy"
 

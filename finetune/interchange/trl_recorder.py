@@ -5,14 +5,14 @@
                               reward_funcs=tapes.reward(exact), rollout_func=tapes)
         trainer.train()
 
-TRL owns the loss, the optimiser and the data. What it asks for is sampled here, by an embedded engine with the
-trainer's weights of that step, token-exact; an episode's end is held until its rewards are known, so they stand on the
-tape. Each optimiser step is written to the ledger with the tokens that TRL put into its loss. Knows nothing of how TRL
-weighs them.
+TRL owns the loss, the optimiser and the data. The recorder samples the completions, with an embedded engine that has
+the trainer's weights of that step, so TRL trains on the exact sampled ids. The recorder writes an episode's end only
+after its rewards, so the rewards stand on the tape. Each optimiser step is written to the ledger with the tokens that
+TRL put into its loss. The recorder doesn't know how TRL weighs those tokens.
 
-1. One process, because the ledger of updates has one writer.
-2. A weight in the ledger is a token's share of the update's tokens, as in TRL's default loss (`dapo`).
-3. An episode that may not be trained on (an error of the environment, say) reaches TRL with no token in the loss.
+1. Only one process, because the ledger of updates has one writer.
+2. A weight in the ledger is 1 / (number of tokens in the update), as in TRL's default loss (`dapo`).
+3. An episode that may not be trained on (for example after an environment error) has no token in TRL's loss.
 """
 
 from __future__ import annotations
@@ -52,11 +52,14 @@ from .trl_prompts import Ask, Asked
 
 
 class NotForTRL(TapereelError, ValueError):
-    """A trainer, prompt or episode that can't be joined with tapes; says what and what to do."""
+    """A trainer, prompt or episode that the recorder can't serve; the message says why and what to do."""
 
 
 class _Held(Recorder):
-    """Keeps the end back until the rewards of the trainer are known."""
+    """A recorder that holds the episode's end until the trainer's rewards are written.
+
+    A reward after the end would be a layer: not part of the tape's own reward, nor of its digest.
+    """
 
     __slots__ = ("held",)
 
@@ -71,14 +74,14 @@ class _Held(Recorder):
             super().write(record)
 
     def let_go(self) -> None:
-        """Write the end."""
+        """Write the held end, once."""
         if self.held is not None:
             super().write(self.held)
             self.held = None
 
 
 class _Sample:
-    """One episode, and the sequence that TRL trains on in its place."""
+    """One episode, and the token sequence that TRL trains on."""
 
     def __init__(self, recorder: _Held, renderer: Renderer) -> None:
         self.recorder = recorder
@@ -100,7 +103,7 @@ class _Sample:
 
     @property
     def first(self) -> int:
-        """Where the completion begins."""
+        """Index of the first token of the completion."""
         return int(self.row.own[0]) if self.row is not None else 1
 
     @property
@@ -109,7 +112,7 @@ class _Sample:
 
     @property
     def mask(self) -> list[int]:
-        """1 where TRL may train."""
+        """1 for each completion id that TRL may train on, else 0."""
         mask = np.zeros(len(self.ids), dtype=int)
         if self.row is not None:
             mask[self.row.own] = 1
@@ -123,11 +126,11 @@ class _Sample:
 
 
 class TRLRecorder:
-    """`GRPOTrainer(..., rollout_func=tapes)`. One trainer each; close it, or use it as a context manager.
+    """`GRPOTrainer(..., rollout_func=tapes)`. It serves one trainer; close it, or use it as a context manager.
 
-    Without `agent` and `env` an episode is one question, the prompt of the row, and one answer. With them an episode is
-    any rollout; `task` makes its task of a prompt (default: the prompt is the public part), and `tapes.earned` is a
-    reward function that gives what the environment scored.
+    Without `agent` and `env`, an episode is the prompt of the row and one answer. With them, an episode is any rollout:
+    `task` converts a prompt to a task (default: the prompt is the public part), and `tapes.earned` is a reward function
+    that returns the environment's reward.
     """
 
     def __init__(
@@ -158,18 +161,19 @@ class TRLRecorder:
         self._batch: dict[str, _Sample] = {}
         self._seen: Counter[bytes] = Counter()
         self._passed = 0
-        """Micro-batches of the pass over the batch that is under way."""
+        """Number of micro-batches in the current pass over the batch."""
         self._step: list[_Sample] = []
         self._trained: set[str] = set()
-        """Tapes of the batch that some step has taken."""
+        """Ids of the batch's tapes that an optimiser step has trained on."""
         self._loss = 0.0
         self._lr: float | None = None
 
     # What TRL calls
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One episode for each prompt, as TRL's rollout functions give them."""
+        """One episode for each prompt, as the columns that TRL expects of a rollout function."""
         self._attach(trainer)
+        # TRL scores a batch before it asks for the next, so the rewards of the last batch are all written.
         self._let_go()
         samples = self._run(self._sampled(list(prompts), trainer))
         self._batch = {sample.id: sample for sample in samples}
@@ -183,8 +187,10 @@ class TRLRecorder:
         }
 
     def reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """TRL's reward function `f(prompts, completions, **columns)` as it is, with its scores on the tapes. It gets
-        one more column, `tape`: their ids. Episodes that may not be trained on stay unscored."""
+        """Wrap TRL's reward function `f(prompts, completions, **columns)`, so that its scores are written to the tapes.
+
+        The function gets one more column, `tape`: the ids of the tapes. Episodes that may not be trained on stay
+        unscored."""
         if not callable(function) or isinstance(function, torch.nn.Module):
             raise NotForTRL(
                 f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "
@@ -202,7 +208,7 @@ class TRLRecorder:
         return later if inspect.iscoroutinefunction(function) else scored
 
     def earned(self, *, tape: Sequence[str], **_: Any) -> list[float | None]:
-        """A reward function of TRL's: what the environment gave, None where it didn't score."""
+        """A reward function for TRL: the environment's reward of each episode, None if it is unscored."""
         return [self._batch[name].reward if self._batch[name].trains else None for name in tape]
 
     # Sampling
@@ -216,6 +222,7 @@ class TRLRecorder:
         async with asyncio.TaskGroup() as group:
             for k, prompt in enumerate(prompts):
                 jobs.append(group.create_task(self._episode(prompt, f"{name}/{k // size}", k % size, mode, trainer)))
+        # The samples are on disk before TRL trains: a crash then can't leave an update whose tapes are lost.
         await self.store.writer.durable()
         return [job.result() for job in jobs]
 
@@ -249,12 +256,13 @@ class TRLRecorder:
         return _Sample(recorders[0], self._renderer)
 
     async def _publish(self, trainer: Any) -> None:
-        """Bring the engine to the weights that the trainer has now."""
+        """Give the engine the trainer's current weights, under a new version name."""
         version = version_name(self.lineage, trainer.state.global_step)
         if version == self._version:
             return
         model = trainer.accelerator.unwrap_model(trainer.model)
         weights = copied_weights(model)
+        # The publish is recorded before the engine has the weights, so no call names a version without a record.
         mode = "start" if self._engine is None else "reprefill"
         self.store.append_layer(Publish(version=version, digest=weights_digest(weights), mode=mode, at=time.time()))
         if self._engine is None:
@@ -279,18 +287,20 @@ class TRLRecorder:
         return kept
 
     def _let_go(self) -> None:
-        """What was sampled is scored by now: its episodes end."""
+        """Write the held end of every episode of the batch; call it only when all rewards are written."""
         for sample in self._batch.values():
             sample.recorder.let_go()
 
     def _forward(self, inputs: dict[str, Any]) -> None:
-        """TRL is about to train on these rows."""
+        """Note which samples TRL is about to train on. inputs: TRL's padded micro-batch."""
         self._let_go()
         self._lr = known(float(self._trainer.optimizer.param_groups[0]["lr"]))
         for k in range(len(inputs["completion_ids"])):
             ids = torch.cat(
                 [inputs[f"{part}_ids"][k][inputs[f"{part}_mask"][k].bool()] for part in ("prompt", "completion")]
             )
+            # TRL passes no tape id to the loss, so the exact ids identify the sample. Equal sequences of one batch are
+            # taken in turn: without `_seen` the ledger would name the first of them several times.
             key = ids.cpu().numpy().astype(np.int32).tobytes()
             found = [s for s in self._batch.values() if np.array(s.ids, np.int32).tobytes() == key]
             if found and found[0].row is not None:
@@ -299,7 +309,7 @@ class TRLRecorder:
         self._passed += 1
 
     def _stepped(self, trainer: Any) -> None:
-        """TRL has made an optimiser step."""
+        """Write the ledger entry of an optimiser step that TRL has made."""
         whole = self._passed >= trainer.args.steps_per_generation
         self._trained.update(s.id for s in self._step)
         left = [s for s in self._batch.values() if whole and s.id not in self._trained]
@@ -341,6 +351,7 @@ class TRLRecorder:
             raise NotForTRL("adapters can't be sampled from here: train the weights themselves")
         _sampling(trainer.args)
         self._trainer, self._renderer = trainer, Renderer(trainer.processing_class)
+        # The run has one trainer at a time: the updates of an earlier lineage after this step no longer count.
         for old in self.store.lineages().living:
             self.store.append_layer(
                 Void(
@@ -368,7 +379,7 @@ class TRLRecorder:
         return self._thread.submit(self._runner.run, work).result()
 
     def close(self) -> None:
-        """End what is open and seal the run."""
+        """Write held ends, close the engine, and close the run."""
         self._let_go()
         if self._engine is not None:
             self._run(self._engine.close())
@@ -406,7 +417,7 @@ def _wanting(function: Callable[..., Any], tapes: Sequence[str]) -> dict[str, An
 
 
 def _sampling(args: Any) -> Sampling:
-    """How the trainer wants to sample. NotForTRL where that gives log-probs of no policy."""
+    """The trainer's sampling settings. NotForTRL if they alter the distribution, so log-probs aren't the policy's."""
     wanted = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
     for name, plain in wanted.items():
         value = getattr(args, name, plain)

@@ -1,7 +1,7 @@
-"""Rollouts of verifiers, as it keeps them in `results.jsonl`: one JSON object per rollout, with its `trajectory`.
+"""Rollouts in the format of verifiers' `results.jsonl`: one JSON object per rollout, with its `trajectory`.
 
-A rollout without a trajectory has its prompt and its completion as messages, and each assistant's message is a call
-without tokens. Rewards of ours go along as `metrics`; the rest that the format has no field for is in `info`, under
+A rollout without a trajectory has its prompt and completion as messages; each message of the assistant is a call
+without token ids. An export writes reward components as `metrics`, and other facts without a field to `info`, under
 `tapereel`.
 """
 
@@ -30,7 +30,7 @@ LOSES = (
 
 
 class Tokens(BaseModel):
-    """Of one step of a trajectory."""
+    """Token ids, mask and log-probs of one step of a trajectory."""
 
     model_config = ConfigDict(extra="ignore")
     prompt_ids: list[Id]
@@ -65,11 +65,11 @@ class Rollout(BaseModel):
     trajectory: list[TrajectoryStep] | None = Field(default=None, max_length=2000)
 
 
-# Ours to theirs
+# Stories to rollouts
 
 
 def write(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
-    """A rollout for each scored story; verifiers has no place for one that isn't."""
+    """A rollout for each scored story; a reason for an unscored one, which the format can't hold."""
     examples: dict[str, int] = {}
     for story in stories:
         if not story.turns:
@@ -165,7 +165,7 @@ def _reason(turn: Turn) -> str | None:
 
 
 def _theirs(messages: Iterable[Message]) -> list[Message]:
-    """Calls of tools as JSON strings of `{id, name, arguments}`, as verifiers writes them."""
+    """Messages with tool calls as JSON strings of `{id, name, arguments}`, as verifiers writes them."""
     return [
         {**m, "tool_calls": [json.dumps({"id": c.get("id") or "", **c["function"]}) for c in m["tool_calls"]]}
         if m.get("tool_calls")
@@ -174,11 +174,11 @@ def _theirs(messages: Iterable[Message]) -> list[Message]:
     ]
 
 
-# Theirs to ours
+# Rollouts to stories
 
 
 def read(record: Mapping[str, Any], stem: str) -> list[Story]:
-    """The story of one rollout."""
+    """The story of one rollout. stem: of the file's name, used in group names. ValueError for an invalid record."""
     rollout = Rollout.model_validate(dict(record))
     info = _parsed(rollout.info)
     ours = info.pop(OURS, None) if isinstance(info, dict) else None
