@@ -254,6 +254,7 @@ class _Columns:
         """A stream with the episodes of all rows and no token."""
         rewards = self._values("rewards")
         per_row = np.full(len(self.lengths), np.nan)
+        # All tokens of a row have the episode's reward, so the first one is read. An empty row has no token to read.
         per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
         groups, group_of_row = _numbered(self.table.column("group_id"))
         n = len(self.tapes)
@@ -357,6 +358,7 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     entered = stream.old.isfinite() & weight.isfinite()
     if config.relu_log_p_weights:
         weight = weight.clamp(min=0)
+    # A NaN weight (an unscored episode, or no advantage yet) would make the whole sum NaN, so it becomes 0.
     weight = torch.where(entered, weight, torch.zeros_like(weight))
     context = Context()
     whole = objective.Batch(

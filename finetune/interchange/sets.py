@@ -97,7 +97,7 @@ def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
                 span = slice(at, at + len(turn.completion or ()))
                 mask[span] = turn.targets if turn.targets is not None else 1
                 logprobs[span] = turn.logprobs if turn.logprobs is not None else np.nan
-            logprobs[mask == 0] = np.nan
+            logprobs[mask == 0] = np.nan  # a masked token isn't a target, so its log-prob must not be read
             whole = [*last.messages, last.reply]
             yield {
                 "prompt": _flat(first.messages),

@@ -245,6 +245,7 @@ def _write_turn(recorder: Recorder, turn: Turn, before: list[_Written], source: 
         recorder.write(step_record(recorder.tape, step, by=ENV))
     prompt, keep = turn.prompt, 0
     if prompt is not None and base is not None:
+        # The base's ids are an exact prefix of this prompt (see `_base`), so the tape stores only the rest.
         keep = len(base.ids)
         prompt = list(prompt)[keep:]
     call = Call(

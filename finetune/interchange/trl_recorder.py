@@ -152,6 +152,8 @@ class TRLRecorder:
         self.agent, self.env, self.task, self.limits = agent or Ask(), env or Asked, task or _public, limits
         self.slots, self.capacity, self.seed = slots, capacity, seed
         self.lineage = secrets.token_hex(4)
+        # TRL calls from synchronous code. One thread owns one event loop for the recorder's life: the engine keeps
+        # tasks on that loop from call to call, and a new loop per call would cancel them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tapereel-trl")
         self._runner = self._thread.submit(asyncio.Runner).result()
         self._trainer: Any = None
@@ -239,6 +241,8 @@ class TRLRecorder:
             self.env(),
             Task.of(self.task(prompt)),
             engine=self._engine,
+            # The seed depends on names and counters, not on the order in which concurrent episodes start. Attempts of a
+            # group share the environment's seed, so their rewards are comparable.
             seed=derive_seed(self.seed, group, attempt),
             env_seed=derive_seed(self.seed, group, "env"),
             group=group,
@@ -312,6 +316,8 @@ class TRLRecorder:
         """Write the ledger entry of an optimiser step that TRL has made."""
         whole = self._passed >= trainer.args.steps_per_generation
         self._trained.update(s.id for s in self._step)
+        # Every sampled token must be accounted for. After the last micro-batch of a batch, episodes that no step has
+        # trained on are recorded as filtered.
         left = [s for s in self._batch.values() if whole and s.id not in self._trained]
         total = sum(len(s.row.own) for s in self._step if s.row is not None)
         items = [(*part, 1 / total) for part in _ranges(self._step)]
@@ -365,6 +371,7 @@ class TRLRecorder:
 
         @functools.wraps(compute)
         def compute_loss(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            # TRL calls this for evaluation too, which must not enter the ledger.
             if model.training:
                 recorder._forward(inputs)
             loss = compute(model, inputs, *args, **options)

@@ -67,7 +67,7 @@ reinforce_pp = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
 
-1. beta is 0: no reference model is needed. Set `shape` to `[{"kind": "token_kl", "beta": ...}]` for the paper's price.
+1. beta is 0: no reference model is needed. The paper's penalty is shape `[{"kind": "token_kl", "beta": ...}]`.
 2. Whitening is over all ranks, so that how a batch is split changes nothing.
 """
 
