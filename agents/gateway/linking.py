@@ -1,13 +1,13 @@
-"""Finds which calls of a program continue which, and which are the agent's own; recorded as `Label` layers.
+"""Finds which calls of a program continue which calls, and which calls train the agent; recorded as `Label` layers.
 
-A call continues another iff its prompt begins with all of the other's tokens, whatever the order of the records: a
-parent may be recorded late (a cut-off answer is recorded when its client disconnects, maybe after the next request).
-Then, of all calls with an answer:
+A call continues another call iff its prompt begins with the exact prompt and completion tokens of the other call. The
+order of the records doesn't matter: a parent may be recorded late. (A cut-off answer is recorded when its client
+disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
-    auxiliary  other system messages or tools than those of most calls: summaries, titles, helpers
-    discarded  the same prompt asked again after an answer came, and never continued; an abandoned branch, where
-               the program returned to an earlier answer and continued there; an answer whose client was gone
-    agent      everything else
+    auxiliary  system messages or tools differ from those of most calls: summaries, titles, helper agents
+    discarded  a retry's earlier answer (the same prompt asked again, and the answer never continued); an abandoned
+               branch (the program returned to an earlier answer and continued there); an answer to a gone client
+    agent      all other calls
 
 Concurrent requests are neither retries of each other nor abandoned branches.
 """
@@ -26,6 +26,7 @@ from ...tapes import Call, Tape
 from ...tapes.records import Label
 
 Use = Literal["agent", "auxiliary", "discarded"]
+"""What a call is for training: `agent` calls are the agent's own."""
 USES: tuple[Use, ...] = ("agent", "auxiliary", "discarded")
 
 
@@ -37,10 +38,11 @@ class _Node:
     place: int
     """Position in the order of recording."""
     identity: str
-    """Whose words these are: that of the first call that it follows from."""
+    """System messages and tools (see `_identity`) of the first call in this call's chain of parents."""
     asked: str
-    """What stands for the prompt among calls that go on from the same one."""
+    """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
     started: float
+    """When the request was sent: the time of the record minus the durations of all attempts."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     use: Use = "agent"
@@ -55,19 +57,19 @@ class _Node:
 
     @property
     def ended(self) -> float:
-        """When the last of these calls was answered."""
+        """When the last answer in this subtree was recorded."""
         return max(node.call.at for node in self)
 
     def mark(self, use: Use) -> None:
-        """This call and all calls that continue it."""
+        """Set the label of this call and of all calls that continue it."""
         for node in self:
             node.use = use
 
 
 def label_calls(tape: Tape, told: Mapping[str, Use] | None = None) -> list[Label]:
-    """The labels of a program's calls; none for a call that is the agent's and is linked as it was recorded.
+    """The labels of a program's calls. A call of the agent whose parent is as recorded needs no label and has none.
 
-    `told`: what the program itself says of a call; it holds whatever is found here.
+    told: call -> the program's own label, which overrides the label that is found here.
     """
     nodes = {
         call.call: _Node(call, k, "", "", call.at - sum(a.seconds for a in call.attempts))
@@ -87,13 +89,13 @@ def label_calls(tape: Tape, told: Mapping[str, Use] | None = None) -> list[Label
 
 
 def _identity(tape: Tape, call: Call) -> str:
-    """The system messages and tools."""
+    """The system messages among the first four messages, and the tools: they distinguish a program's agents."""
     said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
     return json.dumps([said, call.tools.hash if call.tools is not None else None])
 
 
 def extends(tape: Tape, call: Call) -> bool:
-    """Whether the record says that the call extends its base."""
+    """Whether the call is recorded as a continuation of its base: it keeps all of the base's prompt and answer."""
     if call.base is None:
         return False
     base = tape.call(call.base)
@@ -103,7 +105,7 @@ def extends(tape: Tape, call: Call) -> bool:
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
-    """Set every parent; returns those that differ from the record: call -> the call that it continues."""
+    """Set every parent. Returns the parents that differ from the record: call -> the call that it continues."""
     late: dict[str, str] = {}
     roots: list[_Node] = []
     for node in nodes.values():
@@ -140,10 +142,13 @@ def _digest(ids: array[int]) -> str:
 
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
-    """By exact tokens: the longest call whose prompt and completion begin a root's prompt."""
+    """Find each root's parent by exact tokens: the longest call whose prompt and completion begin the root's prompt.
+
+    Text is no substitute: different ids can decode to the same text, and training needs the ids that were sampled.
+    """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
-    """Length -> digest of that many tokens -> the call that they are; of several, the last."""
+    """Number of tokens -> digest of prompt and completion -> the call; of calls with equal tokens, the last."""
     for node in with_ids:
         whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
         known[len(whole)][_digest(whole)] = node
@@ -160,7 +165,11 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 
 
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
-    """Among calls with equal prompt and answer, the last one is the parent: the tokens can't tell them apart."""
+    """Make the last of several calls with equal prompt and answer the parent of all their continuations.
+
+    Equal tokens don't show which call the program continued. With one parent, the others have no continuation and count
+    as retries; otherwise the same tokens would be trained on in several branches.
+    """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
         siblings = levels.pop()
@@ -175,6 +184,7 @@ def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
 
 
 def _move(node: _Node, into: _Node, late: dict[str, str]) -> None:
+    """Move all continuations of `node` to `into`, and note the new parent in `late`."""
     for child in node.children:
         child.parent = into
         late[child.call.call] = into.call.call
@@ -183,6 +193,7 @@ def _move(node: _Node, into: _Node, late: dict[str, str]) -> None:
 
 
 def _judge(nodes: dict[str, _Node]) -> None:
+    """Set the label of every call. A discarded call stays discarded, whatever its system messages are."""
     roots = [node for node in nodes.values() if node.parent is None]
     said = Counter(node.identity for node in nodes.values())
     main = max(said, key=said.__getitem__, default="")
@@ -200,7 +211,7 @@ def _judge(nodes: dict[str, _Node]) -> None:
 
 
 def _families(nodes: list[_Node]) -> list[list[_Node]]:
-    """The calls with the same prompt."""
+    """Groups of at least two siblings with the same prompt."""
     found: dict[str, list[_Node]] = defaultdict(list)
     for node in nodes:
         found[node.asked].append(node)
@@ -208,6 +219,11 @@ def _families(nodes: list[_Node]) -> list[list[_Node]]:
 
 
 def _retries(family: list[_Node]) -> None:
+    """Discard the answers of a family that the program didn't use.
+
+    If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call
+    stands, and only calls that were answered before it started are discarded: concurrent calls are no retries.
+    """
     if any(node.children for node in family):
         left = [node for node in family if not node.children]
     else:
@@ -218,7 +234,7 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """A branch was abandoned if it was answered completely before the program continued its parent in another way."""
+    """Discard abandoned branches: those answered completely before the program continued the parent in another way."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

@@ -1,7 +1,7 @@
-"""The chat-completions protocol of OpenAI, as pure functions: a request read, an answer written.
+"""OpenAI's chat-completions protocol as pure functions: they read a request and write an answer.
 
-What a request asks for is honoured or refused with the field's name, never silently dropped. It knows nothing of HTTP,
-tapes or engines.
+Every field of a request is honoured, is refused with its name, or can't change what is sampled. No field that matters
+is dropped silently. HTTP is in `gateway_server`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..episode.chat import TOOL_CALL, calls_in_text, read_tool_call
 _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-"""Fields that a hosted service may use and that don't change what is sampled."""
+"""Fields for a hosted service that don't change what is sampled; they are ignored."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
@@ -33,11 +33,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are accepted with these values only."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK = "chat.completion.chunk"
-"""What each part of a stream is called."""
+"""The `object` field of each chunk of a stream."""
 
 
 class Refused(TapereelError, ValueError):
-    """A request that isn't served, as OpenAI's clients read it."""
+    """A request is refused, with an error body in the form that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Refused(TapereelError, ValueError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP."""
+        """HTTP status code."""
         self.headers = headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON object that is sent."""
@@ -66,26 +66,26 @@ class ChatRequest:
     """One request for a completion."""
 
     model: str
-    """As the client calls it; it is echoed and decides nothing."""
+    """The client's name for the model. The answer repeats it; it selects nothing."""
     messages: list[Message]
-    """Contents as plain text; without fields that are empty."""
+    """Each content is plain text; empty fields are left out."""
     tools: tuple[dict[str, Any], ...] | None
     temperature: float | None
-    """None where the client doesn't say; so for the numbers below."""
+    """None if the client doesn't set it; the same holds for `top_p`, `max_tokens` and `seed`."""
     top_p: float | None
     max_tokens: int | None
     seed: int | None
     stop: tuple[str, ...]
     stream: bool
     usage: bool
-    """Whether a stream ends with the usage."""
+    """Whether a stream ends with a chunk of token counts (`stream_options.include_usage`)."""
     logprobs: bool
     token_ids: bool
-    """`return_token_ids`: prompt and completion ids are sent along, as vLLM does."""
+    """Whether the answer contains prompt and completion ids (`return_token_ids`, an extension of vLLM)."""
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """The request in a body. Refused says which field is wrong."""
+    """Parse a request body. Raises Refused with the name of the wrong field."""
     try:
         data = read_plain(body)
     except ValueError as error:
@@ -126,6 +126,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _a(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Remove the field from `data` and return its value, or the default. Raises Refused for a value of another type."""
     value = data.pop(name, default)
     if not isinstance(value, kind):
         raise _bad(f"{name} must be a JSON {_NAMES[kind]}, not {json.dumps(value)[:100]}", name)
@@ -136,6 +137,7 @@ _NAMES = {list: "array", str: "string", bool: "true or false", int: "integer", f
 
 
 def _number(data: dict[str, Any], name: str, kind: type, least: float) -> Any:
+    """Remove a number from `data` and return it, or None. Raises Refused outside `least` to 2**63 (int64)."""
     value = data.pop(name, None)
     if value is None:
         return None
@@ -215,7 +217,7 @@ def _text(content: Any, k: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One completion, as it is sent."""
+    """One completion in the form that is sent to the client."""
 
     id: str
     model: str
@@ -226,16 +228,16 @@ class ChatAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None
-    """As OpenAI has them, one entry per token; None where they weren't asked for or aren't known."""
+    """OpenAI's entries, one per token; None if the request didn't ask for them or they are unknown."""
     prompt_ids: list[int] | None = None
-    """None where they weren't asked for; so for the next."""
+    """Token ids of the prompt; None if the request didn't ask for them. The same holds for `ids` (the completion)."""
     ids: list[int] | None = None
     created: int = 0
     """Seconds since 1970."""
 
     @property
     def message(self) -> Message:
-        """The assistant's message, which clients send back as a part of later requests."""
+        """The assistant's message. Clients send it back in later requests."""
         content = self.text or None if self.tool_calls else self.text
         message: Message = {"role": "assistant", "content": content}
         if self.tool_calls:
@@ -251,7 +253,7 @@ class ChatAnswer:
         }
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The JSON object of an answer that isn't streamed."""
         choice: dict[str, Any] = {
             "index": 0,
             "message": self.message,
@@ -264,8 +266,8 @@ class ChatAnswer:
         return whole if self.prompt_ids is None else {**whole, "prompt_token_ids": self.prompt_ids}
 
     def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, Any]]:
-        """What ends a stream in which the text `sent` was sent: the rest of the text, the tool calls, then the reason
-        with log-probs and ids."""
+        """The last chunks of a stream: the text after `sent`, the tool calls, then the finish reason with log-probs and
+        ids, then the usage. `sent` must be a prefix of `text` (see `Live.end`)."""
 
         def chunk(choice: dict[str, Any]) -> dict[str, Any]:
             return {**self._head(CHUNK), "choices": [choice]}
@@ -289,13 +291,16 @@ class ChatAnswer:
 
 
 def delta(more: dict[str, Any]) -> dict[str, Any]:
-    """The choice of a chunk that adds this to the message."""
+    """The choice of a chunk that adds `more` to the message."""
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
 def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """(text beside them, function calls) of an answer: those that the engine parsed, else those that the model wrote,
-    between <tool_call> tags or as one JSON object. What can't be read as calls is text. `name` makes ids unique."""
+    """(text, function calls) of an answer. The text doesn't contain the calls.
+
+    The calls are those that the engine parsed, or else those in the text: between <tool_call> tags or as one JSON
+    object. A text that doesn't parse as calls stays text. `name` makes the ids of calls unique in the tape.
+    """
     if parsed:
         return text, tuple(_tool_call(call, 0) for call in parsed)
     try:
@@ -316,7 +321,8 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    """OpenAI's entries for tokens and their log-probs; an unknown one (NaN) is null."""
+    """OpenAI's entries for tokens and their log-probs (natural logarithm). NaN stands for unknown and becomes null."""
+    # `value == value` is false for NaN only; JSON has no NaN.
     return [
         {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(texts, logprobs, strict=True)

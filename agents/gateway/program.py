@@ -1,8 +1,9 @@
-"""An external program as an agent: it gets the address and key of its tape, and its output is its action.
+"""Runs an external program as an agent: the program gets the URL and key of its tape, and its output is the action.
 
-The program is any that speaks OpenAI's protocol: a command line, which finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in
-its environment, or an async function, which is given both. It is shown the newest observation and answers with text.
-Between the two it may ask the model as often as it likes; each question is a call on the tape.
+The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
+`OPENAI_API_KEY` in its environment; a function gets both as an argument. The program reads the newest observation and
+answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
+tape.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ KILL = 10.0
 DRAIN = 1.0
 """Seconds to read the rest of a program's output after it and its children ended."""
 _ERRORS = 4000
-"""Last bytes of stderr that are kept."""
+"""How many bytes of the end of stderr are kept."""
 
 
 class ProgramFailed(TapereelError, RuntimeError):
-    """The program ended with an error or printed too much: an error of the agent. Quotes its last output."""
+    """The program ended with an error or printed too much: an error of the agent. The message quotes the output."""
 
 
 class Endpoint(NamedTuple):
-    """Where a program asks the model: `AsyncOpenAI(**endpoint._asdict())`."""
+    """URL and key for a program's requests to the model: `AsyncOpenAI(**endpoint._asdict())`."""
 
     base_url: str
     api_key: str
@@ -56,12 +57,13 @@ Function = Callable[[str, Endpoint], Awaitable[str]]
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
-    A command reads the task on stdin, or as the argument `{task}` where it has one; what it prints until it ends is its
-    answer, without secrets that are known as such. It has all variables of this process's environment, and its address
-    and key. What it started and left running is ended with it: the session it runs in, and (on Linux) whatever else
-    has its key in its environment. A process that has put itself into another session and its key away goes on.
+    A command reads the task on stdin, or in the place of `{task}` in its arguments. Its output on stdout is the answer;
+    known secrets in it are replaced. Its environment is this process's environment plus the URL and the key.
 
-    With `follow=False` the run's own temperature and top_p hold, whatever the program asks for.
+    When the command ends, its remaining processes are killed: those in its process session and, on Linux, all others
+    that have its key in their environment. A process that leaves the session and drops the key survives.
+
+    With `follow=False` the run's temperature and top_p apply, not those of the program's requests.
     """
 
     patience = 10.0
@@ -74,7 +76,10 @@ class Program(Agent):
         follow: bool = True,
         gateway: Gateway | None = None,
     ) -> None:
-        """`gateway`: one that is being served; without it, the event loop's own is while a program runs."""
+        """gateway: a gateway that is being served. None: one gateway per event loop, served while any program runs.
+
+        Raises TypeError if `program` is neither a list of strings nor an async function.
+        """
         if isinstance(program, str) or (callable(program) and not _is_async(program)):
             raise TypeError(
                 f"Program needs a list of words, as in ['python', 'agent.py'], or an async function, not {program!r}"
@@ -98,6 +103,8 @@ class Program(Agent):
                 yield exchange
             yield Answer(text=without_secrets((await _outcome(running, session)).replace(key, "[key]")))
         finally:
+            # The key is revoked and the program ended before the session closes: no request can arrive after the labels
+            # are recorded. The gateway stops last, because it still answers the cancelled requests.
             gateway.shut(key)
             running.cancel()
             await asyncio.wait([running])
@@ -111,7 +118,9 @@ class Program(Agent):
 
 
 async def _outcome(running: asyncio.Future[str], session: Session) -> str:
-    """The program's output, or the reason why the episode ends without it."""
+    """The program's output. Raises the reason why the episode ends without it."""
+    # A program fails because its request was refused, so the limit or the engine's failure is the cause and comes
+    # first. A reached limit ends the episode even if the program returned an answer.
     if session.broken.done():
         session.broken.result()
     try:
@@ -130,7 +139,7 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 
 
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
-    """Run a command to its end, and return its output."""
+    """Run a command to its end, and return its output. Raises ProgramFailed."""
     inline = any("{task}" in word for word in words)
     transport, ran = await asyncio.get_running_loop().subprocess_exec(
         _Ran,
@@ -159,7 +168,11 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 
 
 class _Ran(asyncio.SubprocessProtocol):
-    """What a command says, and that it has ended, whoever still holds its pipes."""
+    """Collects a command's output and its end.
+
+    The end is the exit of the process, not the end of its pipes: a child that survives the command can hold the pipes
+    open for ever.
+    """
 
     def __init__(self) -> None:
         self.said, self.complained = bytearray(), b""
@@ -169,6 +182,7 @@ class _Ran(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
         assert isinstance(data, bytes)
         if fd == 1:
+            # One byte more than allowed is kept, so that the caller sees that the output is too long.
             self.said += data[: LONGEST + 1 - len(self.said)]
         else:
             self.complained = (self.complained + data)[-_ERRORS:]
@@ -183,7 +197,7 @@ class _Ran(asyncio.SubprocessProtocol):
 
 
 async def _end(pid: int, ran: _Ran, key: str) -> None:
-    """The command where it hasn't ended, and whatever it started; then what they said is here."""
+    """End the command if it still runs, kill the processes that it started, then wait for the rest of its output."""
     if not ran.exited.is_set():
         _signal(pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -192,7 +206,7 @@ async def _end(pid: int, ran: _Ran, key: str) -> None:
     await asyncio.to_thread(_end_strays, key.encode())
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(ran.exited.wait(), KILL)
-    with contextlib.suppress(TimeoutError):  # somebody who got away holds a pipe: what was said counts
+    with contextlib.suppress(TimeoutError):  # a surviving process holds a pipe: use the output so far
         await asyncio.wait_for(ran.drained.wait(), DRAIN)
 
 
@@ -202,8 +216,8 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 def _end_strays(key: bytes) -> None:
-    """Whoever left the session has the key of this tape in its environment still, as nobody else has."""
-    for _ in range(10):  # a killed process may just have started another one
+    """Kill the processes that left the command's session: their environment has the tape's key, and no other has it."""
+    for _ in range(10):  # repeated, because a process may fork between the scan and the kill
         found = [pid for pid in map(int, filter(str.isdigit, _processes())) if key in _environment(pid)]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -217,7 +231,7 @@ def _processes() -> list[str]:
 
 
 def _environment(pid: int) -> bytes:
-    """That a process began with; empty where it isn't ours, or is gone."""
+    """The environment at the start of a process; empty if the process is another user's or has ended."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read()
@@ -245,6 +259,8 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
+    # `users` is counted before the lock is taken: a program that ends at the same time then sees this user and doesn't
+    # stop the gateway that this program is about to use.
     shared.users += 1
     try:
         async with shared.lock:

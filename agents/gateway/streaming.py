@@ -1,7 +1,7 @@
-"""Streams an answer while it is sampled: decides which text can be sent, so that the sent text is the final answer.
+"""Decides which text of an answer can be sent while it is sampled, so that the sent text begins the final answer.
 
-What is held back: characters without all their bytes, what may be the beginning of a `stop`, and with tools whatever
-may be the beginning of a call. It knows nothing of HTTP, tapes or engines.
+Held back are incomplete characters, text that may be the beginning of a stop string, and, if the request has tools,
+text that may be the beginning of a tool call. A client can't take sent text back. HTTP is in `gateway_server`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from .openai_protocol import ChatRequest
 
 TAG = "<tool_call>"
-"""The beginning of a function call that the model writes into its text."""
+"""The beginning of a tool call in the model's text."""
 
 
 class Pieces:
-    """Turns the ids of one answer into text that can be sent."""
+    """Turns the token ids of one answer into text that can be sent. Single use."""
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], *, tools: bool) -> None:
         self._decoder, self._stops, self._tools = decoder, stops, tools
@@ -28,7 +28,7 @@ class Pieces:
         self._begun = False
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The further text that can be sent now."""
+        """Add ids, and return the further text that can be sent now."""
         self._held += self._decoder.feed(ids)
         n = self._free()
         piece, self._held = self._held[:n], self._held[n:]
@@ -36,44 +36,50 @@ class Pieces:
         return piece
 
     def _free(self) -> int:
-        """How many of the held characters belong to the answer, whatever follows."""
+        """How many of the held characters belong to the answer's text for every possible continuation."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
         if not self._tools:
             return n
         if not self._begun and held.lstrip()[:1] in ("", "{"):
-            return 0  # as a whole it may be a call
-        # Of a text before a call, the space at its end goes.
+            return 0  # the whole answer may be a tool call as one JSON object
+        # `read_calls` strips the white space between the text and a call, so white space at the end is held back.
         return len(held[: min(n, _before(held, TAG))].rstrip())
 
 
 def _before(text: str, word: str) -> int:
-    """Where `word` begins in `text`, or may begin at its end."""
+    """The index at which `word` begins in `text` or may begin at its end; otherwise the length of `text`."""
     at = text.find(word)
     return at if at >= 0 else len(text) - overlap(text, word)
 
 
 class Live:
-    """The answer of one request: a listener of the engine, read by the HTTP handler. Single use."""
+    """The streamed answer of one request: the engine's listener writes, and the HTTP handler reads. Single use.
+
+    Both run in the same event loop. The engine may retry after text was sent; then the new attempt must repeat the sent
+    text, or the stream stops and `end` returns False.
+    """
 
     def __init__(self, request: ChatRequest) -> None:
         self.id = ""
-        """Of the answer; empty until it is asked for."""
+        """Id of the answer; empty until `open`."""
         self.created = int(time.time())
         self.sent = ""
         """All text that was sent."""
         self.moved = asyncio.Event()
-        """Set when there may be more to take, or the answer is there."""
+        """Set when there may be new text for `take`, or the request is done."""
         self._request = request
         self._renderer: Any = None
         self._pieces: Pieces | None = None
         self._new = array("i")
+        """Ids (int32) that `take` hasn't decoded yet."""
         self._again = ""
         """After a failed attempt: the sent text that the new attempt must repeat."""
         self._parted = False
+        """Whether the new attempt differs from the sent text, or the answer is complete: nothing more is sent."""
 
     def open(self, id: str, renderer: Any) -> None:
-        """Called before the first token. `renderer`: the engine's; None for an engine of texts, which tells nothing."""
+        """Called before the first token. renderer: the engine's; None for a text engine, which can't stream tokens."""
         self.id, self._renderer = id, renderer
 
     def tokens(self, ids: array[int]) -> None:
@@ -82,12 +88,13 @@ class Live:
         self.moved.set()
 
     def again(self) -> None:
-        """`Listener.again`: the new attempt must begin with the text that was sent."""
+        """`Listener.again`, called by `LLM` before a retry: the new attempt must begin with the sent text."""
+        # The decoder is replaced too: its state belongs to the ids of the failed attempt.
         self._new, self._pieces = array("i"), None
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Waits until it `moved`, once more than before; True where it didn't in so many seconds."""
+        """Wait for `moved`, and clear it. Returns True if it wasn't set within `seconds` (None: no limit)."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -106,6 +113,7 @@ class Live:
             )
         new, self._new = self._new, array("i")
         text = self._pieces.feed(new)
+        # After a retry, the first `len(_again)` characters were already sent: they are compared and not sent again.
         n = min(len(text), len(self._again))
         self._parted = text[:n] != self._again[:n]
         self._again = self._again[n:]
@@ -115,6 +123,6 @@ class Live:
         return text[n:]
 
     def end(self, text: str) -> bool:
-        """The answer is complete. Returns whether the sent text is its beginning."""
+        """Stop streaming: the answer is complete. Returns whether the sent text is a prefix of `text`."""
         self._new, self._parted = array("i"), True
         return text.startswith(self.sent)

@@ -1,8 +1,8 @@
-"""Text to token ids and back, with control tokens only where the chat template wrote them.
+"""Converts text to token ids and back, with control tokens only where the chat template wrote them.
 
-A *control token* is an added token that is special, or that the chat template spells out. Content that happens to
-contain the text of a control token is split after its first character by a private mark. Text is encoded piece by piece
-between marks, so no tokenizer can read the text as the token.
+A *control token* is an added token that is special, or that the chat template spells out. If content contains the text
+of a control token, a private mark splits that text after its first character. The pieces between marks are encoded
+separately, so no tokenizer can read the text as the token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ...tapes.errors import TapereelError, UsageError
 _MARK = "\ufdd0"
 _BREAK = _MARK + "1"
 _LITERAL = _MARK + "0"
-"""The mark is a Unicode noncharacter; where content has one of its own it is written as `_LITERAL`."""
+"""The mark is a Unicode noncharacter. If content itself contains the mark, it is written as `_LITERAL`."""
 
 
 class RenderError(TapereelError, ValueError):
-    """A conversation can't be turned into tokens; says which message and what to do."""
+    """A conversation can't be turned into tokens. The message says what is wrong and what to do."""
 
 
 class NoChatTemplate(RenderError, UsageError):
@@ -52,22 +52,26 @@ class Codec:
     """Encodes and decodes with its own copy of a tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """`literals` is the text that the chat template itself writes."""
+        """literals: the text that the chat template itself writes. special_text: what to do with content that holds the
+        text of a control token: encode it as plain text, or raise SpecialText.
+
+        Raises RenderError for a tokenizer without a backend of the `tokenizers` library.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise RenderError(
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
                 "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
             )
-        # A copy: padding, truncation and special-splitting are state of the backend, which other users of the tokenizer
-        # change.
+        # A copy: padding, truncation and `encode_special_tokens` are state of the backend. Another user of the
+        # tokenizer may change that state, and then the same text would encode to other ids.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
         self._refuse = special_text == "refuse"
         self.hash: str = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
-        """SHA-256 (hex) of the tokenizer as its library serialises it."""
+        """SHA-256 (hex) of the backend as the `tokenizers` library serialises it."""
         self.control: dict[str, int] = {
             token.content: id
             for id, token in self._backend.get_added_tokens_decoder().items()
@@ -80,19 +84,19 @@ class Codec:
         """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
-        """Ids that plain text never encodes to. The unknown token is not among them."""
+        """Ids that plain text must never encode to. The unknown token isn't included: text can encode to it."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
-        """Ids of single bytes, where the tokenizer has them. A run of them can only be decoded as a whole."""
+        """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has them. A run decodes only as a whole."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
 
     def pattern(self, tokens: Iterable[str]) -> re.Pattern[str]:
-        """Matches any of these control tokens; longer ones first."""
+        """A regular expression that matches any of these control tokens, the longer ones first."""
         return _any_of(tokens)
 
     def controls(self, text: str) -> list[str]:
-        """The control tokens in marked text, in order."""
+        """The control tokens in marked text, in their order."""
         return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
 
     def token(self, id: int) -> str:
@@ -100,9 +104,12 @@ class Codec:
         return self._backend.id_to_token(id) or ""
 
     def mark(self, value: Any, where: str, only: re.Pattern[str] | None = None) -> Any:
-        """`value` (text, or nested lists and dicts of it) with every control token in it broken; the same object when
-        there is none. `where` names the place in an error. With `only`, just the tokens that it matches are broken, and
-        never refused: the value is an answer, which the model may have sampled."""
+        """Split every control token in `value` (text, or nested lists and dicts of text) by a mark.
+
+        Returns the same object if there is nothing to split. where: the place of the value, for the error message.
+        only: split just the tokens that it matches, and never refuse them. The value is then an answer, in which the
+        model may have sampled other control tokens. Raises SpecialText.
+        """
         if isinstance(value, str):
             return self._mark_text(value, where, only)
         if isinstance(value, Mapping):
@@ -114,12 +121,16 @@ class Codec:
         return value
 
     def encode(self, text: str, *, after: int | None = None) -> list[int]:
-        """Ids of marked text: of a whole prompt, or of what follows the id `after` in one."""
+        """Encode marked text: a whole prompt, or the part of a prompt that follows the id `after`.
+
+        Raises SpecialText if the ids contain a control token that the text doesn't.
+        """
         pieces = text.split(_BREAK)
         first = pieces[0].replace(_LITERAL, _MARK)
         ids = self._raw(first) if after is None else self._following(first, after)
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
+        # The last defence: a tokenizer that normalises text first can still build a control token from a split text.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
             raise SpecialText(
@@ -130,13 +141,14 @@ class Codec:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, control tokens spelled out; a character that was cut reads as U+FFFD."""
+        """Decode ids, with control tokens as text. An incomplete character becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def _mark_text(self, text: str, where: str, only: re.Pattern[str] | None) -> str:
         pattern, refuse = only or self._pattern, self._refuse and only is None
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
+        # A loop: the rest of a split token can itself contain another control token.
         while (found := pattern.search(text)) is not None:
             token = found.group()
             if refuse or len(token) == 1:
@@ -153,31 +165,40 @@ class Codec:
         return self._backend.encode(text, add_special_tokens=False).ids if text else []
 
     def _following(self, text: str, after: int) -> list[int]:
-        """The ids of `text` as encoded right after the id `after`: SentencePiece puts a space before a text's first
-        word, and some control tokens swallow the white space behind them."""
+        """Encode `text` as the continuation of the id `after`.
+
+        A control token is encoded along with the text and then removed, because some control tokens consume the white
+        space after them.
+        """
         if after not in self._ids:
             return self._middle(text)
         ids = self._raw(self.token(after) + text)
         return ids[1:] if ids[:1] == [after] else self._middle(text)
 
     def _middle(self, text: str) -> list[int]:
+        """Encode `text` as a continuation of other text.
+
+        SentencePiece puts a space before the first word of a text. So a newline is encoded in front and its ids are
+        removed; if the tokenizer merges the newline with the text, the text is encoded alone.
+        """
         ids = self._raw("\n" + text)
         n = len(self._newline)
         return ids[n:] if ids[:n] == self._newline else self._raw(text)
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    # Longest match first: a token that is the beginning of another one must not match in its place.
+    # Longer tokens come before their own prefixes, because `|` takes the first alternative that matches.
     return re.compile("|".join(map(re.escape, sorted(tokens, reverse=True))) or "(?!)")
 
 
 def plain(text: str) -> str:
-    """The text without its marks."""
+    """Marked text without the marks: the original text."""
     return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
 
 
 def common_prefix(a: array[int], b: array[int]) -> int:
     """How many leading ids two int32 arrays share."""
+    # Binary search with slice comparisons, which run in C: a loop over the ids in Python is slow.
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""A chat template and its properties, found by rendering probes: how it ends an answer, frames turns, rewrites history.
+"""Finds the properties of a chat template: how it ends an answer, frames turns and rewrites history.
 
-Nothing here is guessed from a model's name: small conversations are rendered and read. This module knows nothing of
-token ids that were sampled.
+The module renders small test conversations and reads the result; it never looks at a model's name. `renderer` combines
+the template's text with sampled token ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """The template, or all of them; raises NoChatTemplate when there is none."""
+    """The text of the template, or JSON of all named templates. Raises NoChatTemplate if there is no usable one."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -58,7 +58,7 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
-        # Copied, so that the rendered text matches the hash also when the tokenizer's template is changed later.
+        # A copy: the rendered text must match the hash even if the tokenizer's template is changed later.
         template = tokenizer.chat_template
         self._by_name: dict[str, str] = dict(template) if isinstance(template, Mapping) else {"default": template}
         try:
@@ -68,21 +68,26 @@ class Template:
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
-        """SHA-256 (hex) of the template, its arguments and the special tokens that it may write."""
+        """SHA-256 (hex) of the template, its keyword arguments and the special tokens that it may write."""
         self.end_text, self.closing, self.ending = self._find_closing()
-        """The control token that ends an answer ("" when the template writes none), the text from an earlier answer's
-        last character through what ends it, and that of the conversation's last answer. Nearly always both end with the
-        token; Harmony (gpt-oss) ends the last answer with `<|return|>` and shows the earlier ones with `<|end|>`."""
+        """`end_text`: the control token that ends an answer; "" if the template writes none. `closing`: the text after
+        an earlier answer's last character, through its end token. `ending`: the same for the conversation's last
+        answer. Most templates use one token for both. Harmony (gpt-oss) ends the last answer with `<|return|>` and
+        earlier answers with `<|end|>`."""
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
         """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
-        # What some templates write only behind a finished conversation (Phi-3: the end of sequence).
+        # Some templates write a text only after a finished conversation (Phi-3: the end of sequence). It is removed
+        # before a prefix comparison, because a longer conversation doesn't have it at this place.
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. Inside an answer they can only be text."""
+        """Control tokens that frame turns. Inside an answer, such a token can only be plain text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str:
-        """Text of a conversation; `prompt` adds what asks for the next answer."""
+        """Render a conversation as text. prompt: add the generation prompt, which starts the next answer.
+
+        Raises RenderError if there is no message or the template refuses the messages.
+        """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
         template = self._by_name.get("tool_use") if tools else None
@@ -103,7 +108,7 @@ class Template:
             ) from error
 
     def findings(self) -> list[str]:
-        """Sentences: what this template rewrites in history, and what it can't render."""
+        """Describe what this template rewrites in history and what it can't render, one sentence each."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
         if "strftime_now" in self._source:
             found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
@@ -114,12 +119,18 @@ class Template:
     def _try(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True
     ) -> str | None:
+        """`render`, or None if the template refuses the messages."""
         try:
             return self.render(messages, tools, prompt=prompt)
         except RenderError:
             return None
 
     def _find_closing(self) -> tuple[str, str, str]:
+        """Find (end token, closing, ending) from the text between an answer and the next message.
+
+        The first control token after an answer may end the answer, or open the next user message. It ends the answer if
+        it also stands after a last answer, or doesn't stand before the first user message.
+        """
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
         last = self.render([user, answer], prompt=False).partition("Ax")[2]
@@ -129,12 +140,13 @@ class Template:
             if token in last or token not in opening:
                 return token, closing, closing
             final = self._codec.controls(last)
-            # What closes every message is no mark of the next one's role.
+            # A token that also ends user messages ends every message, so it can't mark the role of the next message.
             if final and self.render([user], prompt=False).partition("Qx")[2].startswith(token):
                 return final[0], closing, last[: last.index(final[0]) + len(final[0])]
         return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
+        """The ids that end an answer, without repetitions. Raises RenderError if there is none: no answer would end."""
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
@@ -152,20 +164,25 @@ class Template:
         return ids
 
     def _end_of_call(self) -> str:
-        """The control token behind an answer that calls a tool; "" where the template shows none."""
+        """The control token after an answer with a tool call; "" if the template writes none."""
         calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
         behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
         found = self._codec.controls(behind[2]) if behind[0] else []
         return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
 
     def _find_framing(self) -> frozenset[str]:
+        """Find the tokens that frame turns: those in test conversations with plain text, and those that end answers.
+
+        The renderer splits these tokens in earlier answers. A token that belongs in answers must not be found here, or
+        an answer that the model sampled with it would render to other ids.
+        """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**a, "tool_calls": [_CALL]}
         texts = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
         for asked, last_word in ((a, "Ax"), (calling, "pear")):
             behind = (self._try([q, asked, tool], prompt=False) or "").rpartition(last_word)[2]
-            # What stands between the call and the end of the answer belongs to the answer.
+            # Tokens between the tool call and the end of the answer belong to the answer, so they don't frame a turn.
             texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
         found = {token for text in texts if text for token in self._codec.controls(text)}
@@ -173,12 +190,13 @@ class Template:
         return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
 
     def _opens_answers(self) -> set[str]:
-        """Control tokens with which the template itself begins an answer (`<think>`): they belong into answers."""
+        """Control tokens with which the template begins an answer (`<think>`): they belong in answers."""
         asking = self.render([_say("user", "Qx")])
         history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
         opening: set[str] = set()
         for text in (asking, history):
             tokens = self._codec.controls(text)
+            # The last special token marks the assistant's role; tokens after it begin the answer itself.
             last = max((i for i, token in enumerate(tokens) if token in self._codec.special), default=-1)
             opening.update(tokens[last + 1 :])
         return opening
@@ -251,5 +269,6 @@ def _say(role: str, content: str) -> Message:
 
 
 def _common(a: str, b: str) -> str:
+    """The longest common prefix."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]

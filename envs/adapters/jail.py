@@ -1,14 +1,15 @@
-"""The process side of the sandbox: run as a script, it walls itself in, runs one command, and tells how that ended.
+"""The child process of the sandbox: a script that isolates itself, runs one command, and reports how the command ended.
 
     python -I -S jail.py <<< '{"command": [...], "folder": ..., "seconds": ..., "report": FD, ...}'
 
-What the command finds in the folder was made by commands before it, which are not to be trusted: only the command's own
-process, once it has no more rights than they had, enters the folder, and writes a file there where the order has one.
-Imports nothing but the standard library, since it starts for every snippet. Where namespaces are to be had:
+The content of the folder comes from earlier commands and is not trusted. So only the command's own process enters the
+folder and writes the order's file there, after it has dropped its privileges. The script imports only the standard
+library, because it starts for every snippet. With namespaces, the processes are:
 
     jail ── init (pid 1 of its own process namespace; its death kills all) ── the command (no privileges, limits)
 
-and else the jail adopts every orphan of the command and kills what it finds, until there is nothing left.
+Without namespaces, the jail becomes the parent of every orphan of the command, and kills its children until none is
+left.
 """
 
 from __future__ import annotations
@@ -43,46 +44,52 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 FIRST_UID = 1 << 20
-"""Where this process is root, each sandbox has a user of its own, from here on: which its limit of processes counts."""
+"""The first user id of sandboxes, if this process is root. Each sandbox has its own user id, because the kernel counts
+the limit of processes per user."""
 POLL_SECONDS = 0.01
+"""Seconds between two checks whether the command has ended."""
 KILL_SECONDS = 20
-"""That killing what is left may take, on a machine that has other things to do."""
+"""Time limit for killing the remaining processes; generous, for a loaded machine."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """OSError where a call of libc failed."""
+    """Raise OSError if a call of libc failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def unshare() -> None:
-    """New namespaces for this process and its children; as a user without privileges, by way of a user namespace."""
+    """Create new namespaces for this process and its children; without privileges, inside a new user namespace.
+
+    Raises OSError if the system forbids namespaces.
+    """
     flags = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     uid, gid = os.getuid(), os.getgid()
     check(libc.unshare(flags if uid == 0 else flags | CLONE_NEWUSER), "unshare")
     if uid != 0:
+        # `setgroups` comes first: the kernel refuses an unprivileged `gid_map` until setgroups(2) is denied.
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(line)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
-    """mount(2)."""
+    """mount(2). Raises OSError."""
     words = [word.encode() if word is not None else None for word in (source, target, kind)]
     check(libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), None), f"mount {target}")
 
 
 class MountAttributes(ctypes.Structure):
-    """`struct mount_attr` of Linux."""
+    """`struct mount_attr` of Linux: four 64-bit fields."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
 
 
 def read_only(target: str, *, on: bool, deep: bool) -> None:
-    """mount_setattr(2): may nothing be written there?"""
+    """mount_setattr(2): make the mount read-only or writable. deep: with all mounts below it. Raises OSError."""
     attributes = MountAttributes(MOUNT_ATTR_RDONLY if on else 0, 0 if on else MOUNT_ATTR_RDONLY, 0, 0)
     check(
         libc.syscall(
@@ -98,26 +105,29 @@ def read_only(target: str, *, on: bool, deep: bool) -> None:
 
 
 def wall_in(folder: str) -> None:
-    """As pid 1 of the namespaces: only `folder` can be written, only own processes are seen."""
+    """Isolate pid 1 of the namespaces: only `folder` is writable, and only processes of the namespace are visible."""
+    # Order matters. Mounts become private first, or the changes would reach the host. The folder becomes a mount of its
+    # own before all is read-only, because the read-only attribute holds per mount.
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount(folder, folder, None, MS_BIND)
     read_only("/", on=True, deep=True)
     read_only(folder, on=False, deep=False)
     try:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    except OSError:  # a container that masks parts of /proc forbids a new one: better none than everybody's
+    except OSError:  # a container that masks parts of /proc forbids a new /proc: show an empty one, not the host's
         mount("none", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
 
 
 def bound(what: int, value: float) -> None:
-    """One limit of this process, and of every one that it starts."""
+    """Set one resource limit (soft and hard) of this process and its children. An existing lower hard limit stays."""
     hard = resource.getrlimit(what)[1]
     least = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
     resource.setrlimit(what, (least, least))
 
 
 def limit(order: dict[str, Any]) -> None:
-    """All limits but that of files' sizes, which comes last."""
+    """Set all resource limits except that of file size, which `become` sets after the order's file is written."""
+    # CPU time has 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
     seconds = int(order["seconds"]) + 2
     for what, value in (
         (resource.RLIMIT_CPU, seconds),
@@ -130,8 +140,11 @@ def limit(order: dict[str, Any]) -> None:
 
 
 def settle(order: dict[str, Any]) -> None:
-    """Enter the folder and write the order's file, with the command's own rights: what stands in the way, a command
-    before this one has put there. Then it reads so, as the output of this one."""
+    """Enter the folder and write the order's file, with the rights of the command.
+
+    Only an earlier command can have put an obstacle there. So a failure is written to stderr as output of this command
+    and exits with 1; it is no failure of the jail.
+    """
     name, text = order["file"] or ("", "")
     doing = "its working directory can't be entered"
     try:
@@ -141,6 +154,7 @@ def settle(order: dict[str, Any]) -> None:
             doing = f"{name} can't be written"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
+            # "x" refuses an existing path, so a link that an earlier command made is never followed.
             with open(name, "x", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
     except OSError as error:
@@ -149,7 +163,10 @@ def settle(order: dict[str, Any]) -> None:
 
 
 def become(order: dict[str, Any]) -> None:
-    """The command, in this process: without privileges, with its limits. Never returns."""
+    """Replace this process by the command, without privileges and with its limits. Never returns."""
+    # Order matters. Inherited descriptors are closed first, so that the command reaches no file of the parent. The
+    # groups change before the user, because only root can change groups. The folder is entered last, when this process
+    # has no more rights than the commands that filled it. The report pipe closes at `execv`.
     try:
         for fd in range(3, 256):
             if fd != order["report"]:
@@ -173,13 +190,20 @@ def become(order: dict[str, Any]) -> None:
 
 
 def tell(order: dict[str, Any], what: dict[str, Any]) -> None:
-    """To whoever started the jail, by the pipe that the command doesn't have. What is told first counts."""
+    """Send a JSON line to the parent of the jail by the report pipe, which the command doesn't have.
+
+    The parent reads the first line only. A parent that is gone is no error.
+    """
     with contextlib.suppress(OSError):
         os.write(order["report"], json.dumps(what).encode() + b"\n")
 
 
 def wait_for(child: int, seconds: float) -> int | None:
-    """Its exit code (negative: the signal), collecting whoever else dies; None where it hadn't ended in time."""
+    """Wait for a child. Returns its exit code (negative: the signal), or None if it hasn't ended after `seconds`.
+
+    Also collects all other children that end, because init and a subreaper inherit every orphan: uncollected zombies
+    would count towards the limit of processes.
+    """
     until = time.monotonic() + seconds
     while True:
         try:
@@ -195,17 +219,22 @@ def wait_for(child: int, seconds: float) -> int | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Its children, by /proc."""
+    """The ids of a process's children, read from /proc."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+            # The command name in parentheses may hold any character, so the fields are those after the last ")".
             if int(file.read().rpartition(b")")[2].split()[1]) == pid:
                 found.append(int(name))
     return found
 
 
 def kill_all() -> None:
-    """Every descendant: each orphan becomes a child of the jail, and they are killed faster than they can fork."""
+    """Kill every descendant, without namespaces, within `KILL_SECONDS`.
+
+    The jail is a subreaper, so each orphan becomes its child and is found in a later round. Children are stopped before
+    any of them is killed: a stopped process can't fork a new one while the others are killed.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     until = time.monotonic() + KILL_SECONDS
     while time.monotonic() < until:
@@ -225,11 +254,12 @@ def kill_all() -> None:
 
 
 def run_apart(order: dict[str, Any]) -> None:
-    """With namespaces: this process waits for the one that is init in there, and for all that end with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # given up by whoever started it: nothing may stay
+    """Run the order with namespaces. This process waits for init; the kernel kills all other processes with init."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parent gave up: SystemExit, so that cleanup runs
     init = os.fork()
     if init == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # If the jail is killed with SIGKILL it can't clean up; this signal then ends init and so every process in it.
         check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
         try:
             wall_in(order["folder"])
@@ -251,9 +281,9 @@ def run_apart(order: dict[str, Any]) -> None:
 
 
 def run_beside(order: dict[str, Any]) -> None:
-    """Without namespaces."""
+    """Run the order without namespaces, as a subreaper that kills all descendants at the end."""
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # given up by whoever started it: nothing may stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parent gave up: SystemExit, so that cleanup runs
     try:
         command = os.fork()
         if command == 0:
@@ -267,7 +297,7 @@ def run_beside(order: dict[str, Any]) -> None:
 
 
 def processes_of(uid: int) -> int:
-    """How many processes and threads the user has now: the limit of processes counts them too."""
+    """How many processes and threads the user has now. RLIMIT_NPROC counts them too, so they are added to the limit."""
     total = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -277,7 +307,7 @@ def processes_of(uid: int) -> int:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Carry out the order."""
+    """Carry out the order. If isolation is required and the system forbids namespaces, report that with `tell`."""
     order["others"] = 0
     apart = order["isolation"] != "none"
     if apart:

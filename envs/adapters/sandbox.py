@@ -1,7 +1,7 @@
-"""A sandbox: tools that run a model's Python and shell snippets in processes with limits.
+"""A sandbox: tools that run a model's Python and shell snippets in processes with resource limits.
 
-`Sandbox` documents the guarantees and their gaps; `jail.py` is the code in the child process. After the first snippet
-this process only deletes the folder and never opens its files: they may be links or pipes that the snippet made.
+`Sandbox` documents the guarantees and their gaps. `jail.py` is the code of the child process. After the first snippet
+this process never opens files in the folder, it only deletes the folder: a file may be a link or pipe of the snippet.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ GRACE_SECONDS = 30.0
 LONGEST_WORD = (128 << 10) - 1
 """The system's size limit for one argument of a command (for example a shell command), in bytes."""
 _CHUNK = 1 << 16
+"""Bytes of one read from a pipe."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -42,7 +43,7 @@ class Ran:
     """The result of a snippet."""
 
     output: str
-    """Standard output and standard error in their order, at most `limit` characters and a note."""
+    """Standard output and standard error, interleaved as written: at most `limit` characters and a note."""
     code: int | None
     """Exit code; a negative code is the signal that killed the process. None if it reached its time limit."""
     isolated: bool
@@ -62,8 +63,8 @@ class Sandbox:
 
     On every Linux: a time limit, after which all processes of the snippet are killed; limits of address space for each
     process, of file size, of open files and of processes; an empty environment; one folder for the episode, which is
-    deleted at its end; output cut at `limit`. Links, pipes or locked directories in the folder can't make this process
-    follow them, block or fail: a process with the rights of the snippets writes the programs.
+    deleted at its end; output cut at `limit`. This process doesn't follow links in the folder, and pipes or locked
+    directories there can't block it or make it fail: a process with the rights of the snippets writes the programs.
 
     If the system allows namespaces (as root, or with unprivileged user namespaces; many containers forbid them), also:
     no network, not even loopback; a file system that is read-only except for the folder; other processes are invisible.
@@ -71,10 +72,10 @@ class Sandbox:
 
     Not guaranteed: the sandbox is not a virtual machine, so a flaw in the kernel breaks it. A snippet can read what
     this user can read (if this process is root: files that all users can read). The memory limit is for each process,
-    so all together may use `processes` times as much; disk is limited for each file only. Without namespaces it can
-    reach the network, write where this user can write (if this process is root: where all users can write), and signal
-    this user's processes, including this one unless it is root. Run hostile code in a virtual machine, with this
-    sandbox inside it.
+    so all processes together may use `processes` times as much. Disk is limited for each file only. Without namespaces
+    a snippet can reach the network, write where this user can write (if this process is root: where all users can
+    write), and signal this user's processes, including this one unless it is root. Run hostile code in a virtual
+    machine, with this sandbox inside it.
     """
 
     def __init__(
@@ -119,16 +120,19 @@ class Sandbox:
     async def open(self) -> Sequence[Tool]:
         if sys.platform != "linux":
             raise NoSandbox(f"the sandbox needs Linux, but this system is {sys.platform}: run it in a Linux container")
-        # In a folder that snippets can't write: so theirs can't be moved, nor another thing be put in its place.
+        # The parent of the snippets' folder isn't writable for snippets: they can't move the folder or replace it by a
+        # link, so the path still means the same folder when `close` deletes it.
         folder = self._folder = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-")) / "work"
         folder.mkdir(0o700)
         for name, content in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         self._uid = jail.FIRST_UID + folder.stat().st_ino % (1 << 30)
+        # One user id per sandbox, from the inode, because the limit of processes counts all processes of a user.
         if os.getuid() == 0:
             _hand_over(folder, self._uid)
         offered = {"python": self.python, "shell": self.shell}
+        # The tool's own timeout is the outermost one: the jail ends a snippet first, and `_run` ends a jail that hangs.
         slack = self._bounds["seconds"] + 2 * GRACE_SECONDS
         return [tool(offered[name], timeout=slack, limit=self._limit + 1000) for name in self._names]
 
@@ -175,7 +179,7 @@ class Sandbox:
         return await self._run(command, None)
 
     async def _run(self, command: Sequence[str], file: tuple[str, str] | None) -> Ran:
-        """`file`: name and text of a file that the command's process writes first."""
+        """`run`, with `file`: name and text of a file that the command's process writes first."""
         words = [_sendable(word) for word in command]
         folder = self._place()
         report, told = os.pipe()
@@ -208,6 +212,7 @@ class Sandbox:
             os.close(report)
             raise
         finally:
+            # Only the jail keeps the write end; otherwise each command would leak a descriptor here.
             os.close(told)
         try:
             async with asyncio.timeout(self._bounds["seconds"] + GRACE_SECONDS):
@@ -221,6 +226,7 @@ class Sandbox:
             said = _rest(report)
         if not said:
             raise NoSandbox(f"the jail failed with exit code {process.returncode}: {output[-500:]}")
+        # The first line counts: a later one can only report a consequence of the first.
         found: dict[str, Any] = json.loads(said.splitlines()[0])
         if "failed" in found:
             raise NoSandbox(f"the jail failed: {found['failed']}")
@@ -228,6 +234,7 @@ class Sandbox:
 
 
 def _interpreter() -> str:
+    """The current interpreter, or the system's if this process is root and not all users may run the current one."""
     if os.getuid() != 0:
         return sys.executable
     way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
@@ -236,7 +243,10 @@ def _interpreter() -> str:
 
 
 def _hand_over(folder: Path, uid: int) -> None:
-    """The folder and all in it, which no snippet has seen yet, to the sandbox's user, who may pass the one above."""
+    """Make the sandbox's user the owner of the folder and its content, and let the user pass the parent folder.
+
+    Called before the first snippet, so no path can be a link that a snippet made.
+    """
     folder.parent.chmod(0o711)
     for place, _, files in os.walk(folder):
         for path in (place, *(os.path.join(place, name) for name in files)):
@@ -244,11 +254,14 @@ def _hand_over(folder: Path, uid: int) -> None:
 
 
 def _delete(place: Path) -> None:
-    """Delete the folder above the snippets' one, with all in it. No link is followed, and one folder is open at a time:
-    depth costs neither stack nor files."""
+    """Delete a tree that untrusted snippets made: `place`, the parent of the snippets' folder, with all its content.
+
+    No link is followed. One folder is open at a time and the path is a list, so a deep tree uses neither the call stack
+    nor file descriptors. Raises OSError, also if a folder was moved during the deletion.
+    """
     here, left = os.open(place, _FOLDER), list[str]()
     path: list[tuple[str, list[str], os.stat_result]] = []
-    """(name of a folder, what else is left in the one above, which that is), down to here."""
+    """(name of a folder, remaining folder names in its parent, identity of the parent), from `place` down to `here`."""
     try:
         while True:
             if left := left or _folders_of(here):
@@ -258,6 +271,7 @@ def _delete(place: Path) -> None:
                 here, left = _step(name, here), []
             elif path:
                 name, left, above = path.pop()
+                # ".." of a moved folder is another place: without this check, files outside the tree could be deleted.
                 here = _step("..", here)
                 if not os.path.samestat(os.fstat(here), above):
                     raise OSError(f"{name!r:.80} was moved away meanwhile")
@@ -270,15 +284,17 @@ def _delete(place: Path) -> None:
 
 
 def _step(name: str, here: int) -> int:
-    """From one open folder to another."""
+    """Open the folder `name` in the open folder `here`, close `here`, and return the new descriptor."""
     there = os.open(name, _FOLDER, dir_fd=here)
     os.close(here)
     return there
 
 
 def _folders_of(here: int) -> list[str]:
-    """The names of some folders in a folder, none where it is empty; what is no folder on the way there is deleted.
-    Never all of it at once, which could be too much to hold."""
+    """Delete entries of a folder that aren't folders, until folders are found. Returns their names; [] if it is empty.
+
+    Reads at most 1000 entries at a time, because a snippet may make more files than fit into memory.
+    """
     while True:
         with os.scandir(here) as entries:
             some = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in islice(entries, 1000)]
@@ -291,13 +307,19 @@ def _folders_of(here: int) -> list[str]:
 
 
 def _unlock(name: str, above: int) -> None:
-    """To be opened and emptied. Root needs no such thing, and so follows no link that was put there meanwhile."""
+    """Make a folder readable and writable, so that it can be emptied.
+
+    Root doesn't need this, and chmod follows links: as root, a link made meanwhile could change the mode of any file.
+    """
     if os.getuid() != 0:
         os.chmod(name, 0o700, dir_fd=above)
 
 
 def _sendable(word: str) -> str:
-    """A word of a command as it can be sent to another process. ToolFailed where it is too long."""
+    """An argument in a form that can be sent to another process. Raises ToolFailed if it is too long.
+
+    Lone surrogates, which UTF-8 can't encode, become backslash escapes.
+    """
     sent = word.encode("utf-8", "backslashreplace")
     if len(sent) > LONGEST_WORD:
         raise ToolFailed(
@@ -308,7 +330,7 @@ def _sendable(word: str) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Nothing of this process's: it may hold secrets."""
+    """The environment of the snippets. It has no variable of this process, because those may hold secrets."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": str(folder),
@@ -321,14 +343,17 @@ def _environment(folder: Path) -> dict[str, str]:
 
 async def _give(process: asyncio.subprocess.Process, data: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # it failed before it read that, and says why elsewhere
+    with contextlib.suppress(ConnectionError):  # the jail failed before it read the order; the report pipe says why
         process.stdin.write(data)
         await process.stdin.drain()
     process.stdin.close()
 
 
 async def _read(process: asyncio.subprocess.Process, limit: int) -> str:
-    """What it prints, to the end; beyond four bytes a character nothing is kept, only counted."""
+    """Read the output to its end. At most 4 * `limit` bytes are kept (UTF-8 has at most 4 bytes per character).
+
+    The rest is read and counted: a full pipe would block the snippet until its time limit.
+    """
     assert process.stdout is not None
     kept, more = bytearray(), 0
     while chunk := await process.stdout.read(_CHUNK):
@@ -342,7 +367,7 @@ async def _read(process: asyncio.subprocess.Process, limit: int) -> str:
 
 
 def _rest(pipe: int) -> bytes:
-    """What is in the pipe now; then it is closed."""
+    """Read the bytes that are in the pipe now, without waiting, and close the pipe."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, _CHUNK)
@@ -353,10 +378,11 @@ def _rest(pipe: int) -> bytes:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
+    """End the jail if it still runs. SIGTERM first: after SIGKILL, a jail without namespaces leaves its descendants."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
-        process.terminate()  # it takes with it what it started
+        process.terminate()  # the jail kills all processes that it started, then ends
     try:
         async with asyncio.timeout(GRACE_SECONDS):
             await process.wait()

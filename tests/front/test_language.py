@@ -49,8 +49,8 @@ LEFT: dict[str, int] = {
     "agents/engines/servers": 5,
     "agents/engines/transport": 6,
     "agents/engines/weights": 10,
-    "agents/gateway": 41,
-    "envs/adapters": 10,
+    "agents/gateway": 38,
+    "envs/adapters": 6,
     "finetune/interchange": 14,
     "tapes/store": 3,
 }
