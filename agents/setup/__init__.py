@@ -1,4 +1,4 @@
-"""What a configuration names, loaded: engines, players, the agent, the environment and the tasks.
+"""Loads the objects that a configuration names: engines, players, the agent, the environment and the tasks.
 
-Imports `agents.engines`, `agents.episode` and `envs`.
+The package imports `agents.engines`, `agents.episode` and `envs`.
 """

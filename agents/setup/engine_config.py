@@ -1,6 +1,6 @@
-"""Engines as a configuration describes them: one group of settings for each `kind`.
+"""Engine settings, one class per `kind`, and the functions that create engines from them.
 
-Torch is imported when an engine that needs it is made.
+Torch is imported only when an engine needs it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ def _without_password(url: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_without_password)]
-"""Where a server is, without what opens it."""
+"""The address of a server, without user, password or key."""
 
 
 class RendererConfig(Config):
-    """How conversations become tokens."""
+    """Settings of the renderer, which turns conversations into tokens."""
 
     history: Literal["sampled", "template"] = "sampled"
-    """What the model sampled stays as it is, or every prompt is what the chat template says."""
+    """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
+    prompt anew."""
     special_text: Literal["split", "refuse"] = "split"
-    """Text of control tokens in content is broken up, or ends the episode."""
+    """Control-token text in content. `split`: it becomes ordinary tokens. `refuse`: it ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Handed to the chat template, as in `{"enable_thinking": False}`."""
+    """Arguments of the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
-    """Tokens that end an answer, beside the template's own."""
+    """Tokens that end an answer, in addition to those of the template."""
 
     def make(self, tokenizer: Any) -> Renderer:
-        """The renderer for that tokenizer. RenderError where it has no chat template."""
+        """Create the renderer for `tokenizer`. Raises RenderError if the tokenizer has no chat template."""
         from ..rendering.renderer import Renderer
 
         return Renderer(
@@ -68,15 +69,15 @@ class RendererConfig(Config):
 
 
 class ScriptedConfig(Config):
-    """Written answers, without a model."""
+    """Settings of an engine that returns written answers, without a model."""
 
     kind: Literal["scripted"] = "scripted"
     answers: tuple[str, ...] = ()
-    """The k-th answer is returned for the k-th request of every conversation."""
+    """The engine returns the k-th answer for the k-th request of every conversation."""
     policy: str | None = None
-    """In place of answers: `module:name` of a function from a Request to the answer."""
+    """`module:name` of a function from a Request to the answer; it replaces `answers`."""
     tokenizer: str | None = None
-    """A folder with a tokenizer, so that the answers are recorded as tokens too."""
+    """A folder with a tokenizer. The answers are then recorded as tokens too."""
     renderer: RendererConfig = RendererConfig()
 
     @model_validator(mode="after")
@@ -87,58 +88,59 @@ class ScriptedConfig(Config):
 
 
 class EmbeddedConfig(Config):
-    """A transformers model, sampled inside this process."""
+    """Settings of an engine that samples a transformers model inside this process."""
 
     kind: Literal["embedded"] = "embedded"
     model: str
     """A folder in Hugging Face format: model and tokenizer, with a chat template."""
     renderer: RendererConfig = RendererConfig()
     slots: int = Field(default=64, ge=1)
-    """Completions that are sampled at once; the rest waits."""
+    """Maximum number of concurrent completions; further requests wait."""
     capacity: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and completion together; None: what the model allows, at most 4,096."""
+    """Maximum tokens of prompt and completion together. None: the model's limit, at most 4,096."""
     device: str | None = None
-    """Where the model samples: `cpu`, `cuda`, `cuda:1` ...; None or `auto`: a GPU where torch finds one. In training,
-    the engine samples where the trainer is, and `device`, `dtype` and `threads` stand under `trainer` alone."""
+    """The device: `cpu`, `cuda`, `cuda:1` ...; None or `auto`: a GPU if torch finds one. In training, the engine uses
+    the trainer's device, and only `trainer` has the settings `device`, `dtype` and `threads`."""
     dtype: Dtype | None = None
-    """Of the weights of a model that only samples; None: float32."""
+    """The dtype of the weights of a model that only samples. None: float32."""
     threads: int | None = Field(default=None, ge=1)
-    """Torch threads; None: 1, which keeps its speed while other work runs on the machine."""
+    """Number of torch threads. None: 1; one thread keeps its speed while other processes use the machine."""
 
 
 class _Served(Config):
-    """What serves one model and takes its weights in training."""
+    """Shared settings of engines that serve one model and accept weight syncs in training."""
 
     model: str
-    """A folder in Hugging Face format with the tokenizer and configuration of the model they serve."""
+    """A folder in Hugging Face format with the tokenizer and configuration of the served model."""
     renderer: RendererConfig = RendererConfig()
     publish: PublishWay = "reload"
-    """How new weights get there: all servers `reload` a folder, or vLLM takes them by its weight-`transfer` routes from
-    shared memory, or over `nccl`, or with `lora` as adapters (`trainer.lora`), each version under its own name."""
+    """How a weight sync reaches the servers. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer
+    routes read shared memory. `nccl`: a broadcast. `lora`: adapters (`trainer.lora`), each version under its own
+    name."""
     weights_folder: str | None = None
-    """Where new weights are written for them in training; a folder that they can read. None: a temporary one."""
+    """The folder for new weights in training, which the servers can read. None: a temporary folder."""
     seconds: float = Field(default=600.0, gt=0)
-    """Bound of one request."""
+    """Time limit of one request, in seconds."""
     patience: float = Field(default=300.0, gt=0)
-    """So long, in seconds, is a server asked again that is paused or full."""
+    """Time limit, in seconds, for the retries of a request to a paused or full server."""
     control_seconds: float = Field(default=120.0, gt=0)
-    """Bound of each step of publishing, as pausing a server or loading weights there."""
+    """Time limit, in seconds, of each step of a weight sync, such as a pause or a load. No step is retried."""
     slots: int = Field(default=64, ge=1)
-    """Of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
+    """Slots of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
-    """Of that engine, as in an embedded one."""
+    """Capacity of that engine, as in `EmbeddedConfig`."""
 
 
 class VLLMConfig(_Served):
-    """vLLM servers that serve one model. `tapereel serve model` starts one with the flags that they need."""
+    """vLLM servers that serve one model. `tapereel serve model` starts a server with the required flags."""
 
     kind: Literal["vllm"] = "vllm"
     urls: tuple[Address, ...] = Field(min_length=1)
-    """Their addresses, as in `http://127.0.0.1:8000`."""
+    """Addresses of the servers, such as `http://127.0.0.1:8000`."""
     key_variable: str | None = None
-    """The environment variable with their API key."""
+    """The environment variable with the API key of the servers."""
     nccl: NCCLConfig | None = None
-    """Of `publish: nccl`; None: loopback and free ports."""
+    """Address and port for `publish: nccl`. None: loopback and free ports."""
 
     @model_validator(mode="after")
     def _nccl_is_used(self) -> VLLMConfig:
@@ -158,13 +160,13 @@ class VLLMConfig(_Served):
 
 
 class SGLangConfig(_Served):
-    """SGLang servers that serve one model. Not run against one so far."""
+    """SGLang servers that serve one model. No test has run against a real SGLang server yet."""
 
     kind: Literal["sglang"] = "sglang"
     urls: tuple[Address, ...] = Field(min_length=1)
-    """Their addresses, as in `http://127.0.0.1:30000`."""
+    """Addresses of the servers, such as `http://127.0.0.1:30000`."""
     key_variable: str | None = None
-    """The environment variable with their API key."""
+    """The environment variable with the API key of the servers."""
 
     @model_validator(mode="after")
     def _reloads(self) -> Self:
@@ -178,7 +180,7 @@ class VLLMInProcessConfig(_Served):
 
     kind: Literal["vllm_inprocess"] = "vllm_inprocess"
     options: dict[str, JsonValue] = Field(default={})
-    """Arguments of vLLM's AsyncEngineArgs, as in `{"max_model_len": 8192, "gpu_memory_utilization": 0.5}`."""
+    """Arguments of vLLM's AsyncEngineArgs, such as `{"max_model_len": 8192, "gpu_memory_utilization": 0.5}`."""
 
     @model_validator(mode="after")
     def _no_keys(self) -> Self:
@@ -197,44 +199,45 @@ class VLLMInProcessConfig(_Served):
 
 
 class LiteLLMConfig(Config):
-    """A hosted model of any provider that litellm knows: texts, which can be imitated and not reinforced."""
+    """A hosted model of any provider that litellm supports. Its answers are text without log-probs: they suit
+    imitation (SFT) and not reinforcement learning."""
 
     kind: Literal["litellm"] = "litellm"
     model: str
-    """litellm's name for it, as in `openai/gpt-4o-mini` or `anthropic/claude-sonnet-4-5`."""
+    """litellm's name of the model, such as `openai/gpt-4o-mini` or `anthropic/claude-sonnet-4-5`."""
     base_url: Address | None = None
-    """Where a server of one's own is; None: the provider's address."""
+    """Address of a self-hosted server. None: the provider's address."""
     key_variable: str | None = None
-    """The environment variable with the API key; None: the provider's own, as `OPENAI_API_KEY`."""
+    """The environment variable with the API key. None: the provider's variable, such as `OPENAI_API_KEY`."""
     seconds: float = Field(default=120.0, gt=0)
-    """Bound of one request."""
+    """Time limit of one request, in seconds."""
     retries: int = Field(default=5, ge=0)
-    """How often one question is asked again that met a rate limit, a timeout or a failing server."""
+    """Maximum retries of one request after a rate limit, a timeout or a server error."""
     patience: float = Field(default=300.0, gt=0)
-    """So long, in seconds, is one question asked again."""
+    """Time limit, in seconds, for the retries of one request."""
     budget: float | None = Field(default=None, gt=0)
-    """US dollars that this process may spend; requests under way when it is reached are still paid. None: no bound."""
+    """Spending limit of this process in US dollars. Requests in flight at the limit are still paid. None: no limit."""
     prices: tuple[float, float] | None = None
-    """US dollars for a million prompt and completion tokens; None: as litellm knows them."""
+    """US dollars per million prompt tokens and per million completion tokens. None: litellm's prices."""
     options: dict[str, JsonValue] = Field(default={})
-    """Further arguments of litellm's `completion`, as in `{"reasoning_effort": "low"}`."""
+    """Further arguments of litellm's `completion`, such as `{"reasoning_effort": "low"}`."""
 
 
 class CustomConfig(Config):
-    """An engine of your own: a class, or a function that makes an instance."""
+    """A user-defined engine: a class, or a function that creates an instance."""
 
     kind: str = Field(pattern=r"^[^:]+:[^:]+$")
     """`package.module:name` or `file.py:name`, called with `options` as keyword arguments."""
     options: dict[str, JsonValue] = Field(default={})
-    """Arguments of the class or function. They are recorded with the run: keep keys in environment variables."""
+    """Arguments of the class or function. The run records them: keep API keys in environment variables."""
     model: str | None = None
-    """A folder in Hugging Face format: the model that the trainer holds. Required in training."""
+    """A folder in Hugging Face format with the trainer's model. Required in training."""
     renderer: RendererConfig = RendererConfig()
-    """Of the trainer and of an embedded engine with its weights; the engine brings its own renderer."""
+    """Renderer of the trainer and of an embedded engine with its weights. The custom engine has its own renderer."""
     slots: int = Field(default=64, ge=1)
-    """Of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
+    """Slots of the embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
-    """Of that engine, as in an embedded one."""
+    """Capacity of that engine, as in `EmbeddedConfig`."""
 
     @model_validator(mode="after")
     def _no_keys(self) -> Self:
@@ -242,8 +245,10 @@ class CustomConfig(Config):
         return self
 
     def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
-        """A new engine. UsageError where `kind` names nothing that can be called with `options`, IncompleteEngine where
-        the result lacks members of `protocol`, which `use` needs."""
+        """Create an engine.
+
+        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result lacks
+        members of `protocol`, which `use` needs."""
         factory = load_named(self.kind)
         if not callable(factory):
             raise UsageError(
@@ -255,13 +260,13 @@ class CustomConfig(Config):
         except TypeError as error:
             raise UsageError(f"engine.options doesn't fit {self.kind}: {error}") from error
         except ValueError:
-            pass  # a callable without a signature: the call itself tells
+            pass  # a callable without a signature: the call below checks the arguments
         engine = factory(**self.options)
         require(engine, protocol, f"{use} with engine.kind={self.kind}")
         return cast(Engine, engine)
 
     async def check(self, protocol: type = Engine, use: str = "This run") -> None:
-        """Make an engine and close it: raises as `make` does, before anything is written."""
+        """Create an engine and close it. Raises as `make` does, before the run writes any file."""
         await self.make(protocol, use).close()
 
 
@@ -272,7 +277,7 @@ def _check_no_keys(options: Mapping[str, JsonValue], instead: str) -> None:
 
 
 def engine_kind(settings: Any) -> str | None:
-    """The tag in the union of engine settings: `custom` for `module:name`, else the kind itself."""
+    """The tag in the union of engine settings: `custom` for `module:name`, else `kind`."""
     kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
@@ -293,15 +298,15 @@ EngineConfig = Annotated[
 
 @dataclass(frozen=True)
 class Made:
-    """An engine, and the weights that it samples from."""
+    """An engine and the identity of its weights."""
 
     engine: Engine
     publish: Publish | None
-    """Version and digest of its weights; None where the engine has none, or where this process can't read them."""
+    """Version and digest of the weights. None: the engine has no weights, or this process can't read them."""
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:
-    """The engine that `config` describes. EngineError and NotTrainable of a server that can't be used."""
+    """Create the engine that `config` describes. Raises EngineError or NotTrainable for an unusable server."""
     if isinstance(config, ScriptedConfig):
         return Made(_scripted(config), None)
     if isinstance(config, EmbeddedConfig):
@@ -316,8 +321,9 @@ async def make_engine(config: AnyEngineConfig) -> Made:
 async def connect_to(
     config: ServedConfig, *, weights: bool = False, adapters: AdapterConfig | None = None
 ) -> RemoteEngine:
-    """An engine of the servers, or of vLLM in this process, which is started; with `weights`, it takes new ones.
-    adapters: those that `publish: lora` sends."""
+    """Connect to the servers, or start vLLM in this process. With `weights`, the engine accepts weight syncs.
+
+    `adapters`: the LoRA settings for `publish: lora`."""
     from ..engines.embedded.pretrained import load_tokenizer
     from ..engines.servers.connect import connect, connect_channels
 
@@ -380,6 +386,7 @@ def _policy(config: ScriptedConfig) -> Policy:
     answers = config.answers
 
     def in_turn(request: Request) -> str:
+        # The conversation gives the index, not a counter: concurrent episodes share this function.
         k = sum(message["role"] == "assistant" for message in request.messages)
         if k >= len(answers):
             raise EngineError(f"the script has {len(answers)} answers, and one more was requested")
@@ -400,7 +407,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     torch.set_num_threads(config.threads or 1)
     found = load_pretrained(config.model, device=config.device or "auto", dtype=config.dtype or "float32")
     digest = weights_digest(found.model.state_dict())
-    # The weights name themselves: the same model has one version wherever it is run.
+    # The version comes from the digest of the weights: the same model has the same version in every run.
     version = f"{digest[:12]}:0"
     engine = EmbeddedEngine(
         found.model,

@@ -48,7 +48,7 @@ LEFT: dict[str, int] = {
     "agents/engines/embedded": 5,
     "agents/engines/servers": 5,
     "agents/engines/transport": 6,
-    "agents/engines/weights": 10,
+    "agents/engines/weights": 2,
     "agents/gateway": 38,
     "envs/adapters": 6,
     "finetune/interchange": 14,

@@ -1,4 +1,4 @@
-"""Weight sync: new weights of the policy on their way to servers, by reload, shared memory, NCCL or LoRA.
+"""Weight sync: sends new weights of the policy to servers by reload, shared memory, NCCL or LoRA.
 
-Imports `agents.engines.transport` and the floors below.
+The package imports `agents.engines.transport`, `envs` and `tapes`.
 """

@@ -1,16 +1,16 @@
-"""Servers that give their GPU's memory to somebody else for a while, as to the trainer beside them.
+"""Puts servers to sleep, so that another process can use their GPU memory, such as a trainer on the same GPU.
 
-A state machine of three states, in which every call leads to the state that it names, however often it is made:
+The state machine has three known states. Each call is idempotent and leads to one state:
 
-    awake --sleep--> asleep --weights--> weights --wake--> awake      (wake also leads there from asleep)
+    awake --sleep--> asleep --weights--> weights --wake--> awake      (wake also accepts asleep)
 
-Asleep, a server holds neither weights nor KV on the GPU; in `weights` it holds weights, so that new ones can be
-published, and no KV. A call that failed leaves the state unknown, and the next one goes through all of its steps. Ahead
-of every step towards `awake` what is cached is cleared: memory that this process holds for nothing, and on the server
-prefixes whose keys and values are gone.
+In `asleep`, a server has neither weights nor KV on the GPU. In `weights`, it has weights and no KV, so a weight sync
+can write new weights. A failed call leaves the state `unknown`, and the next call repeats all of its steps. Before each
+step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache,
+whose keys and values no longer exist.
 
-vLLM: `/sleep`, `/wake_up`, with `--enable-sleep-mode` on CUDA; its CPU build takes the calls, pauses, and keeps its
-memory. SGLang: `/release_memory_occupation` and `/resume_memory_occupation`.
+vLLM has `/sleep` and `/wake_up`, with `--enable-sleep-mode` on CUDA. Its CPU build accepts both calls, pauses, and
+keeps its memory. SGLang has `/release_memory_occupation` and `/resume_memory_occupation`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Part = Literal["weights", "kv_cache"]
 
 
 class Rests(Protocol):
-    """One server's routes for it. Every method returns once the server has done it, and raises when it hasn't."""
+    """The sleep routes of one server. Each method returns after the server has finished, and raises otherwise."""
 
     async def release(self) -> None:
-        """Let go of everything on the GPU that can be restored."""
+        """Free the GPU memory that `restore` can bring back."""
         ...
 
     async def clear(self) -> None:
-        """Forget cached prefixes."""
+        """Clear the prefix cache."""
         ...
 
     async def restore(self, part: Part) -> None:
-        """Bring that back."""
+        """Allocate `part` on the GPU again."""
         ...
 
 
 class VLLMRest:
-    """vLLM's routes of the development mode."""
+    """The sleep routes of vLLM's development mode."""
 
     def __init__(self, server: Channel, *, level: Literal[1, 2] = 1, seconds: float = 120.0) -> None:
-        """`level` 1 keeps the weights in the machine's memory; 2 drops them, so that new ones must be published before
-        it wakes. Every step is bounded by `seconds`."""
+        """`level` 1 keeps the weights in host memory. Level 2 drops them, so a weight sync must precede the wake-up.
+        `seconds` is the time limit of each step."""
         self.server = server
         self._level, self._seconds = level, seconds
 
@@ -65,10 +65,10 @@ class VLLMRest:
 
 
 class SGLangRest:
-    """SGLang's routes. Its KV cache and CUDA graphs go, its weights stay unless told otherwise."""
+    """SGLang's sleep routes. They free the KV cache and the CUDA graphs, and the weights only on request."""
 
     def __init__(self, server: Channel, *, weights: bool = False, seconds: float = 120.0) -> None:
-        """`weights`: release those too. Every step is bounded by `seconds`."""
+        """With `weights`, the server frees the weights too. `seconds` is the time limit of each step."""
         self.server = server
         self._tags = ["kv_cache", "cuda_graph", *(["weights"] if weights else [])]
         self._seconds = seconds
@@ -89,17 +89,21 @@ class SGLangRest:
 
 
 class Sleeper:
-    """All servers of one engine: they are in one state, or it is unknown."""
+    """All servers of one engine. They share one state, or the state is `unknown`.
+
+    Each method sets `unknown` before its first request. An error or a cancellation therefore never leaves a state that
+    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps. A
+    failed step is not retried here; the caller decides."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
-        """`clear_own` lets go of what this process caches on the GPU (default: torch's cache, where torch is used)."""
+        """`clear_own` frees the GPU memory that this process caches. Default: torch's cache, if torch is loaded."""
         self.state: State = "awake"
         self._servers = tuple(servers)
         self._clear_own = clear_own or empty_cache
         self._lock = asyncio.Lock()
 
     async def sleep(self) -> None:
-        """To `asleep`. Whatever is under way ends as aborted."""
+        """Go to `asleep`. Completions in flight end as `abort`."""
         async with self._lock:
             if self.state != "asleep":
                 self.state = "unknown"
@@ -107,13 +111,13 @@ class Sleeper:
                 self.state = "asleep"
 
     async def weights(self) -> None:
-        """From `asleep` to `weights`; nothing where the weights are there already."""
+        """Go from `asleep` or `unknown` to `weights`. No effect in `awake` and `weights`, which have weights."""
         async with self._lock:
             if self.state not in ("awake", "weights"):
                 await self._restore("weights", then="weights")
 
     async def wake(self) -> None:
-        """To `awake`."""
+        """Go to `awake`."""
         async with self._lock:
             if self.state in ("asleep", "unknown"):
                 await self._restore("weights", then="weights")
@@ -122,6 +126,7 @@ class Sleeper:
 
     async def _restore(self, part: Part, *, then: State) -> None:
         self.state = "unknown"
+        # Free memory on both sides before any server allocates, otherwise the allocation can run out of GPU memory.
         self._clear_own()
         await asyncio.gather(*(server.clear() for server in self._servers))
         await asyncio.gather(*(server.restore(part) for server in self._servers))
@@ -129,7 +134,8 @@ class Sleeper:
 
 
 def empty_cache() -> None:
-    """Give back what torch holds of the GPU for nothing; nothing where torch isn't loaded or has no GPU."""
+    """Return torch's unused cached memory to the GPU. No effect if torch isn't loaded or has no GPU."""
+    # No import: loading torch takes seconds, and a process without torch has nothing to free.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

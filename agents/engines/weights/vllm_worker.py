@@ -1,10 +1,9 @@
-"""Runs inside vLLM's worker processes: a weight-transfer backend that reads new weights from files.
+"""A weight-transfer backend for vLLM's worker processes: it reads new weights from files.
 
-`--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
---weight-transfer-config '{"backend": "tapereel"}'`, which
-`LocalServer(transfer=True)` and `tapereel serve model --transfer` add. Files in /dev/shm are shared memory: the trainer
-writes them once and every worker of that machine maps them. The environment of the server needs this package, none of
-its extras. Knows nothing of engines and requests; nothing here is imported by the rest of the package.
+The server needs the flags `--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
+--weight-transfer-config '{"backend": "tapereel"}'`. `LocalServer(transfer=True)` and `tapereel serve model --transfer`
+add them. Files in /dev/shm are shared memory: the trainer writes them once, and every worker of that machine maps them.
+The server's environment needs this package without extras. The rest of the package does not import this module.
 """
 
 # pyright: reportMissingImports=false
@@ -26,30 +25,33 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "tapereel"
-"""The name of the backend; `agents/engines/weights/weight_transfer.py` has the client's side of it."""
+"""The name of the backend. The client is in `agents/engines/weights/weight_transfer.py`."""
 
 
 @dataclass
 class FilesInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """Empty: the file backend needs no connection parameters."""
 
 
 @dataclass
 class FilesUpdate(WeightTransferUpdateInfo):
-    """One part of the weights."""
+    """The location of one part of the weights."""
 
     folder: str
-    """A folder that the worker can read; all `*.safetensors` in it are loaded, by Hugging Face names."""
+    """A folder that the worker can read. The worker loads all of its `*.safetensors`, by Hugging Face names."""
 
 
 class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
-    """Layer by layer into the running model, in the format of checkpoints."""
+    """Loads weights in checkpoint format into the running model, layer by layer.
+
+    The order is start, any number of receive calls, finish. Between start and finish the model must not run: its
+    layers are open for new weights."""
 
     init_info_cls = FilesInit
     update_info_cls = FilesUpdate
 
     def init_transfer_engine(self, init_info: FilesInit) -> None:
-        """Nothing has to be opened."""
+        """No effect: files need no connection."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -64,20 +66,21 @@ class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """No effect: the backend holds no resources."""
 
 
 def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all files, one tensor in memory at a time."""
+    """Yield (name, tensor) of all files. Only one tensor is loaded at a time, which bounds the worker's memory."""
     for path in files:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping
+            for name in file.keys():  # noqa: SIM118  # the file is no mapping
                 yield name, file.get_tensor(name)
 
 
 class Extension:
-    """What vLLM adds to its worker: nothing. Importing this module, ahead of the model, registers the backend."""
+    """An empty extension of vLLM's worker. vLLM imports this module before the model, which registers the backend."""
 
 
+# A second import, such as under another module name, must not register the backend again.
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Files)

@@ -1,7 +1,4 @@
-"""How new weights reach servers, as a configuration describes it; and a model with fresh LoRA adapters.
-
-Knows nothing of engines.
-"""
+"""Settings of the weight sync to servers, and a function that adds new LoRA adapters to a model."""
 
 from __future__ import annotations
 
@@ -13,34 +10,36 @@ from ....tapes.common.config import Config
 from ....tapes.errors import MissingExtra
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
-"""How weights get to the servers. `reload`: all of them reload a folder. `transfer`: vLLM's weight-transfer routes,
-with the files in shared memory. `lora`: adapters alone, each version under its own name. `nccl`: a broadcast from this
-process's GPU to vLLM's."""
+"""How a weight sync reaches the servers. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer
+routes, with files in shared memory. `lora`: only the adapters, each version under its own name. `nccl`: a broadcast
+from the GPU of this process to vLLM's GPUs."""
 
 
 class AdapterConfig(Config):
-    """The LoRA adapters that are trained in place of the model's own weights."""
+    """The LoRA adapters that the trainer updates in place of the model's weights."""
 
     rank: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
-    """The adapters' part is scaled by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers that get one, as `q_proj`; none given: all linear layers but the head."""
+    """Names of the layers with an adapter, such as `q_proj`. Empty: all linear layers except the head."""
 
 
 class NCCLConfig(Config):
-    """Where the trainer and the workers of vLLM servers meet."""
+    """The rendezvous address of the trainer and the workers of vLLM servers."""
 
     address: str = "127.0.0.1"
-    """Of this machine, as the workers reach it. Whoever else reaches it could take a worker's place: loopback, or a
-    private network."""
+    """Address of this machine that the workers can reach. Any process that reaches it could join in place of a worker:
+    use loopback or a private network."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """That of the first server; the next ones follow, one for each. None: free ones."""
+    """Port for the first server; each further server uses the next port. None: free ports."""
 
 
 def add_adapters(model: Any, config: AdapterConfig, *, seed: int = 0) -> Any:
-    """The model with fresh adapters, the same ones for a seed; they change nothing yet and are all that is trained.
-    Without dropout, since what is trained must be what was sampled. MissingExtra."""
+    """The model with new adapters, which are its only trainable weights. Equal seeds give equal adapters.
+
+    New adapters don't change the model's output. They have no dropout, since the trainer must compute the log-probs of
+    the model that sampled. Raises MissingExtra without torch or peft."""
     try:
         import torch
         from peft import LoraConfig, get_peft_model
@@ -55,6 +54,7 @@ def add_adapters(model: Any, config: AdapterConfig, *, seed: int = 0) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
+    # fork_rng restores the global generators, so the adapters don't change the caller's random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, wanted)

@@ -1,8 +1,10 @@
-"""New weights for servers that sample: one order of steps, each with a timeout that raises.
+"""Weight sync to servers: a fixed order of steps, each with a timeout that raises.
 
-`sync_servers` takes the steps pause, start, update, finish and resume on all servers. A step
-ends on every server before the next one begins. The weights of a server on which a step failed are unknown:
-`sync_servers` raises, and the engine must not sample any more. Weights travel as a folder that the servers can read.
+`sync_servers` runs the steps pause, start, update, finish and resume on all servers. A step ends on every server before
+the next one begins: otherwise one server could sample with new weights while another still has the old ones. After a
+failed step, the weights of the server are unknown. `sync_servers` then raises, and the engine must stop sampling. No
+step is retried here, since a step that timed out may still be running on the server. The servers read the weights from
+a folder.
 """
 
 from __future__ import annotations
@@ -21,57 +23,58 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
-"""What becomes of completions in flight. `reprefill`: their KV is computed again under the new weights (exact).
-`drain`: they are finished first (exact, slower). `abort`: they end with what they have, which is recorded. `stale_kv`:
-they go on over the old KV, and their log-probs are those of no model; for experiments that want to show it."""
+"""How a weight sync treats completions in flight. `reprefill`: the server recomputes their KV under the new weights
+(exact). `drain`: they are finished first (exact, slower). `abort`: they end, and their tokens so far are recorded.
+`stale_kv`: they continue on the old KV, and their log-probs belong to no version; use it in experiments only."""
 
 
 UNKNOWN = "unknown: "
-"""What the name of weights begins with that nobody can name."""
+"""Prefix of the version of weights whose true version is unknown."""
 
 
 class PublishFailed(TapereelError, RuntimeError):
-    """A step of publishing failed on some server; nothing sampled there from then on can be trusted."""
+    """A step of a weight sync failed on a server. Later samples of that server have unknown weights."""
 
 
 class WeightSync(Protocol):
-    """One server's control plane. Every method returns once the server has done it, and raises when it hasn't."""
+    """The control routes of one server. Each method returns after the server has finished, and raises otherwise."""
 
     async def init(self) -> None:
-        """Once, before anything else: see that the server takes weights at all."""
+        """Check that the server accepts weights. The caller runs it once, before all other methods."""
         ...
 
     async def pause(self, mode: PublishMode) -> None:
-        """Stop sampling, in the way `mode` says."""
+        """Stop sampling. `mode` decides about the completions in flight."""
         ...
 
     async def start(self) -> None:
-        """Weights will come."""
+        """Announce new weights."""
         ...
 
     async def update(self, folder: Path) -> None:
-        """Take the weights in `folder` (Hugging Face format, safetensors)."""
+        """Load the weights in `folder` (Hugging Face format, safetensors)."""
         ...
 
     async def finish(self, version: str, mode: PublishMode) -> None:
-        """Tokens from now on carry `version`; nothing computed by older weights is used again, except in `stale_kv`."""
+        """Set the version of later tokens, and drop all KV of older weights, except in `stale_kv`."""
         ...
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         ...
 
     async def abandon(self, version: str) -> None:
-        """Publishing `version` failed: end what is under way, name the weights `version`, and sample again, so that
-        nobody waits for a server that stays paused."""
+        """Clean up after a failed sync: end completions in flight, name the weights `version`, and resume sampling.
+
+        A server that stays paused would block its other clients."""
         ...
 
 
 class VLLMReload:
-    """vLLM's routes of the development mode (VLLM_SERVER_DEV_MODE=1), with weights reloaded from a folder."""
+    """The routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1): the server reloads a folder."""
 
     def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
-        """Every step is bounded by `seconds`."""
+        """`seconds` is the time limit of each step."""
         self.server = server
         self._seconds = seconds
 
@@ -83,7 +86,7 @@ class VLLMReload:
         await self._post("/pause", params={"mode": way, "clear_cache": "false" if mode == "stale_kv" else "true"})
 
     async def start(self) -> None:
-        """Reloading from a folder has no start."""
+        """No effect: a reload from a folder has no separate start."""
 
     async def update(self, folder: Path) -> None:
         await self._post(
@@ -93,7 +96,7 @@ class VLLMReload:
 
     async def finish(self, version: str, mode: PublishMode) -> None:
         if mode != "stale_kv":
-            # Reloading leaves the prefix cache as it was: later prompts would be read with the old weights' KV.
+            # A reload keeps the prefix cache. Without the reset, later prompts would use KV of the old weights.
             await self._post("/reset_prefix_cache")
         await self._post("/update_weight_version", {"new_version": version})
 
@@ -106,13 +109,14 @@ class VLLMReload:
         await self._post("/resume")
 
     async def _call_weights(self, version: str) -> None:
-        """Name the weights, such as they are."""
+        """Set the version of the current weights."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> bool:
-        """Bring the server out of a pause or a sleep that nobody will end, as that of a trainer which died in
-        mid-update. Its weights may be of two versions, so they are called unknown. Nothing where it isn't paused;
-        False where it can't say so."""
+        """End a pause or a sleep that no process will end, such as one of a trainer that died during a weight sync.
+
+        The weights may then mix two versions, so their version becomes unknown. No effect on a server that isn't
+        paused. Returns False if the server can't report a pause."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
@@ -126,12 +130,13 @@ class VLLMReload:
         return True
 
     async def _drop(self) -> None:
-        """Pause, and end what is under way."""
+        """Pause, and end the completions in flight."""
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def _wake(self) -> None:
-        """One that sleeps is paused too, and has no memory to go on with. One that doesn't sleep goes on by this, so
-        nothing may be under way."""
+        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with.
+
+        This call resumes a server that doesn't sleep. The caller must therefore end all completions first."""
         try:
             await self._post("/wake_up")
         except ServerFailed as error:
@@ -145,8 +150,11 @@ class VLLMReload:
 async def sync_servers(
     syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode, timers: dict[str, float] | None = None
 ) -> None:
-    """Bring the weights in `folder` to every server as `version`. PublishFailed names the step and the server; what was
-    under way is ended then, on all of them. The seconds of each step are added to `timers`."""
+    """Send the weights in `folder` to every server as `version`.
+
+    Raises PublishFailed with the failed step and its server; completions in flight then end on all servers. Adds the
+    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused: see
+    `VLLMReload.free`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),
@@ -161,6 +169,7 @@ async def sync_servers(
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         if failed is not None:
             sync, error = failed
+            # On all servers, not only on the failed one: the others may be paused, or have the new weights already.
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             told = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
             raise PublishFailed(
@@ -174,7 +183,8 @@ async def sync_servers(
 async def _on_all(
     syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
 ) -> tuple[WeightSync, Exception] | None:
-    """The step on every server at once; the first that failed, and how."""
+    """Run a step on all servers concurrently. Returns the first failed server and its error."""
+    # return_exceptions: wait for every server, so that no step still runs on one when the cleanup begins.
     results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
     for sync, result in zip(syncs, results, strict=True):
         if isinstance(result, Exception):
@@ -189,8 +199,9 @@ def _where(sync: WeightSync) -> str:
 
 
 def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
-    """That `state` has the names and shapes of the weights in `model`, as far as those are safetensors: a server that
-    was given others is lost. ValueError names the first difference."""
+    """Check the names and shapes of `state` against the safetensors in `model`. No check without such files.
+
+    A server can't recover from weights that don't fit. Raises ValueError with the first difference."""
     from safetensors import safe_open
 
     expected: dict[str, tuple[int, ...]] = {}
@@ -208,21 +219,25 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:
-    """`state` as safetensors in `folder`, beside the configuration files of `model`; complete or not there at all."""
+    """Write `state` as safetensors to `folder`, with the configuration files of `model`.
+
+    The function writes to a hidden folder and renames it at the end, so `folder` is never incomplete. After a crash
+    between the removal of the old folder and the rename, `folder` doesn't exist."""
     from safetensors.torch import save_file
 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for path in model.glob("*.json"):
+        # An index names the weight files of `model`, which this folder doesn't have.
         if not path.name.endswith(".safetensors.index.json"):
             shutil.copy2(path, partial / path.name)
     seen: set[int] = set()
     tensors = {}
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
-        # A tied weight is stored once, under the first of its names, which is the head's: vLLM's CPU build keeps a
-        # packed copy of the head, and packs it anew only when the file names the head.
+        # A tied weight is stored once, under its first name in sorted order, which is the head's name. vLLM's CPU build
+        # keeps a packed copy of the head, and packs it again only when the file names the head.
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor

@@ -1,9 +1,9 @@
-"""New weights for vLLM by its weight-transfer routes: start, update and finish, with the version set by the last.
+"""Weight sync through vLLM's weight-transfer routes: start, update and finish. The finish call sets the version.
 
-`VLLMTransfer` has the workers read files, by the backend of `vllm_worker`, which every server of `tapereel serve model
---transfer` has; in /dev/shm those files are shared memory. `NCCLTransfer` makes vLLM's own trainer broadcast them over
-NCCL; it was run with vLLM's own workers and gloo in the place of NCCL's library, which needs GPUs. Pausing, resuming
-and caches are as in `VLLMReload`.
+With `VLLMTransfer`, the workers read files through the backend of `vllm_worker`, which every server of `tapereel serve
+model --transfer` has. Files in /dev/shm are shared memory. With `NCCLTransfer`, vLLM's trainer code broadcasts the
+weights over NCCL. That class was tested with vLLM's workers and with gloo in place of NCCL's library, which needs GPUs.
+Pauses, resumes and caches work as in `VLLMReload`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from ..transport.http_channel import Channel, ServerFailed
 from .weight_sync import PublishMode, VLLMReload
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where files are memory, on Linux."""
+"""The folder whose files are shared memory, on Linux."""
 
 
 class CannotSend(TapereelError, RuntimeError):
-    """This process can't send weights in the way that was asked for."""
+    """This process can't send weights by the configured method."""
 
 
 class VLLMTransfer(VLLMReload):
     """The workers load the files of a folder into the running model, layer by layer."""
+
+    # Order of a sync: pause, start, update, reset the prefix cache, finish, resume. The server is paused throughout, so
+    # no request computes new prefix KV between the reset and the new version.
 
     async def init(self) -> None:
         await super().init()
@@ -46,14 +49,15 @@ class VLLMTransfer(VLLMReload):
         await self._post("/finish_weight_update", {"weight_version": version})
 
     async def _call_weights(self, version: str) -> None:
-        # An update that was begun keeps every later one from beginning, and its layers from running, until it is
-        # finished with what came: the layers without new weights get back their own.
+        # An open update blocks all later updates and the layers that it opened. The finish call ends it with the
+        # weights received so far; layers without new weights get back their old ones.
         try:
             await self._post("/finish_weight_update", {"weight_version": version})
         except ServerFailed as error:
             if error.status != 500:
                 raise
-            # None is at work: there was none, or loading ended it and left the layers open.
+            # Status 500: no update is open. Either there was none, or the failed load ended it and left layers open. An
+            # empty update closes them.
             await self._post("/start_weight_update")
             await self._post("/finish_weight_update", {"weight_version": version})
 
@@ -62,8 +66,9 @@ class VLLMTransfer(VLLMReload):
 
 
 def worker_info(*, address: str, port: int, workers: int, packed: bool = True) -> dict[str, Any]:
-    """What the workers of one server are told to join the trainer's group with: `NCCLWeightTransferInitInfo`. The
-    trainer is rank 0, its only sender; the workers follow."""
+    """The parameters with which the workers of one server join the trainer's group: `NCCLWeightTransferInitInfo`.
+
+    The trainer is rank 0 and the only sender. The workers have ranks 1 to `workers`."""
     if workers < 1:
         raise ValueError(f"{workers} workers: a server has at least one")
     return {
@@ -76,7 +81,7 @@ def worker_info(*, address: str, port: int, workers: int, packed: bool = True) -
 
 
 class Named(Protocol):
-    """A tensor, as far as its announcement needs it."""
+    """The members of a tensor that `update_info` uses."""
 
     @property
     def dtype(self) -> Any: ...
@@ -86,7 +91,9 @@ class Named(Protocol):
 
 
 def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
-    """What is announced ahead of a broadcast, in its order: `NCCLWeightTransferUpdateInfo`."""
+    """Names, dtypes and shapes of a broadcast: `NCCLWeightTransferUpdateInfo`.
+
+    The order must equal the order of the broadcast: the workers read the tensors by position."""
     return {
         "names": [name for name, _ in state],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
@@ -95,15 +102,17 @@ def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
 
 
 class NCCLTransfer(VLLMTransfer):
-    """One server that receives by NCCL from the trainer's GPU, in a group of their own. It needs two GPUs, and vLLM
-    here and there."""
+    """One server that receives weights by NCCL from the trainer's GPU. Each server has its own NCCL group.
+
+    It needs two GPUs, and vLLM in both processes."""
 
     def __init__(self, server: Channel, *, address: str, port: int, seconds: float = 120.0) -> None:
-        """`address` and `port`: where this process waits for the workers."""
+        """This process waits for the workers at `address` and `port`."""
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
         self._group: Any = None
-        # Python can't end a thread that waits in NCCL for a worker that died, so nobody may have to wait for it.
+        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon thread doesn't block the exit of
+        # this process.
         self._thread = EnvironmentThread("nccl")
 
     async def init(self) -> None:
@@ -131,7 +140,7 @@ class NCCLTransfer(VLLMTransfer):
         )
 
     async def _together(self, ours: Awaitable[Any], theirs: Awaitable[Any]) -> tuple[Any, Any]:
-        """Both sides of a collective call, each of which waits for the other."""
+        """Run both sides of a collective call concurrently: each waits for the other, so one after the other hangs."""
         try:
             async with asyncio.timeout(self._seconds):
                 return await asyncio.gather(ours, theirs)
@@ -145,7 +154,7 @@ class NCCLTransfer(VLLMTransfer):
 
 
 def sending_device() -> int:
-    """The GPU of this process that sends. MissingExtra without vLLM, CannotSend without CUDA."""
+    """The index of the GPU that sends. Raises MissingExtra without vLLM, CannotSend without CUDA."""
     import torch
 
     try:
@@ -162,7 +171,7 @@ def sending_device() -> int:
 
 
 async def _join(info: dict[str, Any], device: int) -> Any:
-    """Wait for the workers, as rank 0 of the group with them."""
+    """Join the group as rank 0 and wait for the workers. The CUDA device is a setting of the current thread."""
     import torch
     from vllm.distributed.weight_transfer.nccl_common import trainer_init  # pyright: ignore[reportMissingImports]
 
@@ -171,7 +180,7 @@ async def _join(info: dict[str, Any], device: int) -> Any:
 
 
 async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Send them, in that order. Each is on the GPU from when it is packed until it is sent."""
+    """Broadcast `pairs` in their order. The GPU holds a tensor only from packing until sending."""
     from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
         packed_nccl_broadcast_producer,
     )
@@ -185,12 +194,14 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """Where this process waits for the workers of each of so many servers: `first` and those after it, or free ones."""
+    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports."""
     return [free_port(address) if first is None else first + k for k in range(count)]
 
 
 def free_port(address: str) -> int:
-    """A port that was free at that address a moment ago. CannotSend where this machine doesn't have the address."""
+    """A free port at `address`. Raises CannotSend if this machine doesn't have the address.
+
+    Another process can take the port before its use: the join then fails."""
     try:
         with socket.create_server((address, 0)) as probe:
             return probe.getsockname()[1]
