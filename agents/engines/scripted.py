@@ -13,8 +13,8 @@ Policy = Callable[[Request], str]
 class ScriptedEngine:
     """Returns the answers in order, or the result of a function of the request.
 
-    With a renderer, the answers are recorded as tokens, the turn-ending one included. No model sampled these tokens, so
-    they have no log-probs: they can be imitated (SFT), not reinforced.
+    With a renderer, the answers are recorded as tokens, including the token that ends the turn. No model sampled these
+    tokens, so they have no log-probs: they suit imitation (SFT) and not reinforcement learning.
     """
 
     name = "scripted"
@@ -31,6 +31,7 @@ class ScriptedEngine:
             text = self._policy(request)
         else:
             assert self._answers is not None
+            # The order is that of the requests. Concurrent episodes need a function, which sees the conversation.
             try:
                 text = next(self._answers)
             except StopIteration:
@@ -39,7 +40,7 @@ class ScriptedEngine:
         return Completion(text=text)
 
     def forget(self, cache_key: str) -> None:
-        """Nothing is kept."""
+        """No effect: the engine has no KV cache."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """No effect: the engine holds no resources."""

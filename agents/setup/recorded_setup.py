@@ -1,7 +1,7 @@
-"""What a run directory says of how its tapes were recorded: which agent, which environment, which tokenizer.
+"""Reads from a run directory how its tapes were recorded: the agent, the environment and the tokenizer.
 
-Code that a run's configuration names is imported, as going on with that run would. Names that stand on tapes are never
-looked up, since a tape may come from anywhere; the demo's agent is known by its name.
+The functions import code that the run's configuration names, as a resumed run does. They never import names that a
+tape holds, since a tape may come from an untrusted source. The demo's agent is recognised by its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .setup import is_unnamed, load_agent
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
-    """Where the run keeps its tokenizer: in its newest checkpoint, else in the model that it was begun with."""
+    """The folder of the run's tokenizer: its newest checkpoint, else the model that the run started with."""
     saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
     if saved:
         return str(saved[-1].parent)
@@ -30,7 +30,7 @@ def tokenizer_folder(run: str | Path) -> str | None:
 
 
 def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
-    """The renderer by the run's configuration, for the tokenizer in `folder` (default: the run's); None without one."""
+    """The renderer with the run's settings and the tokenizer in `folder` (default: the run's), or None."""
     folder = folder or tokenizer_folder(run)
     if folder is None:
         return None
@@ -46,9 +46,9 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """The agent that `name` is or names, else that of the run's configuration, else Tapereel's own on the tape.
+    """The agent that `name` is or names, else the agent of the run's configuration, else the demo's agent on the tape.
 
-    UsageError where none of these is there.
+    Raises UsageError if there is no such agent.
     """
     if isinstance(name, Agent):
         return name
@@ -63,8 +63,8 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
 
 
 def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
-    """Import what defines the steps on the tapes: the things called `names`, and the environment of the run's
-    configuration."""
+    """Import the objects with the given `names` and the environment of the run's configuration. Their modules define
+    the step types on the tapes."""
     env = recorded_settings(run).get(("env",))
     # An environment that Python code passed as an object has no name to import; its module is imported by that code.
     recorded = [env] if isinstance(env, str) and not is_unnamed(env) else []
@@ -73,8 +73,9 @@ def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
 
 
 def _own(identity: Identity) -> Agent | None:
-    """The demo's agent, a `ChatAgent` that reads with the calculator's `read_action`; None for any other. No name that
-    stands on a tape is looked up."""
+    """The demo's agent, a `ChatAgent` with the calculator's `read_action` as its parser; None for any other agent.
+
+    The function compares the names on the tape with known names and never imports them."""
     paths = identity.cls, str(identity.config.get("parse"))
     if tuple(map(current_path, paths)) != (qualified(ChatAgent), qualified(read_action)):
         return None
@@ -87,7 +88,7 @@ def _own(identity: Identity) -> Agent | None:
 
 
 def with_trainer_settings(engine: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """The recorded settings of an engine, to sample outside of training: an embedded one where the trainer was."""
+    """Engine settings for sampling outside of training. An embedded engine gets the trainer's device settings."""
     if engine.get("kind") != "embedded":
         return engine
     return {**engine, **{key: trainer[key] for key in ("device", "dtype", "threads") if key in trainer}}

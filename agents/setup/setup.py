@@ -1,7 +1,8 @@
-"""The agent, the environment and the tasks of a run: as names in a configuration, or as Python objects.
+"""The agent, the environment and the tasks of a run, as names in a configuration or as Python objects.
 
-A name is `package.module:name` or `file.py:name`. Loading a name runs the user's own code, as importing it would.
-`run`, `train` and `evaluate` share `Setup.resolve`, which takes both and says what the run's `config.yaml` records.
+A name is `package.module:name` or `file.py:name`. Loading a name runs the user's code, as an import does. `run`,
+`train` and `evaluate` share `Setup.resolve`. It accepts names and objects, and returns the settings that the run's
+`config.yaml` records.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from ..episode.agent import Agent, FunctionAgent
 
 TASK_FILES = (".jsonl", ".json", ".parquet", ".csv")
 UNNAMED = "<object "
-"""How the recorded name of an object begins that no import gives."""
+"""Prefix of the recorded name of an object that no import returns."""
 LISTED = 100
-"""A list of at most so many plain values is recorded whole in the configuration; a longer one by its digest."""
+"""Longest list of plain values that the configuration records whole. A longer list is recorded by its digest."""
 
 AgentSource = str | Agent | type[Agent] | Callable[[], Agent]
-"""An agent, its class, a function without arguments that makes one, or the name of one of these."""
+"""An agent, its class, a function without arguments that creates an agent, or the name of one of these."""
 EnvSource = str | Callable[[], Environment[Any]]
-"""An environment class, a function without arguments that makes an instance, or the name of one of these."""
+"""An environment class, a function without arguments that creates an instance, or the name of one of these."""
 TasksSource = str | Iterable[Any] | Callable[[], Iterable[Any]]
 """Tasks or values that become tasks, a function that returns them, the name of one of these, or a file."""
 
 
 @dataclass(frozen=True)
 class LoadedSetup:
-    """The objects that a `Setup` names."""
+    """The objects that a `Setup` names. `env` creates one environment per episode."""
 
     agent: Agent
     env: Callable[[], Environment[Any]]
@@ -51,10 +52,10 @@ class Setup(Config):
     """The agent, the environment and the tasks of a run."""
 
     agent: str | None = None
-    """`module:name` of an Agent: an instance, a class, or a function without arguments that makes one. None: Python
+    """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None: Python
     code passes the object."""
     env: str | None = None
-    """`module:name` of an Environment class, or of a function without arguments that makes an instance. None: Python
+    """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
     code passes the object."""
     tasks: str | tuple[JsonValue, ...] | None = None
     """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, or a list. None:
@@ -62,11 +63,12 @@ class Setup(Config):
     task_row: str | None = None
     """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
     count: int | None = Field(default=None, ge=1)
-    """How many tasks to take, from the first; None for all."""
+    """Number of tasks to use, from the first on. None: all tasks."""
 
     rewards: tuple[str, ...] = ()
-    """What scores each episode at its end, beside the environment: `module:name` of a Rewards, a RewardSource or a
-    function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP reward model."""
+    """Sources that score each episode at its end, in addition to the environment. Each is `module:name` of a Rewards, a
+    RewardSource or a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP
+    reward model."""
 
     def resolve(
         self,
@@ -75,11 +77,11 @@ class Setup(Config):
         env: EnvSource | None = None,
         tasks: TasksSource | None = None,
     ) -> tuple[Self, LoadedSetup]:
-        """(the configuration to record, the objects).
+        """Load the objects. Returns (the configuration to record, the objects).
 
-        Each argument is an object, or a name that takes the setting's place when the setting is None. The recorded
-        configuration names each object by `module:qualname` where an import returns this object, else as
-        `<object of module.Class>`. UsageError where the setting names one thing and the argument is another.
+        Each argument is an object, or a name for a setting that is None. The recorded configuration names an object
+        `module:qualname` if an import returns this object, else `<object of module.Class>`. Raises UsageError if the
+        setting and the argument differ.
         """
         made_agent = _load_agent(*self._source("agent", agent))
         made_env = _load_env(*self._source("env", env))
@@ -95,7 +97,7 @@ class Setup(Config):
         return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
-        """(the object, or the name or list that stands for one; what messages call it)."""
+        """(the object, name or list to load; its name in error messages). Raises UsageError if neither is set."""
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
@@ -108,7 +110,7 @@ class Setup(Config):
         return source, f"{key}={_name_of(source)}" if passed is not None else f"the list in `{key}`"
 
     def _recorded(self, key: str, passed: Any, name_of: Callable[[Any], Any]) -> Any:
-        """What `config.yaml` records for the setting `key`."""
+        """The value that `config.yaml` records for the setting `key`. Raises UsageError if two names differ."""
         setting = getattr(self, key)
         if passed is None:
             return setting
@@ -121,27 +123,28 @@ class Setup(Config):
 
 
 def load_agent(source: AgentSource) -> Agent:
-    """The agent that `source` is, makes or names."""
+    """The agent that `source` is, creates or names."""
     return _load_agent(source, source if isinstance(source, str) else _name_of(source))
 
 
 def load_env(source: EnvSource) -> Callable[[], Environment[Any]]:
-    """The factory that `source` is or names: each episode gets an instance of its own."""
+    """The factory that `source` is or names. It creates a separate instance for each episode."""
     return _load_env(source, source if isinstance(source, str) else _name_of(source))
 
 
 def load_tasks(source: TasksSource, row: str | None = None, count: int | None = None) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count` of them. row: as `task_row` of a Setup."""
+    """The tasks that `source` names or holds, or the first `count` of them. `row`: as `Setup.task_row`."""
     return _load_tasks(source, source if isinstance(source, str) else "the list of tasks", row, count)
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether a recorded `name` stands for an object that only Python code can pass again."""
+    """Whether a recorded `name` describes an object that only Python code can pass again."""
     return name.startswith(UNNAMED)
 
 
 def _load_agent(source: Any, name: str) -> Agent:
     found = _named(source, "agent")
+    # An instance is used as it is. An act function is not called: it is an agent only under `@agent`, as the hint says.
     made = found if isinstance(found, Agent) or _is_act(found) or not callable(found) else _call(found, name)
     if isinstance(made, Agent):
         return made
@@ -159,6 +162,7 @@ def _load_env(source: Any, name: str) -> Callable[[], Environment[Any]]:
         raise UsageError(
             f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one episode: {wanted}"
         )
+    # Create one instance now, so that a wrong factory fails here and not in the first episode.
     made = _call(found, name) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
@@ -190,7 +194,7 @@ def _tasks(source: Any, name: str, row: Callable[[Any], Any] | None, count: int 
             raise UsageError(f"{name} is a stream of tasks without end: set count")
         return found.take(count) if isinstance(found, TaskStream) and count is not None else _first(found, count)
     if inspect.iscoroutine(found):
-        found.close()
+        found.close()  # otherwise Python warns about a coroutine that was never awaited
         raise UsageError(f"{name} is async; tasks are made by a plain function")
     return Taskset(found, row=row, size=count)
 
@@ -202,7 +206,7 @@ def _first(tasks: Any, count: int | None) -> Taskset:
 
 
 def _named(source: Any, key: str) -> Any:
-    """The object that `source` is, or names."""
+    """The object that `source` is or names. Raises UsageError for the recorded name of an unnamed object."""
     if not isinstance(source, str):
         return source
     if is_unnamed(source):
@@ -214,26 +218,26 @@ def _named(source: Any, key: str) -> Any:
 
 
 def _name_of(thing: Any) -> str:
-    """`module:qualname` where an import returns this very object, else `<object of module.Class>`."""
+    """`module:qualname` if an import returns this same object, else `<object of module.Class>`."""
     own = thing.function if isinstance(thing, FunctionAgent) else thing
     module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str):
         return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
-    # `__main__` is another module in every process, so it is no name that a later process could import.
+    # `__main__` is a different module in every process, so a later process can't import this object by that name.
     if module != "__main__" and _attribute(module, path) is thing:
         return f"{module}:{path}"
     return f"{UNNAMED}{module}.{path}>"
 
 
 def _attribute(module: str, path: str) -> Any:
-    """The object at `path` in an imported module; None where nothing is there, as below a function's `<locals>`."""
+    """The object at `path` in an imported module. None if it doesn't exist, such as below a function's `<locals>`."""
     return reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
-    """As `_name_of`; of a short list of plain values the list, of other objects the digest of their tasks as well.
+    """As `_name_of`. A short list of plain values is its own name; an unnamed object also gets the digest of its tasks.
 
-    Without the digest, a resumed run would go on with other tasks and not notice.
+    Without the digest, a resumed run could continue with other tasks without an error.
     """
     if (
         isinstance(thing, list | tuple)
@@ -265,7 +269,7 @@ def _call(thing: Any, name: str) -> Any:
 
 
 def _required(thing: Any) -> list[str]:
-    """Parameters without a default; none where the signature can't be read."""
+    """Names of the parameters without a default. Empty if the callable has no readable signature."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):

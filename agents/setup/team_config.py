@@ -1,7 +1,7 @@
-"""Partners: models that speak in the same episodes as a run's own engine, each for agents of its own.
+"""Partners: further models in the episodes of a run, each for its own agents.
 
-The settings `players` of `tapereel run`, `branch` and `train` are these. The run's `engine` speaks for everybody whom
-no partner has. Who of them is trained isn't known here.
+These are the settings `players` of `tapereel run`, `branch` and `train`. The run's `engine` samples for all agents
+without a partner. `finetune` decides which models are trained.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, 
 EngineT = TypeVar("EngineT", bound=Engine)
 
 REST = ""
-"""Where a team has the engine of all who have no other."""
+"""The team's key for the engine of all agents without a partner."""
 
 
 class PartnerConfig(Config):
-    """Another model in the episodes, and whom it speaks for."""
+    """A further model in the episodes, and the agents that it samples for."""
 
     agents: tuple[str, ...] = Field(min_length=1)
-    """Paths of its agents, as `pair/seeker`. It speaks for those below them as well, unless another one does."""
+    """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
     engine: EngineConfig
-    """Of the tokenizer and chat template of the run's engine, or one that gives texts alone."""
+    """Its engine. It has the tokenizer and chat template of the run's engine, or returns only text."""
 
 
 def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfig]:
@@ -41,12 +41,12 @@ def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfi
 
 
 PlayerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
-"""Letters, digits and `_`: it names a folder."""
+"""Letters, digits and `_`, since the name is also a folder name."""
 Partners = Annotated[dict[PlayerName, PartnerConfig], AfterValidator(_distinct)]
 
 
 def renderer_of(config: AnyEngineConfig) -> Any | None:
-    """The renderer of that engine, which need not be made for it; None for one that gives texts alone."""
+    """The renderer of the engine that `config` describes, without creating the engine. None for text-only engines."""
     folder = getattr(config, "tokenizer" if config.kind == "scripted" else "model", None)
     if config.kind == "litellm" or folder is None:
         return None
@@ -56,7 +56,7 @@ def renderer_of(config: AnyEngineConfig) -> Any | None:
 
 
 def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> None:
-    """BadTeam where they can't write on one tape, found without making them."""
+    """Raise BadTeam if the engines can't record on one tape. The check creates no engine."""
     check_writing(
         {
             "engine": renderer_of(engine),
@@ -68,12 +68,12 @@ def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]
 
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
-    """How many torch threads the process uses: as many as the engine that asks for most."""
+    """Number of torch threads of the process: the largest setting of its embedded engines."""
     return max((config.threads or 1 for config in engines if isinstance(config, EmbeddedConfig)), default=1)
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
-    """The name of the player that speaks for the agent at `path`; REST where the run's engine does."""
+    """The name of the player for the agent at `path`, by the nearest path above it; REST for the run's engine."""
     seats = {path: name for name, player in players.items() for path in player.agents}
     above = path
     while above and above not in seats:
@@ -84,8 +84,8 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """`engine` alone, or a team of it and the players' `engines`, by name. The team leaves those of the players in
-    `lent` open when it is closed."""
+    """`engine` alone, or a team of it and the players' `engines`, by name. The team's `close` doesn't close the engines
+    of the players in `lent`, which the caller owns."""
     if not players:
         return engine
     seats = {path: engines[name] for name, player in players.items() for path in player.agents}
@@ -93,12 +93,12 @@ def team_of(
 
 
 async def make_partners(players: Mapping[str, PartnerConfig]) -> dict[str, Made]:
-    """An engine for each, by name. Where one can't be made, the others are closed."""
+    """Create an engine for each player, by name. If one fails, the function closes the others and raises."""
     made: dict[str, Made] = {}
     try:
         for name, player in players.items():
             made[name] = await make_engine(player.engine)
-    except BaseException:
+    except BaseException:  # a cancellation too: no caller has the engines yet, so no other code can close them
         for one in made.values():
             await one.engine.close()
         raise
@@ -106,8 +106,10 @@ async def make_partners(players: Mapping[str, PartnerConfig]) -> dict[str, Made]
 
 
 async def make_team(config: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> tuple[Engine, dict[str, Publish]]:
-    """(the engine of `config` with those of the players, the weights of each that has any by the player's name, REST
-    for `config`). BadTeam where they can't write on one tape."""
+    """Create the engine of `config` and those of the players.
+
+    Returns (the team, the identity of the weights by the player's name, with REST for `config`); engines without
+    weights have no entry. Raises BadTeam if the engines can't record on one tape."""
     check_together(config, players)
     partners = await make_partners(players)
     try:
@@ -122,7 +124,7 @@ async def make_team(config: AnyEngineConfig, players: Mapping[str, PartnerConfig
 
 
 def _use_threads(engines: list[AnyEngineConfig]) -> None:
-    """The last embedded engine that was made has set its own number."""
+    """Set the number of torch threads. It is one number per process, and each new embedded engine sets its own."""
     if any(config.kind == "embedded" for config in engines):
         import torch
 
