@@ -1,8 +1,8 @@
 """OpenEnv's `TrainingTrace`, version 1: one JSON object per episode, with one turn per model call.
 
-A turn has the engine's prompt and completion ids, the log-probs of the sampled tokens, a loss mask over prompt and
-completion, the request and the reply. Facts without a field in the format stand in the turns' free `metadata`, under
-`tapereel` (the episode's facts in the first turn), and an import reads them there. Other readers ignore them.
+A turn has the engine's prompt and completion ids, and the log-probs of the sampled tokens. It also has a loss mask over
+prompt and completion, the request and the reply. Facts without a field stand in a turn's free `metadata`, under
+`tapereel`; the first turn has those of the episode. An import reads them there, and other readers ignore them.
 """
 
 from __future__ import annotations

@@ -166,8 +166,10 @@ def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
 
 
 class SFTRow(_Row):
-    """One conversation, in which each message of the assistant is a call; or a prompt and a completion, in which only
-    the completion's messages of the assistant are calls."""
+    """One conversation, or a prompt and a completion.
+
+    Each message of the assistant in a conversation is a call. With a prompt, only those of the completion are.
+    """
 
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     prompt: list[dict[str, Any]] | str | None = None
