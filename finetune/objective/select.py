@@ -63,7 +63,7 @@ class Select(Term):
         table, entered = stream.episodes, scored
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Recipes without advantages also train on unscored episodes. A NaN reward must not make a group flat.
+            # Recipes without advantages also train on unscored episodes. Their NaN must not decide which group is flat.
             flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
