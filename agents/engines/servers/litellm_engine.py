@@ -1,13 +1,13 @@
-"""Hosted models, of any provider that litellm knows: messages in, text and function calls out.
+"""Hosted models of any provider that litellm supports: messages in, text and function calls out.
 
-Contract. A completion is what the provider answered, with its tokens and its price in dollars as far as they are known,
-or an `EngineError`; nothing hangs past its timeout. Every try is on record with what went wrong: rate limits (a wait
-that the provider asks for holds back all requests of the engine), timeouts, answers that are none, a spent budget. No
-key is part of any message.
+Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars as far as they are
+known, or raises `EngineError`. No request outlives its timeout. Every attempt is recorded with its error: rate limit,
+timeout, invalid answer, spent budget. A `Retry-After` of the provider delays all requests of the engine. No error
+message contains the API key.
 
-The texts are no RL data: no provider tells the ids that were sampled and how likely each was. They can be replayed,
-audited, scored and imitated. litellm's own retries are off, so that each request is one that is recorded. Knows nothing
-of tapes; what a model thinks before it answers is not kept.
+The texts are no RL data, because providers don't return the sampled ids and their log-probs. They can be replayed,
+audited, scored and used for imitation learning. This engine owns all retries, and litellm's own retries are off:
+otherwise a recorded attempt could stand for several requests. Reasoning text before the answer is not kept.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..transport.retry_after import retry_after
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
 SLOWEST = 30.0
-"""Seconds of the longest wait between two tries that no provider asked for."""
+"""Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
 SETTLING = 5.0
-"""Seconds that litellm may take to end what it began."""
+"""Timeout in seconds for litellm's background tasks when the engine closes."""
 OURS = frozenset(
     {
         "model",
@@ -55,22 +55,23 @@ OURS = frozenset(
         "headers",
     }
 )
-"""Arguments of litellm that the engine itself sets, or that would change what is recorded."""
+"""Arguments of litellm that callers must not set: the engine sets them, or they would change what is recorded."""
 _LASTS = re.compile(r"quota|missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
-"""In the words of errors that litellm gives the status of a passing one: no waiting mends them."""
+"""Matches messages of permanent errors to which litellm gives a status in `TRIED_AGAIN`: a retry can't succeed."""
 
 
 class HostedFailed(EngineError):
-    """The provider couldn't be reached, broke off, took too long or said no, as often as it was asked."""
+    """The provider is unreachable, closed the connection, exceeded the timeout or returned an error. `complete` raises
+    it after the last attempt."""
 
     def __init__(self, message: str, *, retry: bool = False, after: float | None = None) -> None:
         super().__init__(message, retry=retry)
         self.after = after
-        """Seconds after which the provider wants to be asked again; None where it doesn't say."""
+        """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
 
 
 class BudgetSpent(EngineError):
-    """The engine has spent what it may; nothing more is asked."""
+    """The engine's budget is spent; it sends no more requests."""
 
 
 @dataclass(slots=True)
@@ -78,20 +79,20 @@ class HostedStats:
     """Sums since the engine was made."""
 
     requests: int = 0
-    """Sent, those that failed included."""
+    """Requests sent, failed ones included."""
     answers: int = 0
     tokens: int = 0
-    """Of the answers, as far as the provider counts them."""
+    """Completion tokens of the answers whose token counts are known."""
     spent: float = 0.0
-    """US dollars of the answers whose price is known."""
+    """Cost in US dollars of the answers whose cost is known."""
     limited: int = 0
-    """Requests that a rate limit refused."""
+    """Requests refused by a rate limit (status 429)."""
     busy_seconds: float = 0.0
-    """Wall time in which at least one request was under way."""
+    """Wall time in seconds in which at least one request was in flight."""
 
 
 class LiteLLMEngine:
-    """`LiteLLMEngine("openai/gpt-4o-mini")`: the model by litellm's name for it."""
+    """Samples from a hosted model, named as litellm names it: `LiteLLMEngine("openai/gpt-4o-mini")`."""
 
     def __init__(
         self,
@@ -107,10 +108,14 @@ class LiteLLMEngine:
         prices: tuple[float, float] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`key_variable` names the environment variable with the key (default: the provider's own, as litellm finds
-        it). Each request is bounded by `seconds`, the tries of one completion by `retries` and `patience` seconds.
-        `budget` is in US dollars; `prices` are dollars for a million prompt and completion tokens, for a model whose
-        prices litellm doesn't know. `options` go to litellm with each request."""
+        """`key_variable` names the environment variable with the API key (default: the provider's own variable, which
+        litellm reads). `seconds` is the timeout of one request. One completion has at most `retries` retries, which
+        start within `patience` seconds. `backoff` is the first wait between two attempts in seconds; the wait
+        doubles each time.
+
+        `budget` is in US dollars. `prices` are US dollars per million prompt and completion tokens, for a model whose
+        prices litellm doesn't know. `options` are passed to litellm with each request. ValueError for an option that
+        the engine sets itself, a secret in `base_url`, or a budget without known prices."""
         if base_url is not None and holds_secret(base_url):
             raise ValueError(
                 f"base_url {without_secrets(base_url)!r} holds a user, a password or a key, which would "
@@ -136,25 +141,28 @@ class LiteLLMEngine:
                 "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
             )
         self._held = 0.0
-        """Nothing is sent before that time (monotonic)."""
+        """`time.monotonic()` before which no request is sent. All requests of the engine share it: a rate limit that
+        refused one request would refuse the others too."""
         self._under_way = 0
+        """Number of requests in flight."""
         self._since = 0.0
+        """`time.perf_counter()` at which the current busy period began."""
         self._closed = False
         _Clients.opened += 1
 
     @property
     def renderer(self) -> None:
-        """None: texts only."""
+        """None: this engine returns texts only."""
         return None
 
     @property
     def context(self) -> None:
-        """None: the provider says when a prompt is too long."""
+        """None: the limit is unknown; the provider rejects a prompt that is too long."""
         return None
 
     async def complete(self, request: Request) -> Completion:
-        """Ask, and ask again where that may help. Raises `PromptTooLong`, `BudgetSpent` or `HostedFailed`, which hold
-        every try."""
+        """Request one completion, with retries after errors that a retry may cure. Raises `PromptTooLong`,
+        `BudgetSpent` or `HostedFailed`; their `attempts` has every attempt."""
         body = self._body(request)
         attempts: list[Attempt] = []
         deadline = time.monotonic() + self._patience
@@ -167,15 +175,17 @@ class LiteLLMEngine:
             attempts.append(Attempt(seconds=seconds, error=error_text(found)))
             wait = self._wait(found, len(attempts))
             if not found.retry or len(attempts) > self._retries or time.monotonic() + wait > deadline:
+                # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
+                # multiply them by its own.
                 found.attempts, found.retry = tuple(attempts), False
                 raise found
             await asyncio.sleep(wait)
 
     def forget(self, cache_key: str) -> None:
-        """Nothing is kept."""
+        """Does nothing: the engine keeps no cache."""
 
     async def close(self) -> None:
-        """Close litellm's connections, where no other engine uses them."""
+        """Close litellm's connections when this is the last open engine of the process. A second call does nothing."""
         if not self._closed:
             self._closed = True
             await _settled()
@@ -184,6 +194,8 @@ class LiteLLMEngine:
     # Inside
 
     def _body(self, request: Request) -> dict[str, Any]:
+        """Return litellm's arguments for the request. Later entries win: `options` can't override the engine's own.
+        Raises HostedFailed when the variable with the API key is not set."""
         supported = self._litellm.get_supported_openai_params(self._model) or ()
         body = parameters(request, seed="seed" in supported)
         key = os.environ.get(self._key_variable) if self._key_variable is not None else None
@@ -204,9 +216,11 @@ class LiteLLMEngine:
         }
 
     async def _try(self, body: dict[str, Any], deadline: float) -> Completion | EngineError:
-        """One request, or why there is no answer: not raised, so that no traceback leads back to a key."""
+        """Send one request. Errors are returned, not raised: a traceback through this frame would hold `body`, which
+        has the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
             return BudgetSpent(f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget}")
+        # A loop: while this request slept, another request may have moved `_held` further.
         while (left := self._held - time.monotonic()) > 0:
             if self._held > deadline:
                 return HostedFailed(
@@ -223,12 +237,13 @@ class LiteLLMEngine:
             return HostedFailed(f"{self.name}: no answer within {self._seconds:g} s", retry=True)
         except EngineError as error:
             return error
-        except Exception as error:  # whatever litellm and its providers raise
+        except Exception as error:  # litellm passes on any exception of the provider's library
             return self._typed(error, body.get("api_key"))
         finally:
             self._end()
 
     def _typed(self, error: Exception, key: str | None) -> EngineError:
+        """Return the `EngineError` of an exception of litellm, with the secrets removed from its message."""
         status = getattr(error, "status_code", None)
         text = without_secrets(str(error), [key] if key else ())
         message = f"{self.name}: {text if len(text) <= 600 else f'{text[:600]} ...'}"
@@ -239,6 +254,8 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=status in TRIED_AGAIN and not lasts, after=_asked_for(error))
 
     def _wait(self, error: EngineError, tries: int) -> float:
+        """Return the seconds to wait before the next attempt. A `Retry-After` also moves `_held`, for all requests.
+        Otherwise the wait is an exponential backoff. Its jitter (0.5 to 1.5) spreads requests that failed together."""
         after = error.after if isinstance(error, HostedFailed) else None
         if after is not None:
             self._held = max(self._held, time.monotonic() + after)
@@ -246,6 +263,8 @@ class LiteLLMEngine:
         return min(self._backoff * 2 ** (tries - 1), SLOWEST) * random.uniform(0.5, 1.5)
 
     def _read(self, answer: Any) -> Completion:
+        """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed when the
+        provider's content filter left nothing."""
         choice = answer.choices[0]
         text, calls = choice.message.content, _tool_calls(choice.message)
         if choice.finish_reason == "content_filter" and not text and not calls:
@@ -259,9 +278,10 @@ class LiteLLMEngine:
         )
 
     def _priced(self) -> bool:
+        """Whether litellm knows the model's prices."""
         try:
             info = self._litellm.get_model_info(self._model)
-        except Exception:  # it raises plain ones for a model that it doesn't know
+        except Exception:  # litellm raises a plain Exception for an unknown model
             return False
         return bool(info.get("input_cost_per_token") or info.get("output_cost_per_token"))
 
@@ -278,19 +298,19 @@ class LiteLLMEngine:
 
 
 async def _settled() -> None:
-    """Let litellm end what it does behind an answer, or the event loop ends with coroutines that nobody awaited."""
+    """Wait for litellm's background logging. Otherwise the event loop ends with coroutines that were never awaited."""
     with contextlib.suppress(ImportError):
         from litellm.litellm_core_utils import logging_worker
 
-        await asyncio.sleep(0)  # what was begun tells the worker of it first
-        logging_worker.GLOBAL_LOGGING_WORKER.start()  # in this event loop
+        await asyncio.sleep(0)  # tasks that are ready queue their logging in this turn
+        logging_worker.GLOBAL_LOGGING_WORKER.start()  # the worker must run in this event loop
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLING):
                 await logging_worker.GLOBAL_LOGGING_WORKER.flush()
 
 
 class _Clients:
-    """litellm keeps one set of connections for the whole process; the last engine closes it."""
+    """Counts open engines. litellm has one set of connections per process, which the last engine closes."""
 
     opened = 0
 
@@ -299,13 +319,15 @@ class _Clients:
         cls.opened -= 1
         if cls.opened <= 0:
             await litellm.close_litellm_async_clients()
-            # A closed client would be found again by the next event loop.
+            # litellm caches its clients: without the flush, the next engine would get a closed client.
             litellm.in_memory_llm_clients_cache.flush_cache()
 
 
 def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
-    """The request in litellm's words, which are those of OpenAI's chat completions. Filters that are off are left out,
-    since many models refuse to be told; `seed` is False for a provider that takes none."""
+    """Return the request as arguments of litellm, in the format of OpenAI's chat completions.
+
+    `top_p` and `top_k` are left out when they are off, because many models reject these arguments. `seed` is False for
+    a provider without seeds. Raises EngineError for a sampling option that the engine sets itself."""
     one_temperature(request)
     sampling = request.sampling
     refused = sorted(name for name in sampling.extra if name in OURS or names_secret(name))
@@ -329,7 +351,7 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message]) -> list[Message]:
-    """As providers take them: arguments of function calls are JSON text."""
+    """Return the messages in OpenAI's format, where the arguments of function calls are JSON text."""
     return [
         {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -357,7 +379,8 @@ def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
-    """None for what the provider didn't say: litellm fills in 0, and no prompt has no tokens."""
+    """Return the token counts and the cost in US dollars; None for unknown values. litellm writes 0 for an unknown
+    count, and a prompt always has tokens, so 0 prompt tokens means unknown."""
     usage = getattr(answer, "usage", None)
     if usage is None or not usage.prompt_tokens:
         return Usage()
@@ -383,21 +406,21 @@ _FINISH: dict[Any, Finish] = {
 
 
 def _asked_for(error: Exception) -> float | None:
-    """Seconds of a `Retry-After` header."""
+    """Return the seconds of the error's `Retry-After` header; None without that header."""
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     return retry_after(headers.get("retry-after"))
 
 
 def _import() -> Any:
-    # Else the import fetches a price list from the network.
+    # Must be set before the import, which otherwise fetches a price list from the network.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     try:
         import litellm
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "litellm", "litellm", "a hosted model") from error
-    litellm.suppress_debug_info = True  # it prints where to report its bugs
+    litellm.suppress_debug_info = True  # otherwise litellm prints where to report its bugs
     litellm.telemetry = False
     for name in ("LiteLLM", "openai._base_client"):
-        guard_log(name)  # at the level of debugging, they tell all
+        guard_log(name)  # at debug level, these loggers write everything, secrets too
     return litellm

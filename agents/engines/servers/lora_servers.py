@@ -1,11 +1,11 @@
-"""LoRA adapters for vLLM servers: each version is an adapter under its own name, and the base never changes.
+"""LoRA adapters on vLLM servers: each version is an adapter under its own name, and the base weights never change.
 
-Contract. A completion is sampled by the adapter that was current when it was sent, from its first token to its last,
-so nothing is paused, no cache goes stale, and its one span names that version. Old adapters are unloaded when no
-request uses them. A publish that fails leaves the current version as it was, and is raised.
+Contract. The adapter that is current when a request is sent samples the whole completion. So a weight sync pauses no
+server, leaves no stale KV cache, and a completion has one span. An old adapter is unloaded when no request uses it. A
+failed publish raises an error and leaves the current version in use.
 
-The servers run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft: an adapter
-is a folder in its format.
+The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft: an
+adapter is a folder in peft's format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _OWN = ("lora_A", "lora_B")
 
 
 def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters of a peft model's state, by the names of an adapter file. ValueError where there are none."""
+    """Return the adapter weights of a peft model's state dict, under the names of a peft adapter file. ValueError when
+    the state has no adapters."""
     found = {
         name.replace(".default.", "."): tensor
         for name, tensor in state.items()
@@ -49,7 +50,10 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
-    """The adapters of `state` in `folder`, in peft's format; complete or not there at all."""
+    """Write the adapters of `state` to `folder` in peft's format.
+
+    The files are written to a partial folder that is renamed at the end: a crash never leaves half an adapter at
+    `folder`."""
     from safetensors.torch import save_file
 
     found = adapters_in(state)
@@ -79,25 +83,29 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
 
 
 class AdapterEngine(RemoteEngine):
-    """Samples from vLLM servers, with one adapter for each version. Made by `connect(..., publish="lora")`."""
+    """Samples from vLLM servers with one LoRA adapter per version. Made by `connect(..., way="lora")`."""
 
     def __init__(
         self, *args: Any, adapters: AdapterConfig, base_label: str, control_seconds: float = 120.0, **more: Any
     ) -> None:
-        """As `RemoteEngine`; `adapters` describes what is published, `base_label` is what the servers call the weights
-        under them. Every call of the control plane is bounded by `control_seconds`."""
+        """Like `RemoteEngine`. `adapters` configures the published adapters. `base_label` is the servers' version name
+        of the base weights. `control_seconds` is the timeout of each control request."""
         super().__init__(*args, **more)
         self._adapters = adapters
         self._control_seconds = control_seconds
         self._base_label = base_label
         self._current: str | None = None
+        """Name of the adapter for new requests; None before the first publish: the base weights sample."""
         self._uses: Counter[str] = Counter()
-        """Requests under way, by adapter."""
+        """Number of requests in flight, by adapter. An adapter with a count above 0 must not be unloaded."""
         self._loaded: dict[str, Path] = {}
+        """Folder of each adapter that the servers have loaded, by version."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
-        """Make the adapters in `state` what is sampled from; requests under way end with those they began with.
-        ValueError, before anything has changed; PublishFailed, after which the version is the one before."""
+        """Sample new requests with the adapters in `state`; requests in flight keep the adapter that they began with.
+
+        Raises ValueError before anything changes. Raises PublishFailed when a server can't load the adapter: the
+        previous version stays current, and the engine continues to sample."""
         self._check_version(version)
         if mode not in ("drain", "abort"):
             raise ValueError(
@@ -109,6 +117,8 @@ class AdapterEngine(RemoteEngine):
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, self._model_folder)
             with self.stats.timed("publish"):
                 await self._load(version, folder)
+            # All servers have the adapter before it becomes current. In the other order, a request could reach a server
+            # that doesn't know the adapter yet.
             self._note_version(version)
             self._loaded[version] = folder
             self.version = self._current = version
@@ -118,18 +128,20 @@ class AdapterEngine(RemoteEngine):
             await self._unload_idle()
 
     async def close(self) -> None:
-        """Unload the adapters and close the connections; requests under way fail."""
+        """Unload the adapters and close the connections; requests in flight fail."""
         try:
             for version in self._loaded:
                 for server in self._servers:
                     await self._unload(server, version)
         except ServerFailed as error:
-            if error.status is not None:  # else the server is gone, and its adapters with it
+            if error.status is not None:  # None: the server is unreachable, and its adapters with it
                 raise
         finally:
             await super().close()
 
     async def _load(self, version: str, folder: Path) -> None:
+        """Load the adapter on all servers, or on none. Raises PublishFailed after it has unloaded the adapter from the
+        servers that had loaded it: otherwise a retry of the same version would fail there."""
         body = {"lora_name": version, "lora_path": str(folder)}
         results = await asyncio.gather(
             *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
@@ -150,12 +162,12 @@ class AdapterEngine(RemoteEngine):
         ) from failed
 
     async def _end_older(self) -> None:
-        """End what older adapters sample: each answer has what was sampled by then."""
+        """Abort the requests of older adapters. Their answers have the tokens sampled so far, with finish `abort`."""
         for flight in [flight for flight in self._flights.values() if flight.version != self.version]:
             await flight.server.post(*self._dialect.abort(flight.id), seconds=self._control_seconds)
 
     async def _unload_idle(self) -> None:
-        """Adapters that no request uses go; the others when a later version is published."""
+        """Unload the old adapters that no request uses. An adapter still in use is unloaded by a later publish."""
         for version in [v for v in self._loaded if v != self._current and not self._uses[v]]:
             for server in self._servers:
                 await self._unload(server, version)
@@ -165,14 +177,17 @@ class AdapterEngine(RemoteEngine):
         try:
             await self._control(server, "/v1/unload_lora_adapter", {"lora_name": version})
         except ServerFailed as error:
-            if error.status != 404:  # it isn't there any more
+            if error.status != 404:  # 404: the server doesn't have the adapter, as after a restart
                 raise
 
     async def _control(self, server: Channel, route: str, body: Any) -> None:
+        # A new connection: completions may occupy the whole pool. `plain`: these routes answer with text, not JSON.
         await server.post(route, body, seconds=self._control_seconds, fresh=True, plain=True)
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
+        # Read once: a publish may change `_current` while the request is in flight. At its end, the count of the
+        # adapter that it used must go down, or that adapter would never be unloaded.
         name = self._current
         if name is None:
             yield self.capabilities.model, self.version
@@ -184,6 +199,7 @@ class AdapterEngine(RemoteEngine):
             self._uses[name] -= 1
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
+        # Servers name the version of the base weights, not the adapter. Another label means that the base changed.
         labels = {version for version, _, _ in found.spans or ()}
         if labels - {self._base_label}:
             raise EngineError(

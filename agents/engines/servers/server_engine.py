@@ -1,12 +1,12 @@
-"""The engine of servers over HTTP: ids in, ids and log-probs out, versions of weights that change under way.
+"""Samples from servers: token ids in, token ids and log-probs out, with weights that may change during a completion.
 
-Contract. A completion is what a server sampled after exactly the prompt ids it was given, with the log-prob and the
-version of each token, or an `EngineError`; nothing hangs past its timeout. A server that is paused or full is asked
-again until `patience` is over. A conversation stays with one server, whose prefix cache knows it, while that server is
-well; new ones go where the least is under way. A cancelled request is aborted at the server, and what was sampled by
-then is recorded. After a publish that failed, nothing is sampled any more.
+Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with the log-prob and the
+weight version of each token, or raises `EngineError`. No request outlives its timeout. The engine repeats a request to
+a paused or full server for `patience` seconds; the agent's model interface (`LLM`) owns all other retries.
 
-Knows nothing of tapes and of training.
+A conversation stays with one server, whose prefix cache holds its prefix, until a request there fails. A new
+conversation goes to the server with the fewest requests in flight. The engine aborts a cancelled request at the server
+and passes the tokens sampled so far to `request.on_partial`. After a failed weight sync the engine samples no more.
 """
 
 from __future__ import annotations
@@ -38,52 +38,53 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-"""What asks for an answer as a stream."""
+"""Fields of a request body that ask for a streamed answer."""
 REMEMBERED = 100_000
-"""Conversations whose server is remembered."""
+"""Maximum number of conversations whose server is remembered; the oldest entry is dropped first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a server was found to do. Made by a probe of its dialect."""
+    """Abilities of a server, as measured by `server_probe.probe`."""
 
     server: str
-    """Kind and version."""
+    """Kind and version of the server software."""
     model: str
-    """The name under which it serves the model."""
+    """Name under which the server serves the model."""
     context: int | None
-    """Tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together; None: unknown."""
     logprobs: Literal["processed", "raw"]
-    """After temperature, or before: then only temperature 1 gives the log-probs of what was sampled."""
+    """`processed`: log-probs from after temperature. `raw`: from before temperature; they are the log-probs of the
+    sampled distribution at temperature 1 only."""
     versions: bool
-    """Whether answers say which weights sampled which token."""
+    """Whether answers name the weight version of each token."""
     takes_weights: bool
-    """Whether new weights can be published to it."""
+    """Whether the server has routes that receive new weights."""
     route: str
-    """Where it is asked: a route that takes token ids, or one of chat, which takes messages and gives ids."""
+    """Route of completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with other weights than those that were published last. One that was started anew has them until
-    the next publish."""
+    """A server sampled with weights older than those current when the request was sent, or with weights that this
+    engine never published. A restarted server has such weights until the next weight sync."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """One request under way."""
+    """One request in flight."""
 
     server: Channel
     id: str
     version: str
-    """That was current when it was sent."""
+    """Weight version that was current when the request was sent."""
     moment: int = 0
-    """Of `RemoteEngine._moment`, when it was sent."""
+    """Value of `RemoteEngine._moment` when the request was sent."""
     stream: ChunkStream | None = None
-    """What came of its answer by now, where it comes as a stream."""
+    """The part of the answer received so far; None for an answer that isn't streamed."""
 
 
 class RemoteEngine:
-    """Samples from one or several servers of the same model. Made by `connect` of a dialect's module."""
+    """Samples from one or several servers of the same model. Made by `servers.connect.connect`."""
 
     def __init__(
         self,
@@ -101,9 +102,10 @@ class RemoteEngine:
         patience: float = 300.0,
         keep: int = 2,
     ) -> None:
-        """`version` names the weights that the servers have now. `syncs` and `rests`: how each takes weights, and gives
-        its memory away for a while. `weights_folder` is where published weights are written, readable by the servers
-        (default: a temporary folder in `temporary_in`); the `keep` newest stay."""
+        """`version` names the weights that the servers have now. `syncs` has one weight sync per server (empty: weights
+        can't be replaced), `rests` the sleep and wake routes of each server. New weights are written to
+        `weights_folder`, which the servers must be able to read (default: a temporary folder in `temporary_in`). The
+        folders of the `keep` newest versions stay. `patience` is in seconds."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
         self.stats = RemoteStats()
@@ -119,41 +121,49 @@ class RemoteEngine:
         self._patience = patience
         self._keep = keep
         self._homes: OrderedDict[str, Channel] = OrderedDict()
+        """Server of each conversation, by cache key: its prefix cache has the conversation's KV."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
-        """What is under way, by request id."""
+        """Requests in flight, by request id."""
         self._versions = {version: 0}
-        """What was published, and its place in the order of that."""
+        """Publish order of each version; 0 is the version at connection."""
         self._written: list[Path] = []
+        """Folders of published weights, the oldest first."""
         self._publishing = asyncio.Lock()
         self._moment = 0
         """Counts the beginnings and ends of weight syncs: odd while one is in progress."""
         self._mixed = 0
-        """The moment at which the last sync began that lets completions continue, so that they mix two versions."""
+        """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
+        tokens of two versions."""
         self._broken: Exception | None = None
+        """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0
 
     @property
     def renderer(self) -> Renderer:
-        """The renderer that the engine was made with."""
+        """Renderer of the engine's model."""
         return self._renderer
 
     @property
     def context(self) -> int | None:
-        """Most tokens that prompt and completion may have together."""
+        """Maximum tokens of prompt and completion together; None: unknown."""
         return self.capabilities.context
 
     @property
     def changing(self) -> bool:
-        """Whether new weights are on their way to the servers."""
+        """Whether a weight sync is in progress."""
         return self._publishing.locked()
 
     async def complete(self, request: Request) -> Completion:
-        """Sample. Raises `PromptTooLong` or `EngineError`; a cancelled call gives what was sampled to
-        `request.on_partial` if the server still tells within a few seconds."""
+        """Sample one completion. Raises `PromptTooLong` or `EngineError`.
+
+        A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
+        seconds, and then raises CancelledError."""
         self._check(request)
         flight = Flight(self._home(request.cache_key), uuid.uuid4().hex, self.version)
         with self._flying(flight):
+            # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
+            # answers with the sampled tokens on that connection.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -171,23 +181,28 @@ class RemoteEngine:
                 raise
 
     def _note(self, error: EngineError, server: Channel, request: Request) -> None:
+        """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.
+
+        `status` is None when the server sent no status, and 0 for an error that isn't `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
         if status is None or status >= 429 or isinstance(error, ForeignWeights | BadAnswer):
-            # Another server takes the conversation, and new ones: a server that fails at once has the fewest requests
-            # in flight, and the balance would send every new conversation to it.
+            # Move this conversation and new conversations to other servers. A server that fails at once has the fewest
+            # requests in flight, so the balance would otherwise send every new conversation to it.
             self._homes.pop(request.cache_key, None)
             self._wellness.lost(server)
 
     def forget(self, cache_key: str) -> None:
-        """The conversation is over."""
+        """The conversation has ended: forget its server."""
         self._homes.pop(cache_key, None)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
-        """Make `state` the weights of all servers; tokens from then on carry `version`. ValueError, before anything has
-        changed, when it isn't the model's; PublishFailed, after which the engine samples no more. Servers that are
-        asleep get their weights back for it, and sample when they are woken."""
+        """Replace the weights of all servers by `state`; tokens sampled afterwards carry `version`.
+
+        Raises ValueError, before anything changes, when `state` isn't the model's or `version` was used before. Raises
+        PublishFailed when a step failed: the servers may then have different weights, and the engine samples no more.
+        Sleeping servers restore their weights for the sync and sample after `wake`."""
         self._check_version(version)
         if not self._syncs:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
@@ -195,6 +210,8 @@ class RemoteEngine:
         async with self._publishing:
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, self._model_folder)
+            # Order: the version is known and `_moment` is odd before the first server changes. A completion may return
+            # with the new version while the sync is in progress; without its entry it would count as foreign.
             self._note_version(version)
             steps: dict[str, float] = {}
             self._moment += 1
@@ -205,11 +222,13 @@ class RemoteEngine:
                     await self.sleeper.weights()
                     await sync_servers(self._syncs, folder, version, mode, steps)
             except BaseException as error:
+                # A cancelled sync counts as failed too: some servers may have the new weights. `_moment` stays odd.
                 self._broken = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 raise
             finally:
                 for name, seconds in steps.items():
                     self.stats.add(f"publish/{name}", seconds)
+            # After all servers have resumed: requests sent from now on expect at least this version.
             self.version = version
             self._moment += 1
             self.stats.publishes += 1
@@ -228,23 +247,23 @@ class RemoteEngine:
         return self._folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
-        """Have the servers give their GPUs' memory away; what is under way ends as aborted. Nothing is sampled until
-        `wake`; asleep already, nothing is done."""
+        """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
+        `wake`. Does nothing when already asleep."""
         with self.stats.timed("sleep"):
             await self.sleeper.sleep()
 
     async def wake(self) -> None:
-        """Have the servers sample again; awake already, nothing is done."""
+        """Restore the servers' memory and sample again. Does nothing when awake."""
         with self.stats.timed("wake"):
             await self.sleeper.wake()
 
     async def health(self, *, seconds: float = 10.0) -> dict[str, Health]:
-        """How each server is, by address; asked now and kept in `stats.health`."""
+        """Request the health of each server now. Returns it by address and stores it in `stats.health`."""
         self.stats.health = found = await check_all(self._servers, seconds=seconds)
         return found
 
     async def close(self) -> None:
-        """Close the connections; requests under way fail."""
+        """Close the connections and delete the temporary weights folder; requests in flight fail."""
         for server in self._servers:
             await server.close()
         if self._own_folder:
@@ -253,6 +272,7 @@ class RemoteEngine:
     # -- one request ----------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
+        """Raise EngineError or PromptTooLong for a request that the servers can't answer with valid training data."""
         if self._broken is not None:
             raise EngineError(f"the servers' weights are unknown since a publish failed: {self._broken}")
         if self.sleeper.state != "awake":
@@ -279,10 +299,13 @@ class RemoteEngine:
             )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
+        """Send the request, and repeat it while the server is busy (429, 503), until `patience` is over. All other
+        errors are raised at once: their retries belong to the agent's model interface, which records each attempt."""
         deadline = time.monotonic() + self._patience
         pause = 0.05
         while True:
             try:
+                # Read again for each attempt, before sending: `_versioned` compares the answer with this state.
                 flight.moment = self._moment
                 with self._sampling_with() as (model, flight.version):
                     found = self._dialect.parse(await self._answer(flight, request, model))
@@ -294,12 +317,15 @@ class RemoteEngine:
                 if not error.busy or time.monotonic() > deadline:
                     raise
                 self.stats.refused += 1
+                # Jitter (0.5 to 1.5) spreads requests that were refused together, so that they don't return together.
                 wait = error.after if error.after is not None else pause * random.uniform(0.5, 1.5)
                 pause = min(pause * 2, 5.0)
                 await asyncio.sleep(min(wait, 30.0))
                 if request.listener is not None:
+                    # The stream may have broken off after some tokens; the next attempt samples from the beginning.
                     request.listener.again()
                 continue
+            # An answer that arrives after a failed sync is rejected, although it looks complete.
             self._stop_if_broken(None)
             assert request.prompt is not None
             same_prompt(request.prompt, found.prompt)
@@ -307,13 +333,14 @@ class RemoteEngine:
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        """(name under which the servers know what is sampled from, its version), for the time of one request."""
+        """Yield (model name at the servers, weight version) for the duration of one request."""
         yield self.capabilities.model, self.version
 
     async def _answer(self, flight: Flight, request: Request, model: str) -> Any:
         stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
         body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
-        # Where tokens name no versions, an answer that the weights changed under is asked for again: none is shown.
+        # Without versions per token, an answer that overlaps a weight sync is rejected and requested again. Listeners
+        # then get no tokens at all, because received tokens must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
         return await answered(flight.server, self._dialect, body, flight.stream, heard)
@@ -324,6 +351,12 @@ class RemoteEngine:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
+        """Return the answer with version spans. Raises ForeignWeights for a version that is unknown or older than at
+        sending, and EngineError when the answer names no versions and may mix two.
+
+        Without spans in the answer, `flight.version` is valid for all tokens only when no sync overlapped the request.
+        An odd `flight.moment` means that it was sent during a sync. `_mixed > flight.moment` means that a sync without
+        `drain` began later; a `drain` sync waits until the request has ended."""
         if found.spans is not None or not found.ids:
             oldest = self._versions[flight.version]
             foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}
@@ -345,11 +378,14 @@ class RemoteEngine:
         return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
     async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
-        """What was sampled of a cancelled request; None when the server doesn't tell any more."""
+        """End a cancelled request at the server. Returns the tokens sampled so far; None when the server doesn't return
+        them within 10 seconds, or when the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
-                # What came is what was sampled; hanging up ends the rest.
+                # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection, and
+                # the server then ends the request.
                 return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
+            # The server answers the original request, still shielded, with what it sampled before the abort.
             route, body = self._dialect.abort(flight.id)
             async with asyncio.timeout(10.0):
                 await flight.server.post(route, body)
@@ -371,6 +407,7 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Channel:
+        """Return the conversation's server, or choose one. An empty key is no conversation and is not remembered."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)
@@ -382,7 +419,7 @@ class RemoteEngine:
 
     @contextmanager
     def _flying(self, flight: Flight) -> Iterator[None]:
-        """Counts and times one request."""
+        """Register one request in `_flights`, and count and time it. Busy time counts overlapping requests once."""
         stats, began = self.stats, time.perf_counter()
         stats.requests += 1
         if not self._flights:
@@ -402,8 +439,8 @@ class RemoteEngine:
 async def answered(
     server: Channel, dialect: Dialect, body: Any, stream: ChunkStream | None = None, listener: Listener | None = None
 ) -> Any:
-    """The answer to `body`, whole, whether it comes at once or as a stream, which `listener` has asked for; `stream`
-    holds what came of it by now."""
+    """Send `body` and return the whole answer. A `listener` makes the answer a stream. `stream` collects a streamed
+    answer, so that the caller can read the partial answer after a cancellation."""
     if listener is not None:
         body = {**body, **STREAM}
     elif not dialect.streams:
@@ -418,6 +455,7 @@ async def answered(
     except StreamFailed as error:
         if error.status is None:
             raise
+        # The HTTP status was 200 when the stream began: use the event's status, so that 503 counts as busy here too.
         raise ServerFailed(
             f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN, status=error.status
         ) from error
@@ -425,11 +463,12 @@ async def answered(
 
 
 def _too_long(message: str) -> bool:
+    """Whether a server's message (status 400) reports a prompt too long for the model, by vLLM's wordings."""
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))
 
 
 async def weight_version(server: Channel) -> str | None:
-    """The version that a server names for its weights; None where it has no route that says it."""
+    """Return the server's name for its weights; None when no route returns such a name."""
     for route in ("/weight_info", "/model_info"):
         try:
             found: Any = await server.get(route, seconds=30.0)

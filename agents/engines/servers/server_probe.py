@@ -1,8 +1,9 @@
-"""What a server can do, found out before the first token is recorded, and refused with the remedy.
+"""Measures what a server can do before the first token is recorded, and raises an error with the remedy.
 
-Which kind it is, which route takes token ids, whether answers name versions, whether it takes weights. The log-prob
-mode is in no answer of a server, so it is measured: the gap between the two likeliest tokens grows tenfold at
-temperature 0.1 if log-probs are taken after temperature, and stays if they are taken before.
+The probe finds the kind of server, the route that returns token ids, whether answers name weight versions, and whether
+the server receives weights. No route reports the log-prob mode, so the probe measures it. The gap between the two
+likeliest tokens grows tenfold at temperature 0.1 when log-probs are from after temperature. The gap is the same at both
+temperatures when log-probs are from before temperature.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 SHARP = 0.1
-"""The temperature of the measurement."""
+"""Temperature of the second measurement; the first one uses temperature 1."""
 LISTED = 5
-"""Log-probs asked for, more than the two needed: the sampled token may take the place of the least of them."""
+"""Number of log-probs requested. The measurement needs two; the sampled token may replace the last listed one."""
 REFUSED = (401, 403, 404, 405, 501)
-"""How servers say that a route is off."""
+"""HTTP statuses with which servers answer on a disabled or missing route."""
 
 
 class NotTrainable(TapereelError, RuntimeError):
-    """The server doesn't give what RL needs: token ids, log-probs of the sampled tokens, one model on all servers."""
+    """The servers lack something that RL needs, as token ids, log-probs of the sampled tokens, or equal weights."""
 
 
 async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """The dialect to speak with `server`, and what it can do. NotTrainable, EngineError."""
+    """Return the dialect for `server` and the server's capabilities. Raises NotTrainable or EngineError."""
     kind, dialects = await _kind(server, renderer)
     models = await server.get("/v1/models", seconds=30.0)
     model, context = field(models, "data", 0, "id"), field(models, "data", 0).get("max_model_len")
@@ -45,6 +46,8 @@ async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilit
         try:
             answer = await answered(server, dialect, body)
         except ServerFailed as error:
+            # Only a disabled route leads to the next dialect. Falling back after a passing error, as a timeout, would
+            # choose a worse dialect for the whole run.
             if error.status not in REFUSED:
                 raise
             refused.append(str(error))
@@ -69,7 +72,7 @@ async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilit
 
 
 async def _kind(server: Channel, renderer: Renderer) -> tuple[str, list[Dialect]]:
-    """Kind and version of the server, and what may be spoken with it, the best first."""
+    """Return kind and version of the server, and its dialects, the preferred one first."""
     try:
         about = await server.get("/version", seconds=30.0)
         return f"vLLM {field(about, 'version')}", [Generate(), Completions(), Chat(renderer.template_kwargs)]
@@ -89,6 +92,7 @@ async def _kind(server: Channel, renderer: Renderer) -> tuple[str, list[Dialect]
 
 
 def _question(renderer: Renderer, temperature: float) -> Request:
+    """Return the probe's request: a short prompt, one token, a fixed seed."""
     messages: list[Any] = [{"role": "user", "content": "1"}]
     return Request(
         messages=messages,
@@ -101,6 +105,8 @@ def _question(renderer: Renderer, temperature: float) -> Request:
 async def _logprobs_mode(
     server: Channel, dialect: Dialect, renderer: Renderer, model: str
 ) -> Literal["processed", "raw"]:
+    """Measure whether log-probs are from after (`processed`) or before (`raw`) temperature. Raises NotTrainable when
+    the two gaps fit neither mode. The tolerance, 2 % plus 1e-4 nats, covers rounding between two forward passes."""
     gap, sharp = [await _gap(server, dialect, _question(renderer, t), model) for t in (1.0, SHARP)]
     for mode, expected in (("processed", gap / SHARP), ("raw", gap)):
         if abs(sharp - expected) <= 0.02 * abs(expected) + 1e-4:
@@ -112,7 +118,7 @@ async def _logprobs_mode(
 
 
 async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) -> float:
-    """Nats between the two likeliest first tokens, as the server gives them."""
+    """Return the gap in nats between the listed log-probs of the two likeliest first tokens."""
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
     answer = await answered(server, dialect, dialect.listing(body, LISTED))
     values = dialect.listed(answer)
@@ -123,6 +129,7 @@ async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) 
 
 
 async def _takes_weights(server: Channel) -> bool:
+    """Whether the server names its weight version; this is the sign that its weight routes are enabled."""
     try:
         return await weight_version(server) is not None
     except EngineError:

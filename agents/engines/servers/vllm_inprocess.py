@@ -1,8 +1,8 @@
-"""vLLM inside this process: its `AsyncLLM`, asked by the routes of its server, so that one client serves both.
+"""vLLM in this process: a `Channel` that maps the routes of vLLM's server to calls of `AsyncLLM`.
 
-`connect_channels([await InProcess.start(folder)], ...)` gives the same engine as a server does: the same checks, spans,
-publishing and cancellation, without HTTP. The engine's core is a process of its own that vLLM spawns, so a script that
-starts one needs `if __name__ == "__main__"`. Of one event loop. Knows nothing of renderers and of tapes.
+`connect_channels([await InProcess.start(folder)], ...)` returns the same `RemoteEngine` as for a server, with the same
+checks, version spans, weight syncs and cancellation, without HTTP. vLLM spawns a process for the engine's core, so a
+script that starts one needs `if __name__ == "__main__"`. All calls must come from one event loop.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -25,25 +25,25 @@ DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": True,
 }
-"""What makes its answers training data, as `LocalServer` asks of a server."""
+"""Engine arguments that make the answers training data; `LocalServer` passes the same settings as flags."""
 WHOLE_PROMPTS = {"enable_chunked_prefill": False}
-"""What vLLM's CPU build needs: it dies of a prompt with a seed that it reads in parts, since it can't wind the
-generator back."""
+"""Engine arguments for vLLM's CPU build. That build crashes on a chunked prompt of a seeded request, because it can't
+rewind the random generator."""
 TRANSFER = {
     "worker_extension_cls": "tapereel.agents.engines.weights.vllm_worker.Extension",
     "weight_transfer_config": {"backend": "tapereel"},
 }
-"""What brings the weight-transfer backend of `vllm_worker`."""
+"""Engine arguments that load the weight-transfer backend of `vllm_worker`."""
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM reserves room for."""
+"""Values that vLLM accepts for `max_lora_rank`."""
 LORA_SLOTS = 4
-"""Adapters in one batch; completions of an older version wait for a place otherwise."""
+"""Maximum number of adapters in one batch. With fewer slots, completions of older versions wait for a free slot."""
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """What makes vLLM take adapters of that rank. ValueError where none is so large."""
+    """Return the engine arguments for adapters of that rank. ValueError for a rank above the maximum of vLLM."""
     room = next((room for room in LORA_RANKS if room >= rank), None)
     if room is None:
         raise ValueError(f"LoRA rank {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}")
@@ -51,16 +51,20 @@ def lora_options(rank: int) -> dict[str, Any]:
 
 
 class InProcess:
-    """A `Channel` to an engine of this process."""
+    """A `Channel` to a vLLM engine in this process."""
 
     def __init__(self, engine: Any, name: str, *, seconds: float = 600.0) -> None:
-        """`engine`: an `AsyncLLM`, which `close` shuts down; `name`: of its model. `seconds` bounds each request."""
+        """`engine` is an `AsyncLLM`, which `close` shuts down. `name` is the name of its model. `seconds` is the
+        default timeout of a request."""
         self.in_flight = 0
         self._engine = engine
         self._name = name
         self._seconds = seconds
         self._adapters: dict[str, Any] = {}
+        """vLLM's LoRARequest of each loaded adapter, by adapter name."""
         self._adapters_made = 0
+        """Number of adapters ever loaded; also the id of the newest one. Ids are never reused: vLLM identifies adapters
+        by id."""
         self._get: dict[str, Callable[[], Awaitable[Any]]] = {
             "/version": self._version,
             "/v1/models": self._models,
@@ -99,9 +103,11 @@ class InProcess:
         seconds: float = 600.0,
         patience: float = 600.0,
     ) -> InProcess:
-        """Start an engine of the model in that folder. `options` are those of vLLM's AsyncEngineArgs; `transfer` adds
-        the backend that takes weights from files, `lora_rank` room for adapters of that rank. It must be up within
-        `patience` seconds. MissingExtra."""
+        """Start an engine of the model in the folder `model`. `options` are arguments of vLLM's AsyncEngineArgs and
+        override the defaults. `transfer` adds the backend that receives weights from files; `lora_rank` reserves room
+        for adapters of that rank. `seconds` is the default timeout of a request.
+
+        Raises MissingExtra without vLLM, and TimeoutError when the engine isn't healthy within `patience` seconds."""
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
@@ -129,7 +135,7 @@ class InProcess:
         return f"vLLM in this process ({self._name})"
 
     async def get(self, route: str, *, seconds: float | None = None) -> Any:
-        """What a server answers to that GET. ServerFailed."""
+        """Return what vLLM's server answers to this GET. Raises ServerFailed; status 404 for an unknown route."""
         if route not in self._get:
             raise self._no_route(route)
         return await self._bounded(route, self._get[route](), seconds)
@@ -144,7 +150,8 @@ class InProcess:
         fresh: bool = False,
         plain: bool = False,
     ) -> Any:
-        """What a server answers to that POST. ServerFailed."""
+        """Return what vLLM's server answers to this POST. Raises ServerFailed; status 404 for an unknown route. `fresh`
+        and `plain` have no effect: there is no connection."""
         if route not in self._post:
             raise self._no_route(route)
         self.in_flight += 1
@@ -154,12 +161,14 @@ class InProcess:
             self.in_flight -= 1
 
     async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
-        """The answer to that POST as it comes, in a server's words. Every piece is waited for as long as a whole answer
-        would be. ServerFailed."""
+        """Yield the answer to this POST as it arrives, as the server-sent events of vLLM's server. The timeout applies
+        to each piece, not to the whole answer. Raises ServerFailed."""
         if route != "/inference/v1/generate":
             raise self._no_route(route)
         self.in_flight += 1
         try:
+            # `aclosing` ends vLLM's generator at once when the caller stops reading. Without it, the request would
+            # occupy the engine until garbage collection.
             async with aclosing(self._outputs(body, whole=False)) as outputs:
                 while (output := await self._bounded(route, anext(outputs, None), None)) is not None:
                     yield f"data: {json.dumps(_answer(output))}\n\n".encode()
@@ -168,12 +177,14 @@ class InProcess:
             self.in_flight -= 1
 
     async def close(self) -> None:
-        """Shut the engine down; requests under way fail."""
+        """Shut the engine down; requests in flight fail."""
         await asyncio.to_thread(self._engine.shutdown)
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
     async def _bounded(self, route: str, work: Awaitable[Any], seconds: float | None) -> Any:
+        """Await `work` within the timeout. Maps vLLM's exceptions to the HTTP status that vLLM's server would send, so
+        that `RemoteEngine` treats both channels alike. A dead engine has status None, as an unreachable server has."""
         from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError, VLLMNotFoundError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -195,7 +206,7 @@ class InProcess:
             raise self._failed(route, error, 400) from error
         except EngineDeadError as error:
             raise self._failed(route, error, None) from error
-        except Exception as error:  # whatever the engine makes of a request
+        except Exception as error:  # any exception of vLLM counts as status 500
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             raise self._failed(route, cause, 500) from error
 
@@ -209,13 +220,14 @@ class InProcess:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def _generate(self, body: Any, params: Mapping[str, str]) -> Any:
+        # FINAL_ONLY: vLLM yields one output. After an abort, that output has the tokens sampled so far.
         outputs = [output async for output in self._outputs(body, whole=True)]
         if not outputs:
             raise RuntimeError("the engine ended a request without an answer")
         return _answer(outputs[-1])
 
     async def _outputs(self, body: Any, *, whole: bool) -> AsyncGenerator[Any]:
-        """The answer in one RequestOutput, or what each step adds to it."""
+        """Yield the whole answer as one RequestOutput (`whole`), or one RequestOutput with the new tokens per step."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -233,6 +245,7 @@ class InProcess:
                 yield output
 
     def _adapter_of(self, name: str | None) -> Any:
+        """Return the LoRARequest of the adapter `name`; None for the base model. Raises VLLMNotFoundError (404)."""
         if not name or name == self._name:
             return None
         if name not in self._adapters:
@@ -307,6 +320,7 @@ class InProcess:
             raise ValueError(f"the adapter {name!r} is loaded already")
         self._adapters_made += 1
         adapter = LoRARequest(lora_name=name, lora_int_id=self._adapters_made, lora_path=body["lora_path"])
+        # Registered after vLLM has loaded it: an adapter that failed to load must answer 404.
         await self._engine.add_lora(adapter)
         self._adapters[name] = adapter
 
@@ -323,7 +337,7 @@ class InProcess:
 
 
 def _answer(output: Any) -> dict[str, Any]:
-    """A RequestOutput in the shape of `/inference/v1/generate`."""
+    """Return a RequestOutput as the JSON answer of `/inference/v1/generate`."""
     (choice,) = output.outputs
     ids = list(choice.token_ids)
     content = (
