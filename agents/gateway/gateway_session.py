@@ -124,7 +124,7 @@ class Session:
         sampling = self._sampling(request)
         if live is not None:
             live.open(f"chatcmpl-{name}", self._renderer)
-        # `LLM` owns the retries: a ModelFailed that arrives here has used them up. The gateway doesn't retry.
+        # `LLM` owns the retries: after ModelFailed none is left or none would help. The gateway doesn't retry.
         try:
             reply = await self._llm(
                 self._tape,
@@ -274,7 +274,7 @@ def _limit(error: LimitReached) -> Refused:
 def _conversation(messages: list[Message]) -> str:
     """A name from the messages up to the first one that isn't a system message.
 
-    Every continuation of a conversation has the same name, in whatever order concurrent requests arrive.
+    Every continuation of a conversation has the same name, in any order of concurrent requests.
     """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]

@@ -6,7 +6,8 @@ disconnects, which may be after the next request.) Each call with an answer gets
 
     auxiliary  system messages or tools differ from those of most calls: summaries, titles, helper agents
     discarded  a retry's earlier answer (the same prompt asked again, and the answer never continued); an abandoned
-               branch (the program returned to an earlier answer and continued there); an answer to a gone client
+               branch (the program returned to an earlier answer and continued there); an answer whose client
+               disconnected
     agent      all other calls
 
 Concurrent requests are neither retries of each other nor abandoned branches.

@@ -103,8 +103,8 @@ class Program(Agent):
                 yield exchange
             yield Answer(text=without_secrets((await _outcome(running, session)).replace(key, "[key]")))
         finally:
-            # The key is revoked and the program ended before the session closes: no request can arrive after the labels
-            # are recorded. The gateway stops last, because it still answers the cancelled requests.
+            # The key is revoked and the program is ended before the session closes, so no request arrives after the
+            # labels are recorded. The gateway stops last, because it still answers the cancelled requests.
             gateway.shut(key)
             running.cancel()
             await asyncio.wait([running])
@@ -119,8 +119,8 @@ class Program(Agent):
 
 async def _outcome(running: asyncio.Future[str], session: Session) -> str:
     """The program's output. Raises the reason why the episode ends without it."""
-    # A program fails because its request was refused, so the limit or the engine's failure is the cause and comes
-    # first. A reached limit ends the episode even if the program returned an answer.
+    # A program often fails because its request was refused. Then the limit or the engine's failure is the cause and
+    # is raised instead. A reached limit ends the episode even if the program returned an answer.
     if session.broken.done():
         session.broken.result()
     try:
@@ -171,7 +171,7 @@ class _Ran(asyncio.SubprocessProtocol):
     """Collects a command's output and its end.
 
     The end is the exit of the process, not the end of its pipes: a child that survives the command can hold the pipes
-    open for ever.
+    open indefinitely.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Decides which text of an answer can be sent while it is sampled, so that the sent text begins the final answer.
 
-Held back are incomplete characters, text that may be the beginning of a stop string, and, if the request has tools,
-text that may be the beginning of a tool call. A client can't take sent text back. HTTP is in `gateway_server`.
+Incomplete characters and text that may be the beginning of a stop string are held back. If the request has tools, text
+that may be the beginning of a tool call is held back too. A client can't take sent text back.
 """
 
 from __future__ import annotations
