@@ -40,9 +40,9 @@ def test_an_edit_of_the_page_or_a_model_shows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_texts_below_fields_are_found_in_base_classes_too() -> None:
-    assert docstrings(Weigh)["limit"] == "For `constant` and `sum`: usually the length limit of a completion."
+    assert docstrings(Weigh)["limit"] == "Divisor for `constant` and `sum`; usually the token limit of a completion."
     beside = next(cls for cls in terms()["regulariser"][1] if cls.__name__ == "Demonstrations")
-    assert docstrings(beside)["coefficient"] == "What the term counts."
+    assert docstrings(beside)["coefficient"] == "Coefficient of the term in the loss."
 
 
 def test_the_defaults_in_the_tables_are_values_that_a_recipe_takes() -> None:
