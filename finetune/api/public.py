@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ...agents.engines.embedded.tiny_model import ALPHABET
+from ...agents.engines.embedded.tiny_model import ALPHABET, Size
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunConfig
@@ -106,6 +106,8 @@ def train(
 
     if not isinstance(model, str | Path):
         raise UsageError("train needs a model's folder: a list of answers has no weights to train")
+    if not Path(model).is_dir():
+        raise UsageError(f"there is no model folder {str(model)!r}: train needs a folder in Hugging Face format")
     named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
     sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
     config = _config(TrainConfig, model, sets)
@@ -120,7 +122,7 @@ def open(path: str | Path) -> Run:
 
 
 def save_tiny_model(
-    folder: str | Path, alphabet: str = ALPHABET, *, size: str = "tiny", seed: int = 0, context: int = 512
+    folder: str | Path, alphabet: str = ALPHABET, *, size: Size = "tiny", seed: int = 0, context: int = 512
 ) -> str:
     """Save an untrained chat model of under a million parameters in `folder`; for tests and first steps on a CPU.
 
@@ -129,7 +131,7 @@ def save_tiny_model(
     from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 
     tokenizer = char_tokenizer(alphabet)
-    tiny_model(tokenizer, size, seed=seed, context=context).save_pretrained(folder)  # type: ignore[arg-type]
+    tiny_model(tokenizer, size, seed=seed, context=context).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

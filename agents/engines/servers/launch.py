@@ -69,7 +69,7 @@ class LocalServer:
             )
         if host not in LOOPBACK and control:
             raise ValueError(
-                f"a server at {host} would take weights from whoever reaches it; serve those routes on "
+                f"a server at {host} would take weights from any client that reaches it; serve those routes on "
                 "loopback, or turn them off (control=False, --no-weights)"
             )
         if not control and (transfer or lora_rank is not None):
