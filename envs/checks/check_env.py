@@ -272,7 +272,7 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
     """Report resources that grow by at least one with every episode. Growth that happens once is a cache, not a leak:
     the first episode here fills such caches before the count starts."""
 
-    async def several() -> tuple[dict[str, int], dict[str, int]]:
+    async def several() -> tuple[dict[str, set[object]], dict[str, set[object]]]:
         await _replayed(probe, k, play)()
         before = await _held()
         for _ in range(_MORE):
@@ -280,26 +280,28 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
         return before, await _held()
 
     ((before, after),) = probe.run(several)
-    for what, n in after.items():
-        if n - before[what] >= _MORE:
+    for what, held in after.items():
+        # Only what is new counts: something older that ends meanwhile would hide a leak in a difference of counts.
+        left = len(held - before[what])
+        if left >= _MORE:
             probe.found(
                 "leaks",
-                f"{_MORE} episodes left {n - before[what]} {what} behind after `close`; a long training run would "
+                f"{_MORE} episodes left {left} {what} behind after `close`; a long training run would "
                 "exhaust them: release them in `close`",
             )
 
 
-async def _held() -> dict[str, int]:
-    """Counts of the tasks of this event loop, and of the threads and open files of this process."""
+async def _held() -> dict[str, set[object]]:
+    """The tasks of this event loop, and the threads and open files of this process."""
     for _ in range(3):  # cancelled tasks need a few passes of the loop to end
         await asyncio.sleep(0)
     gc.collect()
-    return {"tasks": len(asyncio.all_tasks()), "threads": threading.active_count(), "open files": _open_files()}
+    return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": _open_files()}
 
 
-def _open_files() -> int:
-    """The number of open files; 0 on systems that don't list them in /dev/fd."""
-    return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+def _open_files() -> set[object]:
+    """The open file descriptors; none on systems that don't list them in /dev/fd."""
+    return {*os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
 
 
 def _difference(a: Play, b: Play) -> str | None:

@@ -1,0 +1,136 @@
+"""CPU seconds of four fixed workloads in two checkouts, in turn: did a change make anything slower?
+
+    python benchmarks/paired.py OLD_CHECKOUT [--pairs 11] [--only NAME ...]
+
+Each workload is taken from the checkout's own benchmark script, so that moved modules and renamed calls don't matter.
+Every run is a process of its own with one torch thread. Printed: the median CPU seconds of both, and the median of the
+pairs' ratios new / old, with the least and the greatest. The checkouts' folders must be named `tapereel`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rollout_cost() -> Callable[[], object]:
+    """1,024 episodes of 5 turns and 64 of 50, a tape of 1,000 steps recorded, and a tape of 50 turns converted."""
+    bench: Any = importlib.import_module("rollout_cost")
+    prompt, completion, logprobs = array("i", range(200)), array("i", range(91)), array("f", [-0.5] * 91)
+
+    def work() -> None:
+        bench.roll(5, 1024, 64)
+        bench.roll(50, 64, 64)
+        for _ in range(5):
+            bench.record(1_000, prompt, completion, logprobs)
+        tape = bench.record(100, prompt, completion, logprobs)
+        for _ in range(100):
+            bench.rows(tape)
+
+    return work
+
+
+def rl_update() -> Callable[[], object]:
+    """Four updates of GRPO on 8 rows of 512 tokens, vocabulary 8,000."""
+    bench: Any = importlib.import_module("rl_update")
+    case: Any = importlib.import_module("peers.update_case")
+    update = bench.ours(case.Case(8_000, 8, 512, reps=1))
+
+    def work() -> None:
+        for _ in range(4):
+            update()
+
+    return work
+
+
+def store_commit() -> Callable[[], object]:
+    """64 episodes that append 500 records each and wait until each is durable."""
+    bench: Any = importlib.import_module("store_commit")
+
+    def work() -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            bench.Store.create(Path(folder) / "run", disk=bench.RealDisk(), cache=False) as store,
+        ):
+            writer = store.writer
+
+            async def episode() -> None:
+                for _ in range(500):
+                    writer.append(bench.BODY)
+                    await writer.durable()
+
+            async def main() -> None:
+                await asyncio.gather(*(episode() for _ in range(64)))
+
+            asyncio.run(main())
+
+    return work
+
+
+def embedded_engine() -> Callable[[], object]:
+    """64 completions of 64 tokens in 64 slots from a model of 0.34M parameters."""
+    bench: Any = importlib.import_module("embedded_engine")
+    model = next(iter(bench.models().values()))
+    engine = bench.EmbeddedEngine(model, bench.NoText(), version="v0", slots=64, capacity=256)
+    return bench.by_engine(engine, [64] * 64)
+
+
+WORKLOADS = (rollout_cost, rl_update, store_commit, embedded_engine)
+
+
+def measure(name: str, checkout: Path) -> None:
+    """Print the CPU seconds of one workload, after one round that isn't counted."""
+    sys.path[:0] = [str(checkout.parent), str(checkout / "benchmarks")]
+    import torch
+
+    torch.set_num_threads(1)
+    work = next(one for one in WORKLOADS if one.__name__ == name)()
+    work()
+    started = time.process_time()
+    work()
+    print(f'{{"cpu": {time.process_time() - started}}}')
+
+
+def main() -> None:
+    """Run the pairs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("--pairs", type=int, default=11)
+    parser.add_argument("--only", nargs="+", default=[one.__name__ for one in WORKLOADS], metavar="NAME")
+    args = parser.parse_args()
+    from side_by_side import in_turn
+
+    print("| workload | old, CPU s | new, CPU s | new / old | least | greatest |\n|---|---|---|---|---|---|")
+    for name in args.only:
+        commands = {
+            key: [sys.executable, "-P", __file__, "--measure", name, str(root.resolve())]
+            for key, root in (("old", args.old), ("new", ROOT))
+        }
+        found = in_turn(commands, args.pairs)
+        old, new = ([one["cpu"] for one in found[key]] for key in ("old", "new"))
+        ratios = [b / a for a, b in zip(old, new, strict=True)]
+        print(
+            f"| {name} | {statistics.median(old):.2f} | {statistics.median(new):.2f} "
+            f"| {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} |",
+            flush=True,
+        )
+    print(f"\n{args.pairs} pairs, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()
