@@ -30,7 +30,8 @@ from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_mod
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
 from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
-from tapereel.finetune.run.train_run import EvaluationConfig, ImitationConfig, TrainConfig, train
+from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.tapes import Sampling, Task
 from tapereel.tapes.store.run_directory import METRICS, read_metrics

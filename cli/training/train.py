@@ -34,7 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
-    from ...finetune.run.train_run import TrainConfig, train
+    from ...finetune.run.train_config import TrainConfig
+    from ...finetune.run.train_run import train
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
     if args.dry_run:

@@ -101,7 +101,7 @@ def train(
 
     Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
     """
-    from ..run.train_run import TrainConfig
+    from ..run.train_config import TrainConfig
     from ..run.train_run import train as train_config
 
     if not isinstance(model, str | Path):

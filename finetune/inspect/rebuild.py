@@ -118,7 +118,8 @@ def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
 
 
 def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
-    from ..run.train_run import TrainConfig, train_training
+    from ..run.train_config import TrainConfig
+    from ..run.train_run import train_training
 
     config = _read(TrainConfig, run)
     players = {

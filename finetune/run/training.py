@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...agents import Agent, Engine
 from ...agents.episode.seeds import derive_seed
@@ -40,9 +40,7 @@ from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
 from .longer import end_name
-
-MeasuredBy = Literal["own", "loop"]
-"""The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
+from .train_config import MeasuredBy
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from tapereel.finetune.inspect.lab import lab
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.store.run_directory import read_metrics

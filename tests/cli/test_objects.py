@@ -19,7 +19,8 @@ from tapereel.agents.setup.setup import Setup
 from tapereel.cli import main
 from tapereel.envs import Taskset
 from tapereel.finetune.history.loop_config import LoopConfig
-from tapereel.finetune.run.train_run import EvaluationConfig, TrainConfig, train
+from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.common.config import ConfigError, load_config
 from tapereel.tapes.common.run_async import run_async

@@ -18,7 +18,7 @@ from tapereel.cli import main
 from tapereel.envs.load_named import load_named
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.recipes.recipe_files import read_recipes
-from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.records import Tokens

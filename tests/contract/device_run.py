@@ -18,7 +18,8 @@ from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main as tapereel
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.store import Store

@@ -11,7 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.verifier import verify
 
 LAB = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"

@@ -29,7 +29,8 @@ from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights import weight_transfer as transfer
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.verifier import verify
 
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"

@@ -29,7 +29,8 @@ from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights.weight_sync import VLLMReload
 from tapereel.agents.engines.weights.weight_transfer import VLLMTransfer
 from tapereel.finetune.data.rows import rows
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.tapes.records import Sampling
 from tapereel.tapes.store.store import Store
 

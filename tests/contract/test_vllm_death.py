@@ -18,7 +18,8 @@ from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.finetune.loop.rollouts import NothingUsable
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 

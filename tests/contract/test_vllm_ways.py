@@ -19,7 +19,8 @@ from tapereel.agents.engines.servers.vllm_chat import Chat
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.agents.rendering.renderer import Renderer
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 
 from ..agents.embedded_lab import worst
 from ..agents.served import CLOSE, Test, ask, long_one

@@ -18,7 +18,8 @@ from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
 from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.objective.recipe import BadRecipe
-from tapereel.finetune.run.train_run import EvaluationConfig, TrainConfig, TrainSummary, train
+from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
+from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 

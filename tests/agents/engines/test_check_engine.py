@@ -221,7 +221,8 @@ def texts(folder):
 
 
 def test_train_uses_an_engine_of_ones_own_and_refuses_one_without_weights(tmp_path: Path) -> None:
-    from tapereel.finetune.run.train_run import TrainConfig, train
+    from tapereel.finetune.run.train_config import TrainConfig
+    from tapereel.finetune.run.train_run import train
 
     from ...finetune.loop.lab import WORDS
     from ...finetune.loop.test_sleep import scene

@@ -15,7 +15,8 @@ from tapereel.agents.engines.embedded.pretrained import BadModel, load_pretraine
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 
 from ...agents.faulty import FaultyServer
 from .hosting import in_thread

@@ -16,7 +16,8 @@ from tapereel.cli import main
 from tapereel.finetune.history.loop_config import CriticConfig
 from tapereel.finetune.policies.policy import load_policy, sampling_attention
 from tapereel.finetune.policies.trainer_config import TrainerConfig
-from tapereel.finetune.run.train_run import TrainConfig, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import CONFIG

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes import Status
 from tapereel.tapes.common.config import dump_config
 from tapereel.tapes.store.store import Store

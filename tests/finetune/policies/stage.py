@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store

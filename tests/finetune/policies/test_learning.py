@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.run.train_run import TrainConfig, TrainSummary, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store

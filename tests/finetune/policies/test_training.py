@@ -19,7 +19,8 @@ from tapereel.finetune.data.rows import rows
 from tapereel.finetune.history.history import BrokenHistory
 from tapereel.finetune.history.plan import Plan
 from tapereel.finetune.loop.loop import UnknownAgent
-from tapereel.finetune.run.train_run import TrainConfig, _Run, train
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run.train_run import _Run, train
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.tapes.common.config import ConfigError, load_config

@@ -11,7 +11,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.run.train_run import TrainConfig
+from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common import renamed
 from tapereel.tapes.common.config import Config, ConfigError, load_config
 from tapereel.tapes.common.renamed import PATHS, current_path, translate_config

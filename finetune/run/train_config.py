@@ -1,0 +1,105 @@
+"""The settings of `train`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from ...agents.runs.pass_at_k import check_k
+from ...agents.setup.setup import Setup
+from ...agents.setup.team_config import threads_of
+from ...tapes import Sampling
+from ...tapes.common.config import Config
+from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
+from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
+from ..policies.trainer_config import TrainerConfig
+from ..report.trackers import TrackerName
+from .drawing import CurriculumConfig
+
+MeasuredBy = Literal["own", "loop"]
+"""The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
+
+
+class EvaluationConfig(Config):
+    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation changes no state of training."""
+
+    fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the tasks that is held out, chosen by task hash; 0: no held-out tasks and no evaluation."""
+    tasks: str | tuple[JsonValue, ...] | None = None
+    """Held-out tasks in place of a fraction; none of them may be a task to train on."""
+    task_row: str | None = None
+    """As `task_row` of the tasks to train on, for the rows of `evaluation.tasks`."""
+    limit: int | None = Field(default=256, ge=1)
+    """Held-out tasks of one evaluation; None for all."""
+    every: int | None = Field(default=10, ge=1)
+    """Updates of the loop between two evaluations; None: only before and after."""
+    sampling: Sampling | None = None
+    """None: as the loop samples."""
+    greedy: bool = False
+    """Evaluate at temperature 0 as well."""
+    concurrency: int = Field(default=64, ge=1)
+    """Episodes in flight."""
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each held-out task."""
+    k: tuple[int, ...] = ()
+    """Report pass@k for these; it takes as many attempts."""
+    success: float = 1.0
+    """The least reward of a success."""
+    engine: MeasuredBy | None = None
+    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: the loop's engine, which
+    gets its next weights after the evaluation. None: `loop` with servers, else `own`."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> EvaluationConfig:
+        check_k(self.k, self.attempts)
+        return self
+
+
+class ImitationConfig(WarmStartConfig):
+    """A warm start on the tapes of another run."""
+
+    tapes: str
+    """The other run's directory. The tapes are copied, so it isn't needed again."""
+    split: str | None = None
+    """Only tapes of this split; None: `train` and `demo`."""
+    min_reward: float | None = None
+    """Only tapes with at least this reward."""
+
+
+class TrainConfig(Setup):
+    """What to train, on what, and how."""
+
+    engine: TrainedEngine
+    """The model to train, and the engine that samples with it: embedded, or servers that take its weights."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Where and how the model is trained."""
+    seed: int = 0
+    loop: LoopConfig = LoopConfig()
+    players: Players = Field(default={})
+    """Other models in the episodes, by names of your choice: each learns from the tokens of its agents, or is frozen.
+    The model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
+    warm: ImitationConfig | None = None
+    curriculum: CurriculumConfig | None = None
+    """Draw tasks by their difficulty; None: each in turn."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    processes: ProcessesConfig = ProcessesConfig()
+    """Multi-process settings; ignored unless started by `accelerate launch` or `torchrun`."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Send the metrics to these trackers too; metrics.jsonl is always written."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> TrainConfig:
+        check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
+        check_players_of(self.players, self.loop, warm=self.warm is not None)
+        for name, player in self.players.items():
+            if not player.frozen:
+                check_engine(player.engine, player.trainer, self.loop, name)
+        return self
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of the process."""
+        trainers = (self.trainer, *(player.trainer for player in self.players.values()))
+        frozen = threads_of(player.engine for player in self.players.values())
+        return max(frozen, *(trainer.threads for trainer in trainers))
