@@ -171,8 +171,7 @@ def _run_env(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
-    from ...finetune.inspect.requery import TOLERANCE
-    from ...finetune.inspect.requery_run import requery_run
+    from ...finetune.inspect.requery import TOLERANCE, requery_run
 
     options = _set(tolerance=args.tolerance, threads=args.threads)
     with live_progress() as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...tapes.common.text import counted, safe
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, table
-from .recipe_tables import explain_recipes
+from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...finetune.inspect.explainer import Explanation, RowLine, TokenLine
+    from ...finetune.inspect.lab import Experiment, RecipeLine
 
 EXAMPLE = """
 tapereel explain runs/demo
@@ -30,16 +31,21 @@ tapereel explain runs/demo --recipe mine.yaml --update 410 --update 420 --json
 SHOWN = 60
 """Characters of a stretch of context that are printed."""
 TAPES = 3
-"""Instructive tapes that are explained, unless `--n` says otherwise."""
+"""Newest tapes that are explained, unless `--n` says otherwise."""
+TOKENS = 5
+"""Tokens that are named on each side under `--recipe`, unless `--tokens` says otherwise."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory")
     parser.add_argument(
-        "tape", nargs="*", default=[], help="ids of tapes, or their first characters (default: instructive ones)"
+        "tape",
+        nargs="*",
+        default=[],
+        help="ids of tapes, or their first characters (default: the last ones of the last update)",
     )
-    parser.add_argument("--n", type=int, metavar="N", help="number of instructive tapes (default 3)")
+    parser.add_argument("--n", type=int, metavar="N", help="number of tapes, where none is named (default 3)")
     parser.add_argument("--context", action="store_true", help="print each token of the context on a line of its own")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     others = parser.add_argument_group("updates under other recipes, in place of tapes")
@@ -70,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain, and print."""
     _check_options(args)
-    return explain_recipes(args) if args.recipes else _explain_tapes(args)
+    return _explain_recipes(args) if args.recipes else _explain_tapes(args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -84,19 +90,18 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _explain_tapes(args: argparse.Namespace) -> int:
-    from ...finetune.inspect.explainer import Explainer
-    from ...finetune.inspect.instructive import instructive
-    from ...finetune.inspect.token_reader import token_reader
+    from ...finetune.inspect.explainer import Explainer, token_reader
     from ...tapes.store.store import Store
 
     n = TAPES if args.n is None else args.n
     if n < 1:
         raise UsageError(f"--n is {n}; it must be 1 or more")
     with Store.open(args.run) as store:
-        chosen = [(name, "asked for") for name in args.tape] or list(itertools.islice(instructive(store), n))
-        decode, renderer = token_reader(store.path, args.tokenizer, [store.tape(name) for name, _ in chosen])
-        explainer = Explainer(store, decode, renderer)
-        found = [explainer.explain(name, why) for name, why in chosen]
+        explainer = Explainer(store)
+        chosen = args.tape or explainer.newest(n)
+        tapes = [store.tape(name) for name in chosen]
+        explainer.decode, explainer.renderer = token_reader(store.path, args.tokenizer, tapes)
+        found = [explainer.explain(name) for name in chosen]
     shown = [item for explanation in found for item in _shown(explanation, args.context)]
     answer(args, {"run": str(args.run), "tapes": found}, *(shown or ["the run has no closed tape to explain"]))
     return Exit.HOLDS
@@ -105,7 +110,7 @@ def _explain_tapes(args: argparse.Namespace) -> int:
 def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
     s = e.tape
     reward = "unscored" if s.reward is None else f"reward {s.reward:g}"
-    yield _text(f"tape {s.id}  {s.status}  {reward}  ({e.why})", "bold")
+    yield _text(f"tape {s.id}  {s.status}  {reward}", "bold")
     yield _text(e.verdict)
     if len(e.group_rewards) > 1:
         rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
@@ -192,3 +197,80 @@ def _text(text: str, style: str = "") -> Text:
 
 def _rounded(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+# Updates under other recipes
+
+
+def _explain_recipes(args: argparse.Namespace) -> int:
+    from ...finetune.inspect.lab import OWN, lab
+
+    tokens = TOKENS if args.tokens is None else args.tokens
+    if tokens < 0:
+        raise UsageError(f"--tokens is {tokens}; it must be 0 or more")
+    recipes = args.recipes if len(args.recipes) > 1 else [OWN, *args.recipes]
+    with live_progress() as progress:
+        report = lab(args.run, recipes, args.updates, policy=args.policy, tokens=tokens, progress=progress)
+    shown = [item for experiment in report.experiments for item in _tables(experiment)]
+    answer(args, report, *shown, f"{report.seconds:.1f} s")
+    return Exit.HOLDS
+
+
+def _tables(experiment: Experiment) -> Iterator[RenderableType]:
+    yield (
+        f"update {experiment.update} ({experiment.phase}) at version {experiment.version}: {experiment.episodes} "
+        f"episodes, {experiment.tokens} tokens of the agent's own"
+    )
+    made = table(
+        "recipe",
+        "#loss",
+        "#gradient norm",
+        "#cosine",
+        "#mean |A|",
+        "#clipped",
+        "#tokens",
+        "#dropped",
+        "as recorded",
+        fold=("recipe",),
+    )
+    for line in experiment.lines:
+        made.add_row(*_line_cells(line))
+    yield made
+    shifts = _shifts(experiment)
+    if shifts is not None:
+        yield shifts
+
+
+def _line_cells(line: RecipeLine) -> list[str]:
+    recorded = "" if line.recorded is None else "yes" if line.recorded else "NO"
+    return [
+        safe(line.recipe),
+        _number(line.loss),
+        _number(line.grad_norm),
+        _number(line.cosine, 4),
+        _number(line.mean_advantage, 3),
+        _number(line.clipped, 3),
+        str(line.tokens),
+        str(line.dropped),
+        line.skipped or recorded,
+    ]
+
+
+def _number(value: float | None, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def _shifts(experiment: Experiment) -> Table | None:
+    made = table("recipe", "token", "#pull, first", "#pull, this", "tape", "#call", "#offset", fold=("recipe", "token"))
+    for line in experiment.lines[1:]:
+        for shift in (*line.gained, *line.lost):
+            made.add_row(
+                safe(line.recipe),
+                safe(repr(shift.text)),
+                f"{shift.first:+.3%}",
+                f"{shift.pull:+.3%}",
+                safe(shift.tape),
+                safe(shift.call.removeprefix(shift.tape).lstrip(".")),
+                str(shift.offset),
+            )
+    return made if made.row_count else None

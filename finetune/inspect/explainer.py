@@ -6,14 +6,19 @@ from the batch that the ledger names, with the recipe that the run recorded. The
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...agents.engines.embedded.pretrained import load_tokenizer
+from ...agents.rendering.renderer import Renderer
+from ...agents.setup.recorded_setup import tokenizer_folder
 from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
 from ...tapes.common.text import counted
@@ -31,6 +36,8 @@ from ..objective import Context, Running
 from ..objective.batches import prepare
 from ..objective.recipe import Recipe
 from ..recipes.recipe_files import read_recipes
+
+log = logging.getLogger("tapereel.inspect")
 
 
 class TokenLine(Value):
@@ -97,8 +104,6 @@ class Explanation(Value):
     """The explanation of one tape."""
 
     tape: TapeSummary
-    why: str
-    """Why the tape was chosen, or `asked for`."""
     verdict: str
     """The use of the tape in training, as a sentence."""
     uses: tuple[UseLine, ...]
@@ -122,7 +127,7 @@ class Explainer:
 
     store: Store
     decode: Callable[[int], str] | None = None
-    renderer: Any | None = None
+    renderer: Renderer | None = None
     _batches: dict[tuple[str, int, int], _Taken] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -136,7 +141,12 @@ class Explainer:
         """The recipe of each phase that the run recorded."""
         return read_recipes(self.store.path)
 
-    def explain(self, name: str, why: str = "asked for") -> Explanation:
+    def newest(self, n: int) -> list[str]:
+        """The last n tapes of the last update; in a run without updates the last n closed tapes."""
+        taken = [tape for use in self.uses[-1:] for tape in UpdateInfo.of(use).tapes]
+        return (taken or [summary.id for summary in self.store.summaries(closed=True)])[-n:]
+
+    def explain(self, name: str) -> Explanation:
         """Explain the tape with this id, or with the only id that begins with `name`."""
         tape = self.store.tape(name)
         notes: list[str] = []
@@ -153,7 +163,6 @@ class Explainer:
         completions = sum(len(call.completion or ()) for call in tape.calls)
         return Explanation(
             tape=summarise(tape),
-            why=why,
             verdict=_verdict(tape, took, facts),
             uses=tuple(self._use(use, tape) for use in took),
             group_rewards=tuple(facts.group),
@@ -351,3 +360,20 @@ def _unknowable(recipe: Recipe | None, phase: str) -> str:
 
 def _no_trainer(phase: str) -> Any:
     raise RuntimeError(f"explaining needs no trainer, and one was requested for phase {phase!r}")
+
+
+def token_reader(
+    run: Path, named: str | None, tapes: Sequence[Tape]
+) -> tuple[Callable[[int], str] | None, Renderer | None]:
+    """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) where that is missing or another."""
+    folder = named or tokenizer_folder(run)
+    if folder is None:
+        log.warning("the run has no tokenizer, so tokens are shown as numbers: name its folder by --tokenizer DIR")
+        return None, None
+    tokenizer = load_tokenizer(folder)
+    renderer = Renderer(tokenizer)
+    recorded = {tape.begin.versions.get("tokenizer") for tape in tapes} - {None}
+    if recorded - {renderer.tokenizer_hash}:
+        log.warning("tokens are shown as numbers: the tokenizer in %s is not the tokenizer of these tapes", folder)
+        return None, None
+    return lambda token: str(tokenizer.decode([token])), renderer

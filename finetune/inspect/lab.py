@@ -19,20 +19,21 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from ...tapes.common.config import Config, load_config
 from ...tapes.common.progress import Progress, silent
-from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ...tapes.records import Use
 from ...tapes.store.store import Store
+from ...tapes.value import Value
 from ..data.provenance import known
 from ..data.staleness import version_name
 from ..data.update_info import UpdateInfo
@@ -61,11 +62,7 @@ class RecipeFile(Config):
     changes: dict[str, Any] = Field(default_factory=dict)
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenShift(_Value):
+class TokenShift(Value):
     """A token that one recipe pulls more, or less, than the first recipe."""
 
     tape: str
@@ -80,7 +77,7 @@ class TokenShift(_Value):
     """Pull by this recipe, as a share."""
 
 
-class RecipeLine(_Value):
+class RecipeLine(Value):
     """The update under one recipe."""
 
     recipe: str
@@ -108,27 +105,8 @@ class RecipeLine(_Value):
     pulls: tuple[float, ...]
     """Pull of every token of the agent's own, in the order of the batch."""
 
-    def cells(self) -> list[str]:
-        """The line as texts, for the columns of a table."""
-        recorded = "" if self.recorded is None else "yes" if self.recorded else "NO"
-        return [
-            safe(self.recipe),
-            _number(self.loss),
-            _number(self.grad_norm),
-            _number(self.cosine, 4),
-            _number(self.mean_advantage, 3),
-            _number(self.clipped, 3),
-            str(self.tokens),
-            str(self.dropped),
-            self.skipped or recorded,
-        ]
 
-
-def _number(value: float | None, digits: int = 6) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-class Experiment(_Value):
+class Experiment(Value):
     """One update under every recipe."""
 
     lineage: str
@@ -142,7 +120,7 @@ class Experiment(_Value):
     lines: tuple[RecipeLine, ...]
 
 
-class LabReport(_Value):
+class LabReport(Value):
     """The updates under all recipes."""
 
     run: str
@@ -360,21 +338,17 @@ class _Bench:
         return tuple(made)
 
 
+@dataclass(frozen=True)
 class _Trial:
     """One recipe's gradient of one update."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        mine: bool,
-        stats: UpdateStats,
-        gradient: Mapping[str, Tensor],
-        pull: Tensor,
-        advantage: float | None,
-    ) -> None:
-        self.name, self.mine, self.stats, self.gradient = name, mine, stats, gradient
-        self.pull, self.advantage = pull, advantage
+    name: str
+    mine: bool
+    """True for the run's own recipe."""
+    stats: UpdateStats
+    gradient: Mapping[str, Tensor]
+    pull: Tensor
+    advantage: float | None
 
 
 def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float | None:

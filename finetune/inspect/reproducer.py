@@ -30,7 +30,7 @@ from ...tapes.value import Value
 from ..data.provenance import taught_by
 from ..data.staleness import version_name
 from ..data.update_info import UpdateInfo
-from ..history.history import BrokenHistory, Differs, GoneTape, History, apply_again, elsewhere
+from ..history.history import BrokenHistory, Differs, History, apply_again, elsewhere
 from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (
     STATE,
@@ -130,7 +130,7 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
 def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress) -> Reproduction:
     """The reproduction of one policy, whose checkpoints are in `folder`."""
     found = checkpoints(folder)
-    wanted = find_checkpoint(run, checkpoint, found)
+    wanted = _find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
         among = [c for c in found if c.update < wanted.update and c.state["lineage"] == lineage]
@@ -161,9 +161,8 @@ def _run_of(checkpoint: Path) -> Path:
     return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 
-def find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint] | None = None) -> Checkpoint:
+def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint named by a directory, `update-000040` or `40`; None: the last. UsageError without one."""
-    found = checkpoints(run / "checkpoints") if found is None else found
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
@@ -219,7 +218,7 @@ class _Walk:
             for k, epochs in enumerate(steps):
                 self._apply(epochs)
                 self.progress("applying the recorded updates again", k + 1, len(steps), "")
-        except Differs as error:
+        except (Differs, _Other) as error:
             return self._differs(
                 Difference(
                     update=error.update,
@@ -229,10 +228,6 @@ class _Walk:
                     found=error.found,
                 )
             )
-        except GoneTape as error:
-            return self._made("unverifiable", reason=str(error))
-        except _Other as error:
-            return self._differs(error.difference)
         except BrokenHistory as error:
             return self._made("unverifiable", reason=str(error))
         if self.history.updates < self.until:
@@ -394,4 +389,4 @@ class _Other(TapereelError):
 
     def __init__(self, update: int, field: str, sentence: str, recorded: Any, found: Any) -> None:
         super().__init__(sentence)
-        self.difference = Difference(update=update, field=field, sentence=sentence, recorded=recorded, found=found)
+        self.update, self.field, self.recorded, self.found = update, field, recorded, found

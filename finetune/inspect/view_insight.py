@@ -13,9 +13,8 @@ import numpy as np
 from ...tapes.store.store import Store
 from ..data.rows import rows
 from ..trainer.logprobs import score
-from .explainer import Explainer, Explanation
+from .explainer import Explainer, Explanation, token_reader
 from .requery import Policies, Policy
-from .token_reader import token_reader
 
 LONGEST = 20_000
 """Records of the longest tape that is explained, since an explanation reads the tape whole."""
