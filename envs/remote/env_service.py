@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
-import ipaddress
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from ...tapes.common.extras import raise_missing
-from ...tapes.common.redact import bearer, guard_log
+from ...tapes.common.http_service import (
+    SHORTEST_TOKEN,
+    Handler,
+    HttpService,
+    WSCloseCode,
+    WSMsgType,
+    require_token,
+    web,
+)
 from ..environment import Environment
 from .declared import Declared
 from .env_client import ROUTE, SESSION
@@ -27,18 +31,12 @@ from .env_protocol import PROTOCOL, CloseCall, Fault, Welcome, read_call
 from .remote_errors import BadAnswer
 from .sessions import ServiceLimits, Session, Sessions
 
-try:
-    from aiohttp import WSCloseCode, WSMsgType, web
-except ModuleNotFoundError as _error:
-    raise_missing(_error, "serving an environment")
-
 log = logging.getLogger("tapereel.service")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _AT_ONCE = 4
 """Unanswered calls of one connection; a correct client has one, and one more to close."""
 
 
-class Service:
+class Service(HttpService):
     """`async with Service(GuessNumber).serving(8100) as service: ...`"""
 
     def __init__(
@@ -52,47 +50,36 @@ class Service:
     ) -> None:
         """`make` makes an instance for each session: a class, a function or a `Pool`. `declared`: the declaration, if
         neither the class nor a return type has it. `token`: required from every client; needed beyond loopback."""
-        if token is None and not is_loopback(host):
-            raise ValueError(f"other machines can reach a service at {host}: pass a token")
-        if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
-            raise ValueError("a token needs at least 16 printable ASCII characters")
-        self.host, self.port = host, 0
+        super().__init__(host, token)
+        require_token(host, token)
+        if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+            raise ValueError(f"a token needs at least {SHORTEST_TOKEN} printable ASCII characters")
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
         most = getattr(make, "places", None)
         if isinstance(most, int):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
         self.sessions = Sessions(make, self.declared, self.limits, self._unclosed)
-        self.routes: list[tuple[str, Handler]] = [(ROUTE, self._serve), ("/health", self._health)]
-        """GET routes; more may be added before `serving`."""
-        self._token = token
+        self.more_routes: list[tuple[str, Handler]] = []
+        """Further GET routes, to be added before `serving`."""
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
         self._ending = False
 
     @property
     def url(self) -> str:
         """The address of the service."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return self.address
 
-    @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Service]:
-        """Serve inside the block; `port` 0 takes a free port. At the end running calls may finish, and every instance
-        is closed."""
-        guard_log("aiohttp.server")  # it logs headers that it can't parse, and they may hold the token
-        app = web.Application(middlewares=[self._guard])
-        for path, handler in self.routes:
-            app.router.add_get(path, handler)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.host, port, backlog=1024).start()
-            self.port = runner.addresses[0][1]
-            yield self
-        finally:
-            self._ending = True
-            await self.sessions.close()
-            await asyncio.gather(*(self._bye(socket) for socket in list(self._sockets)))
-            await runner.cleanup()
+    def routes(self) -> Iterable[web.RouteDef]:
+        """The WebSocket of Tapereel's own protocol, the state of the service, and the added routes."""
+        routes = [(ROUTE, self._serve), ("/health", self._health), *self.more_routes]
+        return [web.get(path, handler) for path, handler in routes]
+
+    async def stop(self) -> None:
+        """Let running calls finish, and close every instance."""
+        self._ending = True
+        await self.sessions.close()
+        await asyncio.gather(*(self._bye(socket) for socket in list(self._sockets)))
 
     def place(self) -> web.Response | None:
         """The refusal of a client if no place is free; else None."""
@@ -132,15 +119,16 @@ class Service:
                 await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"text only")
             return None
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def admit(self, request: web.Request) -> web.StreamResponse | None:
+        """Refuse web pages, and requests without the token. Clients may use any name of the server."""
         if "Origin" in request.headers:
-            return web.Response(status=403, text="requests from web pages (with an Origin header) are refused")
-        token = bearer(request.headers.get("Authorization"))
-        # Compared in constant time: otherwise the response time reveals how much of a guess is right.
-        if self._token is not None and not hmac.compare_digest(token.encode(), self._token.encode()):
-            return web.Response(status=401, text="a valid token is required", headers={"WWW-Authenticate": "Bearer"})
-        return await handler(request)
+            return self.refusal(403, "requests from web pages (with an Origin header) are refused")
+        return None if self.has_token(request) else self.refusal(401, "a valid token is required")
+
+    def refusal(self, status: int, why: str) -> web.Response:
+        """The answer to a refused request, as text."""
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        return web.Response(status=status, text=why, headers=headers)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(
@@ -233,13 +221,3 @@ class Service:
             type(error).__qualname__,
             str(error)[:500],
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

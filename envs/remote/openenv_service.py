@@ -16,10 +16,10 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import to_json
 
+from ...tapes.common.http_service import web
 from ...tapes.records import Status, Task
 from ...tapes.steps import Step
 from .declared import Declared, brief
@@ -58,7 +58,7 @@ def add_openenv(service: Service, tasks: Sequence[Any] | None = None) -> Service
     """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: tasks for a `reset` without
     one."""
     routes = _Routes(service, tasks)
-    service.routes += [(ROUTE, routes.serve), ("/schema", routes.schema), ("/metadata", routes.metadata)]
+    service.more_routes += [(ROUTE, routes.serve), ("/schema", routes.schema), ("/metadata", routes.metadata)]
     return service
 
 

@@ -8,28 +8,18 @@ fixed, so no file path comes from a request. The policy lets the page load nothi
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import secrets
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from ..common.extras import raise_missing
-from ..common.redact import bearer, guard_log
+from pydantic_core import to_json
+
+from ..common.http_service import SHORTEST_TOKEN, Handler, HttpService, is_loopback, same_token, web
 from ..errors import NoSuchTape, TapereelError, UsageError
 from . import RunView
 from .view_files import IMAGES, POLICY, static_files
-
-try:
-    from aiohttp import web
-except ModuleNotFoundError as _error:
-    raise_missing(_error, "the viewer's server")
-
-from pydantic_core import to_json
 
 COOKIE = "tapereel-token"
 _HEADERS = {
@@ -42,60 +32,24 @@ _HEADERS = {
 }
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
 """(parts of the path, query) -> the answer."""
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True)
-class Access:
-    """Decides which requests are answered: by Host header and by token."""
-
-    host: str
-    port: int
-    """0 before the server listens."""
-    token: str | None
-    """None on loopback: every process that can connect there can read the run's files anyway."""
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return _is_loopback(self.host)
-
-    def names(self, host: str) -> bool:
-        """Whether this `Host` header names this server."""
-        name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
-        name = name.strip("[]").lower()
-        if port != str(self.port):
-            return False
-        if self.loopback:
-            return name in {"localhost", "127.0.0.1", "::1", self.host.lower()}
-        if name in {self.host.lower(), "localhost", socket.gethostname().lower()}:
-            return True
-        # No foreign name server resolves a bare address, so an address can't be used for DNS rebinding.
-        return _is_address(name)
-
-    def has_token(self, request: web.Request) -> bool:
-        """Whether the request has the token, or needs none."""
-        if self.token is None:
-            return True
-        sent = bearer(request.headers.get("Authorization")) or request.cookies.get(COOKIE, "")
-        # Comparing in constant time: the time of `==` would tell how many leading characters are right.
-        return hmac.compare_digest(sent.encode("utf-8", "replace"), self.token.encode())
 
 
 def choose_token(host: str, token: str | None) -> str | None:
     """The token that requests need: `token`, else None on loopback, else a new one."""
-    if token is not None and (len(token) < 16 or not token.isascii() or not token.isalnum()):
-        raise UsageError("--token must be at least 16 ASCII letters and digits; without --token a new one is made")
-    return token if token is not None or _is_loopback(host) else secrets.token_hex(16)
+    if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isalnum()):
+        raise UsageError(
+            f"--token must be at least {SHORTEST_TOKEN} ASCII letters and digits; without --token a new one is made"
+        )
+    return token if token is not None or is_loopback(host) else secrets.token_hex(16)
 
 
-class Server:
+class Server(HttpService):
     """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other; slow
     answers, which open their own store, have a second thread."""
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
+        super().__init__(host, choose_token(host, token))
         self.view = view
-        self.access = Access(host, 0, choose_token(host, token))
         self._thread = ThreadPoolExecutor(1, "tapereel-view")
         self._slow = ThreadPoolExecutor(1, "tapereel-view-explains")
         self._verifying: asyncio.Task[dict[str, Any]] | None = None
@@ -103,32 +57,23 @@ class Server:
     @property
     def url(self) -> str:
         """The address of the page, with the token where requests need one."""
-        host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
-        query = f"?token={self.access.token}" if self.access.token is not None else ""
-        return f"http://{host}:{self.access.port}/{query}"
+        return f"{self.address}/" + (f"?token={self.token}" if self.token is not None else "")
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Server]:
+    async def serving(self, port: int = 0) -> AsyncIterator[Self]:
         """Serve inside the block; port 0 takes a free port."""
-        guard_log("aiohttp.server")  # aiohttp logs headers that it can't read, and a header may hold the token
-        runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, self.access.host, port)
-            await site.start()
-            self.access = Access(self.access.host, runner.addresses[0][1], self.access.token)
-            yield self
+            async with super().serving(port):
+                yield self
         finally:
-            await runner.cleanup()
             for thread in (self._thread, self._slow):
                 await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
-    def application(self) -> web.Application:
-        """The aiohttp application."""
-        app = web.Application(middlewares=[self._guard])
+    def routes(self) -> Iterator[web.RouteDef]:
+        """The static files, and the questions that the page asks."""
         for name, (kind, body) in static_files().items():
             path = "/" if name == "index.html" else f"/{name}"
-            app.router.add_get(path, _constant(kind, body))
+            yield web.get(path, _constant(kind, body))
         asked: dict[str, _Ask] = {
             "/api/run": lambda at, q: self.view.overview(),
             "/api/table/{shard:[0-9]{1,9}}": lambda at, q: self.view.table(int(at["shard"])),
@@ -149,49 +94,61 @@ class Server:
             ),
         }
         for path, ask in asked.items():
-            app.router.add_get(path, self._answering(ask, self._thread))
-        app.router.add_get(
-            "/api/tape/{tape}/explain", self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
-        )
-        app.router.add_get("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
-        app.router.add_get("/api/verify", self._verify)
-        app.router.add_get("/media/{name}", self._media)
-        return app
+            yield web.get(path, self._answering(ask, self._thread))
+        explain = self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
+        yield web.get("/api/tape/{tape}/explain", explain)
+        yield web.get("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
+        yield web.get("/api/verify", self._verify)
+        yield web.get("/media/{name}", self._media)
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self.access.names(request.host):
-            return _refusal(
-                403,
-                f"the Host header {request.host[:80]!r} doesn't name this server: open the address that "
-                "`tapereel view` printed",
-            )
+    def admit(self, request: web.Request) -> web.StreamResponse | None:
+        """Also refuse pages of other sites. The address with the token sets a cookie, which all later requests have."""
         if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
-            return _refusal(403, "a page of another site sent this request, and only the viewer's own page may")
-        token = request.query.get("token")
-        if self.access.token is not None and token is not None and request.path == "/":
-            if not hmac.compare_digest(token.encode("utf-8", "replace"), self.access.token.encode()):
-                return _refusal(401, "the token is wrong: open the address that `tapereel view` printed")
-            found = web.Response(status=303, headers={"Location": "/", **_HEADERS})
-            found.set_cookie(COOKIE, self.access.token, httponly=True, samesite="Strict")
-            return found
-        if not self.access.has_token(request):
-            return _refusal(401, "the request has no token: open the address that `tapereel view` printed")
+            return self.refusal(403, "a page of another site sent this request, and only the viewer's own page may")
+        refused = super().admit(request)
+        if refused is None and self.token is not None and "token" in request.query and request.path == "/":
+            refused = web.Response(status=303, headers={"Location": "/", **_HEADERS})
+            refused.set_cookie(COOKIE, self.token, httponly=True, samesite="Strict")
+        return refused
+
+    def has_token(self, request: web.Request) -> bool:
+        """The printed address has the token in its query, and the page's requests have it in a cookie."""
+        sent = request.query.get("token") if request.path == "/" else None
+        if sent is None:
+            sent = request.cookies.get(COOKIE, "")
+        return super().has_token(request) or same_token(sent, self.token or "")
+
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every answer gets the headers that protect the page."""
         try:
             response = await handler(request)
         except web.HTTPException as error:
-            return _refusal(error.status, error.reason)
+            return self.refusal(error.status, error.reason)
         response.headers.update(_HEADERS)
         return response
 
-    def _answering(self, ask: _Ask, thread: ThreadPoolExecutor) -> _Handler:
+    def refusal(self, status: int, why: str) -> web.Response:
+        """The answer to a refused request, as JSON."""
+        body = to_json({"error": why})
+        return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
+
+    def _answering(self, ask: _Ask, thread: ThreadPoolExecutor) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             def work() -> bytes:
                 return to_json(ask(request.match_info, request.query), inf_nan_mode="strings")
 
-            return await _answer_or_error(asyncio.get_running_loop().run_in_executor(thread, work))
+            return await self._answer_or_error(asyncio.get_running_loop().run_in_executor(thread, work))
 
         return handler
+
+    async def _answer_or_error(self, work: Awaitable[bytes]) -> web.StreamResponse:
+        """The answer as JSON, or the error's text with its HTTP status."""
+        try:
+            return web.Response(body=await work, content_type="application/json")
+        except NoSuchTape as error:
+            return self.refusal(404, str(error))
+        except (TapereelError, OSError) as error:
+            return self.refusal(500, str(error))
 
     async def _verify(self, request: web.Request) -> web.StreamResponse:
         if self._verifying is None or self._verifying.done():
@@ -202,14 +159,14 @@ class Server:
         async def found() -> bytes:
             return to_json(await asyncio.shield(running))
 
-        return await _answer_or_error(found())
+        return await self._answer_or_error(found())
 
     async def _media(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         try:
             body = await asyncio.to_thread(self.view.store.media.get, f"media:{name}")
         except (ValueError, TapereelError) as error:
-            return _refusal(404, str(error))
+            return self.refusal(404, str(error))
         kind = IMAGES.get(name[64:])
         if kind is not None:
             return web.Response(body=body, content_type=kind)
@@ -220,21 +177,7 @@ class Server:
         )
 
 
-async def _answer_or_error(work: Awaitable[bytes]) -> web.StreamResponse:
-    """The answer as JSON, or the error's text with its HTTP status."""
-    try:
-        return web.Response(body=await work, content_type="application/json")
-    except NoSuchTape as error:
-        return _refusal(404, str(error))
-    except (TapereelError, OSError) as error:
-        return _refusal(500, str(error))
-
-
-def _refusal(status: int, why: str) -> web.Response:
-    return web.Response(status=status, body=to_json({"error": why}), content_type="application/json", headers=_HEADERS)
-
-
-def _constant(kind: str, body: bytes) -> _Handler:
+def _constant(kind: str, body: bytes) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
@@ -244,17 +187,3 @@ def _constant(kind: str, body: bytes) -> _Handler:
 def _number(query: Mapping[str, str], name: str) -> int | None:
     text = query.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -22,32 +22,22 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....tapes.common.extras import raise_missing
-from ....tapes.common.redact import guard_log
+from ....tapes.common.http_service import Handler, HttpService, require_token, web
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
-from ....tapes.view.view_server import Access
 from ..engine import Completion, EngineError, PromptTooLong, Request
 from .embedded_engine import EmbeddedEngine, PublishMode, eos_ids
-
-try:
-    from aiohttp import web
-except ModuleNotFoundError as _error:
-    raise_missing(_error, "an engine over HTTP")
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-LARGEST = 64 << 20
-"""Largest request body, in bytes."""
 WRITE_SECONDS = 60.0
 """Time limit for writing one chunk of a stream to the client."""
 OFF: dict[str, Any] = {
@@ -60,7 +50,6 @@ OFF: dict[str, Any] = {
 }
 """Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", *OFF}
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadRequest(TapereelError, ValueError):
@@ -76,8 +65,10 @@ class _IdsOnly:
         return ""
 
 
-class EngineServer:
+class EngineServer(HttpService):
     """Serves one model. `async with EngineServer(model, "name").serving() as server: server.url`"""
+
+    body_bytes = 64 << 20
 
     def __init__(
         self,
@@ -93,11 +84,8 @@ class EngineServer:
         """Takes ownership of `model`. Clients send `token` as their API key. `version` names the first weights.
 
         Raises ValueError for a host beyond loopback without a token."""
-        self.access = Access(host, 0, token)
-        if token is None and not self.access.loopback:
-            raise ValueError(
-                f"a server at {host} can be reached by others: give it a token, which clients send as their API key"
-            )
+        super().__init__(host, token)
+        require_token(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
             model, _IdsOnly(), version=version, slots=slots, capacity=capacity, end_ids=(), copy=False
@@ -114,27 +102,14 @@ class EngineServer:
     @property
     def url(self) -> str:
         """The server's base address."""
-        host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
-        return f"http://{host}:{self.access.port}"
+        return self.address
 
-    @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[EngineServer]:
-        """Serve inside the `async with` block. `port` 0 selects a free port."""
-        guard_log("aiohttp.server")  # aiohttp logs the headers that it can't parse, which may hold the token
-        runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.access.host, port).start()
-            self.access = Access(self.access.host, runner.addresses[0][1], self.access.token)
-            yield self
-        finally:
-            # The engine first: its requests end as `abort`, so the handlers return before the runner's timeout.
-            await self.engine.close()
-            await runner.cleanup()
+    async def stop(self) -> None:
+        """Close the engine first: its requests end as `abort`, so the handlers return before the server's timeout."""
+        await self.engine.close()
 
-    def application(self) -> web.Application:
-        """The aiohttp application."""
-        app = web.Application(middlewares=[self._guard], client_max_size=LARGEST)
+    def routes(self) -> Iterator[web.RouteDef]:
+        """The routes of vLLM's server that `connect` uses."""
         answers: dict[str, Callable[[], Any]] = {
             "/health": dict,
             "/version": lambda: {"version": f"tapereel {installed('tapereel')}"},
@@ -143,7 +118,7 @@ class EngineServer:
             "/is_paused": lambda: {"is_paused": bool(self._paused)},
         }
         for route, answer in answers.items():
-            app.router.add_get(route, _given(answer))
+            yield web.get(route, _given(answer))
         does: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
             "/inference/v1/generate": self._generate,
             "/inference/v1/abort_requests": self._abort,
@@ -154,16 +129,7 @@ class EngineServer:
             "/resume": self._resume,
         }
         for route, work in does.items():
-            app.router.add_post(route, _done(work))
-        return app
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if not self.access.names(request.host):
-            return _refusal(403, f"this server answers for its own address only, not for {request.host[:80]!r}")
-        if not self.access.has_token(request):
-            return _refusal(401, "an API key is needed: the token that the server was started with")
-        return await handler(request)
+            yield web.post(route, _done(work))
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
@@ -401,14 +367,14 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _given(answer: Callable[[], Any]) -> _Handler:
+def _given(answer: Callable[[], Any]) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         return web.json_response(answer())
 
     return handler
 
 
-def _done(work: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
+def _done(work: Callable[[web.Request], Awaitable[Any]]) -> Handler:
     """A handler that returns the result as JSON, or the error as an HTTP status.
 
     Status 400: the request can't succeed. Status 503: a retry by the client may succeed."""

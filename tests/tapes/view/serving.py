@@ -43,10 +43,10 @@ def served(
 
 def ask(server: Server, path: str, *, host: str | None = None, **headers: str) -> Answer:
     """One GET whose path is sent as it is given, and whose Host is `host` where one is given."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.access.port)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
     try:
         connection.putrequest("GET", path, skip_host=True)
-        connection.putheader("Host", f"127.0.0.1:{server.access.port}" if host is None else host)
+        connection.putheader("Host", f"127.0.0.1:{server.port}" if host is None else host)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
         connection.endheaders()

@@ -13,11 +13,12 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
+from tapereel.tapes.common.http_service import names_server
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.view_files import SCRIPTS, static_files
-from tapereel.tapes.view.view_server import Access, choose_token
+from tapereel.tapes.view.view_server import choose_token
 
 from .lab import Recording, episode
 from .serving import ask, served
@@ -68,14 +69,14 @@ def test_every_question_has_its_address(server):
     ],
 )
 def test_a_request_for_another_host_is_refused(server, host: str):
-    answer = ask(server, "/api/run", host=host.format(port=server.access.port))
+    answer = ask(server, "/api/run", host=host.format(port=server.port))
     assert answer.status in (400, 403)
     assert b"tapes" not in answer.body
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"])
 def test_a_request_for_this_machine_is_answered(server, host: str):
-    assert ask(server, "/api/run", host=host.format(port=server.access.port)).status == 200
+    assert ask(server, "/api/run", host=host.format(port=server.port)).status == 200
 
 
 def test_a_page_of_another_site_gets_nothing(server):
@@ -163,12 +164,11 @@ def test_off_loopback_there_is_always_a_token():
 
 
 def test_off_loopback_a_name_that_somebody_elses_server_gives_out_is_refused():
-    access = Access("0.0.0.0", 80, TOKEN)
-    assert access.names("192.168.1.7") is True
-    assert access.names("192.168.1.7:80") is True
-    assert access.names("rebound.example") is False
-    assert access.names("192.168.1.7:81") is False
-    assert Access("run.example", 80, TOKEN).names("run.example") is True
+    assert names_server("192.168.1.7", "0.0.0.0", 80) is True
+    assert names_server("192.168.1.7:80", "0.0.0.0", 80) is True
+    assert names_server("rebound.example", "0.0.0.0", 80) is False
+    assert names_server("192.168.1.7:81", "0.0.0.0", 80) is False
+    assert names_server("run.example", "run.example", 80) is True
 
 
 def test_media_are_sent_as_images_or_as_files_to_keep(tmp_path: Path):
