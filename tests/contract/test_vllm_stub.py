@@ -13,8 +13,7 @@ from tapereel.agents.engines.engine import EngineError, Request
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_engine import ForeignWeights, RemoteEngine
-from tapereel.agents.engines.servers.vllm import Completions
-from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.servers.vllm import Chat, Completions
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes.records import Sampling

@@ -14,8 +14,7 @@ import torch
 from tapereel.agents.engines.engine import Completion, EngineError, Request
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.vllm import Completions
-from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.servers.vllm import Chat, Completions
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.agents.rendering.renderer import Renderer

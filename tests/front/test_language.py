@@ -45,10 +45,6 @@ def _lines(name: str) -> Iterator[str]:
 
 
 LEFT: dict[str, int] = {
-    "agents/engines/embedded": 5,
-    "agents/engines/servers": 2,
-    "agents/engines/transport": 6,
-    "agents/engines/weights": 2,
     "agents/gateway": 38,
     "envs/adapters": 6,
     "finetune/interchange": 14,

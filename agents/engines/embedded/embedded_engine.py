@@ -73,15 +73,15 @@ class _Flight:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Closed spans as (version, start, end). The open span starts at their end and has the current version."""
     listener: Listener | None = None
-    told: int = 0
+    heard: int = 0
     """Number of ids that the listener has received."""
 
     def tell(self) -> None:
         """Send the listener the ids sampled since the last call."""
         ids = self.generation.ids
-        if self.listener is not None and len(ids) > self.told:
-            told, self.told = self.told, len(ids)
-            self.listener.tokens(ids[told:])
+        if self.listener is not None and len(ids) > self.heard:
+            start, self.heard = self.heard, len(ids)
+            self.listener.tokens(ids[start:])
 
     def close_span(self, version: str) -> None:
         """Attribute all tokens sampled since the last span to `version`."""

@@ -75,7 +75,7 @@ def tiny_model(
     except ImportError as error:
         raise MissingExtra(error.name or "torch", "train", "the tiny model") from None
     if size not in _SHAPES:
-        raise ValueError(f"size={size!r} is none of {', '.join(_SHAPES)}")
+        raise ValueError(f"size={size!r} must be one of {', '.join(_SHAPES)}")
     width, layers, heads, feed_forward = _SHAPES[size]
     end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     config = LlamaConfig(

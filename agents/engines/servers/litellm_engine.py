@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import MissingExtra
-from ....tapes.records import Attempt, Message, Usage
+from ....tapes.records import Attempt, Usage
 from ..engine import Completion, EngineError, Finish, PromptTooLong, Request, error_text, one_temperature
 from ..transport.proxies import ask_directly
 from ..transport.retry_after import retry_after
+from ..transport.wire import openai_messages
 
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
@@ -334,7 +334,7 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
     if refused:
         raise EngineError(f"sampling options {', '.join(refused)} are the engine's own to set")
     body: dict[str, Any] = {
-        "messages": _messages(request.messages),
+        "messages": openai_messages(request.messages),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
         **sampling.extra,
@@ -348,23 +348,6 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
     if request.tools:
         body["tools"] = list(request.tools)
     return body
-
-
-def _messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages in OpenAI's format, where the arguments of function calls are JSON text."""
-    return [
-        {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    if isinstance(function.get("arguments"), str):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments", {}))}}
 
 
 def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:

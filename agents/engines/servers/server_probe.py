@@ -17,8 +17,7 @@ from ..transport.http_channel import Channel, ServerFailed
 from ..transport.wire import BadAnswer, Dialect, field, same_prompt
 from .server_engine import Capabilities, answered, weight_version
 from .sglang import SGLangGenerate
-from .vllm import Completions, Generate
-from .vllm_chat import Chat
+from .vllm import Chat, Completions, Generate
 
 if TYPE_CHECKING:
     from ...rendering.renderer import Renderer

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..engine import Request
 from ..transport.http_channel import Channel, ServerFailed
-from ..transport.wire import BadAnswer, Sampled, field, reader, sampled
+from ..transport.wire import BadAnswer, Json, Sampled, field, reader, sampled
 from ..weights.weight_sync import PublishMode
 
 ALL = 1 << 30
@@ -28,7 +28,7 @@ class SGLangGenerate:
     streams = False
     tells = False
 
-    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         assert request.prompt is not None
         sampling = request.sampling
         parameters = {
@@ -57,33 +57,28 @@ class SGLangGenerate:
         }
 
     @reader
-    def parse(self, answer: Any) -> Sampled:
+    def parse(self, answer: object) -> Sampled:
         meta = field(answer, "meta_info")
         found = field(meta, "output_token_logprobs")
-        ids = answer.get("output_ids")
-        if isinstance(found, list):
-            named = [field(found, k, 1) for k in range(len(found))]
-            # A shift by one position would train each token with its neighbour's log-prob.
-            if ids is not None and named != ids:
-                raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
-            found = [field(found, k, 0) for k in range(len(found))]
+        whole = isinstance(found, list)
         return sampled(
-            ids,
-            found,
+            field(answer).get("output_ids"),
+            [field(found, k, 0) for k in range(len(found))] if whole else None,
+            named=[field(found, k, 1) for k in range(len(found))] if whole else None,
             finish=field(meta, "finish_reason", "type"),
             versions=meta.get("weight_versions"),
             prompt_tokens=meta.get("prompt_tokens"),
             cached=meta.get("cached_tokens"),
         )
 
-    def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
+    def abort(self, request_id: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": request_id}
 
-    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+    def listing(self, body: Json, count: int) -> Json:
         return body | {"top_logprobs_num": count}
 
     @reader
-    def listed(self, answer: Any) -> list[float]:
+    def listed(self, answer: object) -> list[float]:
         return [field(found, 0) for found in field(answer, "meta_info", "output_top_logprobs", 0)]
 
 

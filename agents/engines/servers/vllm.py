@@ -1,4 +1,8 @@
-"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and the fallback `/v1/completions` with token ids.
+"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and two fallbacks for servers that refuse that route.
+
+`/v1/completions` takes token ids. `/v1/chat/completions` takes messages: the server renders them with its own copy of
+the chat template and returns the prompt ids, which must equal the ids of the local renderer. Its answers are streamed,
+so a cancelled request keeps the tokens sampled so far without an abort route.
 
 Pure functions over JSON values, written for vLLM 0.32 and 0.33. Requests contain every sampling parameter: the model's
 generation_config.json would otherwise set the missing ones.
@@ -6,14 +10,13 @@ generation_config.json would otherwise set the missing ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ..engine import Request
-from ..transport.wire import BadAnswer, Sampled, field, reader, sampled
+from ..transport.wire import Json, Sampled, field, openai_messages, reader, sampled
 
 
-def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any]:
+def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
     """Return the request's sampling parameters under vLLM's names. `extra` comes last and overrides them."""
     sampling = request.sampling
     return {
@@ -33,67 +36,78 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> dict[str, Any
     }
 
 
-class Generate:
-    """Dialect of `/inference/v1/generate`. The server must run with `--enable-scale-out`."""
+class _VLLM:
+    """What the answers of vLLM's routes have in common."""
 
     name = "vllm"
-    route = "/inference/v1/generate"
     streams = False
-    tells = True
+    tells = False
+    names_ids = False
+    """Whether each log-prob of an answer names its token id."""
+    abort_route = "/abort_requests"
+    abort_id: str
+    """vLLM's name of a request; `{}` stands for our request id."""
 
-    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
+    @reader
+    def parse(self, answer: object) -> Sampled:
+        choice, usage = field(answer, "choices", 0), field(answer).get("usage") or {}
+        found = choice.get("logprobs") or {}
+        logprobs, named, content = found.get("token_logprobs"), None, found.get("content")
+        if isinstance(content, list):
+            logprobs = [field(content, k, "logprob") for k in range(len(content))]
+            named = [field(content, k, "token_id") for k in range(len(content))] if self.names_ids else None
+        return sampled(
+            choice.get("token_ids"),
+            logprobs,
+            named=named,
+            finish=choice.get("finish_reason"),
+            versions=choice.get("weight_versions"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            prompt=choice.get("prompt_token_ids") or field(answer).get("prompt_token_ids"),
+            # A server that streams has rendered the messages itself: without prompt ids, the prompt is unverified.
+            prompt_needed=self.streams,
+        )
+
+    def abort(self, request_id: str) -> tuple[str, Json]:
+        return self.abort_route, {"request_ids": [self.abort_id.format(request_id)]}
+
+    @reader
+    def listed(self, answer: object) -> list[float]:
+        top = field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
+        return [field(found, "logprob") for found in top]
+
+
+class Generate(_VLLM):
+    """Dialect of `/inference/v1/generate`. The server must run with `--enable-scale-out`."""
+
+    route = "/inference/v1/generate"
+    tells = True
+    names_ids = True
+    abort_route = "/inference/v1/abort_requests"
+    abort_id = "generate-tokens-{}"
+
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         assert request.prompt is not None
-        parameters = sampling_parameters(request, stops) | {"logprobs": 0}
         return {
             "model": model,
             "token_ids": request.prompt.tolist(),
             "request_id": request_id,
-            "sampling_params": parameters,
+            "sampling_params": sampling_parameters(request, stops) | {"logprobs": 0},
             "stream": False,
         }
 
-    @reader
-    def parse(self, answer: Any) -> Sampled:
-        choice = field(answer, "choices", 0)
-        ids, content = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-        logprobs = None
-        if isinstance(content, list):
-            logprobs = [field(content, k, "logprob") for k in range(len(content))]
-            named = [field(content, k, "token_id") for k in range(len(content))]
-            if ids is not None and named != ids:
-                # A shift by one position would train each token with its neighbour's log-prob.
-                raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
-        return sampled(
-            ids,
-            logprobs,
-            finish=choice.get("finish_reason"),
-            versions=choice.get("weight_versions"),
-            prompt_tokens=_prompt_tokens(answer),
-            cached=None,
-        )
-
-    def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
-        return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}
-
-    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
-        return body | {"sampling_params": {**body["sampling_params"], "logprobs": count}}
-
-    @reader
-    def listed(self, answer: Any) -> list[float]:
-        return [
-            field(found, "logprob") for found in field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
-        ]
+    def listing(self, body: Json, count: int) -> Json:
+        return body | {"sampling_params": {**field(body, "sampling_params"), "logprobs": count}}
 
 
-class Completions:
+class Completions(_VLLM):
     """Dialect of `/v1/completions` with a prompt of token ids."""
 
-    name = "vllm"
     route = "/v1/completions"
-    streams = False
-    tells = False
+    abort_id = "cmpl-{}-0"
 
-    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         assert request.prompt is not None
         return {
             "model": model,
@@ -107,32 +121,46 @@ class Completions:
             **sampling_parameters(request, stops),
         }
 
-    @reader
-    def parse(self, answer: Any) -> Sampled:
-        choice = field(answer, "choices", 0)
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        usage = answer.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        return sampled(
-            choice.get("token_ids"),
-            logprobs,
-            finish=choice.get("finish_reason"),
-            versions=choice.get("weight_versions"),
-            prompt_tokens=_prompt_tokens(answer),
-            cached=cached,
-            prompt=choice.get("prompt_token_ids"),
-        )
-
-    def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
-        return "/abort_requests", {"request_ids": [f"cmpl-{request_id}-0"]}
-
-    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+    def listing(self, body: Json, count: int) -> Json:
         return body | {"logprobs": count}
 
     @reader
-    def listed(self, answer: Any) -> list[float]:
+    def listed(self, answer: object) -> list[float]:
         return list(field(answer, "choices", 0, "logprobs", "top_logprobs", 0).values())
 
 
-def _prompt_tokens(answer: Any) -> int | None:
-    return (answer.get("usage") or {}).get("prompt_tokens")
+class Chat(_VLLM):
+    """Dialect of `/v1/chat/completions` with `return_token_ids`."""
+
+    name = "vllm-chat"
+    route = "/v1/chat/completions"
+    streams = True
+    abort_id = "chatcmpl-{}"
+
+    def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
+        """`template_kwargs` are those of the local renderer: both sides must render with the same arguments."""
+        self._template_kwargs = dict(template_kwargs or {})
+
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
+        body: Json = {
+            "model": model,
+            "messages": openai_messages(request.messages),
+            "request_id": request_id,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            "return_weight_versions": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "add_generation_prompt": True,
+            **sampling_parameters(request, stops),
+        }
+        if request.tools:
+            # The server needs the tools for its template. `none` disables its parser: the local renderer parses calls.
+            body |= {"tools": list(request.tools), "tool_choice": "none"}
+        if self._template_kwargs:
+            body["chat_template_kwargs"] = self._template_kwargs
+        return body
+
+    def listing(self, body: Json, count: int) -> Json:
+        return body | {"top_logprobs": count}

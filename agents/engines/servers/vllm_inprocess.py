@@ -211,8 +211,8 @@ class InProcess:
             raise self._failed(route, cause, 500) from error
 
     def _failed(self, route: str, error: Exception, status: int | None) -> ServerFailed:
-        told = f"{self}{route}: {type(error).__name__}: {error}"
-        return ServerFailed(told, retry=status in (500, 503), status=status)
+        message = f"{self}{route}: {type(error).__name__}: {error}"
+        return ServerFailed(message, retry=status in (500, 503), status=status)
 
     def _no_route(self, route: str) -> ServerFailed:
         return ServerFailed(f"{self} has no {route}", retry=False, status=404)

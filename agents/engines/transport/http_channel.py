@@ -164,8 +164,8 @@ class Server:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            told = _short(content, self._key(where))
-            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {told}", retry=True) from error
+            beginning = _short(content, self._key(where))
+            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {beginning}", retry=True) from error
 
     def _key(self, where: str) -> str | None:
         if self._key_variable is None:

@@ -92,8 +92,8 @@ class ChunkStream:
         except (ValueError, RecursionError) as error:
             raise BadAnswer(f"an event of the stream is no JSON ({error}): {data[:200]!r}") from error
         if not isinstance(chunk, dict) or "error" in chunk:
-            told = chunk.get("error") if isinstance(chunk, dict) else None
-            code = told.get("code") if isinstance(told, dict) else None
+            error = chunk.get("error") if isinstance(chunk, dict) else None
+            code = error.get("code") if isinstance(error, dict) else None
             raise StreamFailed(f"the stream broke off: {data[:400]}", code if isinstance(code, int) else None)
         self._prompt = chunk.get("prompt_token_ids") or self._prompt
         self._usage = chunk.get("usage") or self._usage

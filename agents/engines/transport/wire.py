@@ -8,13 +8,14 @@ log-probs, version spans with gaps. This module is pure functions over JSON valu
 from __future__ import annotations
 
 import functools
+import json
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from ....tapes.records import Usage
+from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
@@ -24,6 +25,8 @@ ABOVE_ZERO = 1e-3
 """Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
 
 
+Json = dict[str, object]
+"""A JSON object: the body of a request, or an answer."""
 P = ParamSpec("P")
 ReadT = TypeVar("ReadT")
 
@@ -80,55 +83,59 @@ class Dialect(Protocol):
     tells: bool
     """Whether a request can ask for a stream whose chunks name weight versions as an unstreamed answer does."""
 
-    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> dict[str, Any]:
+    def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         """Return the JSON body of `request`; the ids in `stops` end the completion."""
         ...
 
-    def parse(self, answer: Any) -> Sampled:
+    def parse(self, answer: object) -> Sampled:
         """Return the completion in a JSON answer. Raises BadAnswer when the answer isn't a valid completion."""
         ...
 
-    def abort(self, request_id: str) -> tuple[str, dict[str, Any]]:
+    def abort(self, request_id: str) -> tuple[str, Json]:
         """Return the route and body that end a request early. The answer to that request then has the tokens sampled so
         far."""
         ...
 
-    def listing(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+    def listing(self, body: Json, count: int) -> Json:
         """Return `body`, extended to ask for the log-probs of the `count` likeliest tokens too."""
         ...
 
-    def listed(self, answer: Any) -> list[float]:
+    def listed(self, answer: object) -> list[float]:
         """Return the log-probs listed at the first sampled token. Raises BadAnswer when they are missing."""
         ...
 
 
 def sampled(
-    ids: Any,
-    logprobs: Any,
+    ids: object,
+    logprobs: object,
     *,
-    finish: Any,
-    versions: Any,
+    finish: object,
+    versions: object,
     prompt_tokens: int | None,
     cached: int | None,
-    prompt: Any = None,
+    named: list[object] | None = None,
+    prompt: object = None,
     prompt_needed: bool = False,
 ) -> Sampled:
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
-    `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `prompt` has the ids
-    that the server read, or is None when the answer doesn't contain them. `prompt_needed` rejects a `prompt`
-    of None."""
+    `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `named` has the ids
+    to which the log-probs belong; None: the answer doesn't say. `prompt` has the ids that the server read, or is None
+    when the answer doesn't contain them. `prompt_needed` rejects a `prompt` of None."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
             "return what was asked for, and text alone is no RL data; `tapereel serve model` starts vLLM with "
             "the flags that it needs"
         )
+    if named is not None and named != ids:
+        # A shift by one position would train each token with its neighbour's log-prob.
+        raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
     if prompt_needed and not isinstance(prompt, list):
         raise BadAnswer(
-            f"the answer has prompt ids {_kind(prompt)}: nobody can say what the server read, and text "
+            f"the answer has prompt ids {_kind(prompt)}: without them it is unknown what the server read, and text "
             "alone is no RL data"
         )
     return Sampled(
@@ -137,7 +144,7 @@ def sampled(
         spans=_spans(versions, len(ids)),
         finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
-        prompt=None if prompt is None else checked_ids(prompt, "prompt in the answer"),
+        prompt=checked_ids(prompt, "prompt in the answer") if isinstance(prompt, list) else None,
     )
 
 
@@ -157,13 +164,13 @@ def same_prompt(asked: array[int], read: array[int] | None) -> None:
     )
 
 
-def checked_ids(values: Sequence[Any], where: str) -> array[int]:
+def checked_ids(values: Sequence[object], where: str) -> array[int]:
     """Return the token ids of a JSON answer as int32. Raises BadAnswer for a value that isn't a token id."""
     for k, token in enumerate(values):
         # `bool` is a subclass of `int`: without its own check, JSON `true` would become token id 1.
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")
-    return array("i", values)
+    return array("i", cast("Sequence[int]", values))
 
 
 def _logprob(value: Any, k: int) -> float:
@@ -194,7 +201,7 @@ def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
     return spans
 
 
-_FINISH: dict[Any, Finish] = {
+_FINISH: dict[str, Finish] = {
     "stop": "stop",
     "length": "length",
     "abort": "abort",
@@ -203,9 +210,9 @@ _FINISH: dict[Any, Finish] = {
 }
 
 
-def _finish(value: Any) -> Finish:
-    if value not in _FINISH:
-        raise BadAnswer(f"the answer finished as {value!r}, which is none of {', '.join(_FINISH)}")
+def _finish(value: object) -> Finish:
+    if not isinstance(value, str) or value not in _FINISH:
+        raise BadAnswer(f"the answer finished as {value!r}, not as one of {', '.join(_FINISH)}")
     return _FINISH[value]
 
 
@@ -227,3 +234,23 @@ def field(value: Any, *path: str | int) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def openai_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages in OpenAI's format, where the arguments of a tool call are JSON text."""
+    return [
+        {**message, "tool_calls": [_call_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _call_as_text(call: Json) -> Json:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    return {
+        **call,
+        "function": {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)},
+    }

@@ -171,10 +171,10 @@ async def sync_servers(
             sync, error = failed
             # On all servers, not only on the failed one: the others may be paused, or have the new weights already.
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
-            told = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
+            cleanup = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
             raise PublishFailed(
                 f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
-                f"{error}{told}. Nothing is sampled any more, since nobody could name the weights; see "
+                f"{error}{cleanup}. Nothing is sampled any more, since the weights are unknown; see "
                 "that the server is well, start it anew if it isn't, and connect to all of them again "
                 "(a training run: --resume)"
             ) from error

@@ -21,8 +21,7 @@ from tapereel.agents.engines.servers import health
 from tapereel.agents.engines.servers import server_engine as remote
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import SGLangGenerate
-from tapereel.agents.engines.servers.vllm import Completions, Generate
-from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.servers.vllm import Chat, Completions, Generate
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.transport.wire import BadAnswer, Dialect
 from tapereel.agents.engines.weights.weight_sync import PublishFailed

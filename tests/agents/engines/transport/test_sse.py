@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import Request
-from tapereel.agents.engines.servers.vllm_chat import Chat
+from tapereel.agents.engines.servers.vllm import Chat
 from tapereel.agents.engines.transport.sse import LONGEST, ChunkStream, Events
 from tapereel.agents.engines.transport.wire import BadAnswer
 from tapereel.tapes.records import Sampling
