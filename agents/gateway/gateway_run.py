@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...tapes.common.config import Config
 from ...tapes.errors import UsageError
-from ...tapes.records import Sampling
 from ...tapes.store.run_directory import open_run
 from ..episode.limits import Limits
-from ..setup.engine_config import EngineConfig, make_engine
+from ..setup.engine_config import make_engine
+from ..setup.team_config import EpisodesConfig
 
 if TYPE_CHECKING:
     from .gateway_server import Gateway
@@ -23,14 +22,14 @@ SHORTEST_TOKEN = 16
 """Minimum number of characters of an admin token; a shorter token can be guessed."""
 
 
-class GatewayConfig(Config):
-    """The engine that is served, and the limits of each tape."""
+class GatewayConfig(EpisodesConfig):
+    """The engine that is served, and the defaults of each tape.
 
-    engine: EngineConfig
+    `sampling` has the default parameters of a request; its `max_tokens` is also the maximum that a request may ask for.
+    """
+
     split: str = "train"
     """Split of a tape whose client doesn't set one."""
-    sampling: Sampling = Sampling()
-    """Default sampling parameters of a request; `max_tokens` is also the maximum that a request may ask for."""
     limits: Limits = Limits(seconds=3600.0)
     """Limits of a tape whose client doesn't set any."""
     idle_seconds: float = Field(default=300.0, gt=0)

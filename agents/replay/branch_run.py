@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from ...envs.checks.reexec_run import own_environment
 from ...envs.environment import Environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Tape
-from ...tapes.common.config import Config, load_config
+from ...tapes.common.config import load_config
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.records import Publish
@@ -22,31 +20,19 @@ from ...tapes.scoring import total
 from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store
 from ..episode.agent import Agent
-from ..episode.limits import Limits
-from ..setup.engine_config import EngineConfig
 from ..setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
 from ..setup.setup import EnvSource, load_env
-from ..setup.team_config import PartnerConfig, Partners, make_team, speaker_of
+from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
 from .branching import SPLIT, branch, cut, doubt_of, recorded_limits
 
 
-class BranchConfig(Config):
-    """Settings of the continuations. The default of each is the recorded value."""
+class BranchConfig(RolloutConfig, AttemptsConfig):
+    """Settings of the continuations, which are the attempts of one group. The other defaults are the recorded values;
+    the split is `branch`."""
 
-    engine: EngineConfig
-    players: Partners = Field(default={})
-    """As in a run."""
-    sampling: Sampling
-    limits: Limits
-    n: int = Field(default=1, ge=1)
-    """Continuations; they are one group."""
     seed: int
     """Sampling seed of the first continuation; the seeds of the others are derived from it."""
     env_seed: int
-    split: str = SPLIT
-    """Split of the continuations' tapes."""
-    concurrency: int = Field(default=16, ge=1)
-    """Continuations in flight."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +90,7 @@ def branch_run(
 
     tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
     `module:name`; None: those of the run's configuration. model: a folder; None: the engine of the run's
-    configuration. sets: settings of `BranchConfig`, as `n=16` or `sampling.temperature=0.5`.
+    configuration. sets: settings of `BranchConfig`, as `attempts=16` or `sampling.temperature=0.5`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
     PrefixUnverified where the environment doesn't return to the recorded state (`unverified` continues nevertheless).
@@ -176,6 +162,7 @@ def _config(run: str, tape: Tape, model: str | None, sets: Sequence[str]) -> Bra
         "limits": recorded_limits(tape).model_dump(mode="json"),
         "seed": begin.seed,
         "env_seed": begin.env_seed,
+        "split": SPLIT,
     }
     below = [f"{key}={json.dumps(value)}" for key, value in base.items() if value != {}]
     if model is not None:
@@ -238,7 +225,7 @@ async def _branch(setup: _Setup, unverified: bool) -> list[Tape]:
                 setup.agent,
                 setup.env,
                 engine=engine,
-                n=config.n,
+                n=config.attempts,
                 seed=config.seed,
                 sampling=config.sampling,
                 split=config.split,

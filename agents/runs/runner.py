@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...envs.rewards.relative import compared
-from ...tapes import Sampling, Tape, Task
+from ...tapes import Tape, Task
 from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
@@ -23,49 +24,37 @@ from ...tapes.store.attempts import attempts_of, counts
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ..engines.engine import Engine
-from ..episode.limits import Limits
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
-from ..setup.engine_config import EngineConfig
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
-from ..setup.team_config import Partners, make_team
+from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
 from .scheduler import RETRIES, needs_episode, run_all, run_attempt
 
 
-class RunConfig(Setup):
-    """What to roll out."""
+class ScoresConfig(AttemptsConfig):
+    """The attempts at each task, and the scores to report of them."""
 
-    engine: EngineConfig
-    """The model of every agent that has no player."""
-    players: Partners = Field(default={})
-    """Further models in the episodes, by names of your choice, each for its own agents."""
-    attempts: int = Field(default=1, ge=1)
-    """Episodes of each task; they form one group and share the environment's seed."""
-    split: str = "eval"
-    """The purpose of the tapes; only `train` and `demo` may be trained on."""
-    seed: int = 0
-    limits: Limits = Limits()
-    sampling: Sampling = Sampling()
-    concurrency: int = Field(default=64, ge=1)
-    """Episodes in flight."""
-    retries: int = Field(default=RETRIES, ge=0)
-    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
-    limit."""
     k: tuple[int, ...] = ()
     """Report pass@k for each k; no k may exceed `attempts`."""
     success: float = 1.0
     """The least reward of a success."""
-    by: str | None = None
-    """Also report by label: the value under this key in the public part of each task."""
 
     @model_validator(mode="after")
-    def _enough(self) -> RunConfig:
+    def _enough(self) -> Self:
         check_k(self.k, self.attempts)
         return self
 
 
-FREE = ("concurrency", "k", "success", "by")
+class RunConfig(ScoresConfig, RolloutConfig, Setup):
+    """What to roll out."""
+
+    retries: int = Field(default=RETRIES, ge=0)
+    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
+    limit."""
+
+
+FREE = ("concurrency", "k", "success")
 """Settings that may change when a run is resumed: they change no tape."""
 
 
@@ -242,7 +231,7 @@ async def _compare(run: _Attempts, store: Store) -> None:
 def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSummary:
     config = run.config
     found = store.summaries(split=config.split)
-    scores = scores_of(store, config.split, k=config.k, success=config.success, by=config.by)
+    scores = scores_of(store, config.split, k=config.k, success=config.success)
     ends = Counter((s.status or "running", s.cause) for s in found)
     books = store.books()
     return RunSummary(
@@ -275,7 +264,8 @@ def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float |
 def scores_of(
     store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
 ) -> Scores:
-    """Scores of the recorded episodes of `split` (None: all). by: as in RunConfig."""
+    """Scores of the recorded episodes of `split` (None: all). by: also by label, the value under this key in the public
+    part of each task."""
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}

@@ -48,8 +48,18 @@ class LoadedSetup:
     tasks: Taskset
 
 
-class Setup(Config):
-    """The agent, the environment and the tasks of a run."""
+class TasksConfig(Config):
+    """Tasks by name, by file or as a list."""
+
+    tasks: str | tuple[JsonValue, ...] | None = None
+    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, or a list. None:
+    Python code passes the tasks, or there are none of this kind."""
+    task_row: str | None = None
+    """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
+
+
+class Setup(TasksConfig):
+    """The agent, the environment, the tasks and the seed of a run."""
 
     agent: str | None = None
     """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None: Python
@@ -57,18 +67,14 @@ class Setup(Config):
     env: str | None = None
     """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
     code passes the object."""
-    tasks: str | tuple[JsonValue, ...] | None = None
-    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, or a list. None:
-    Python code passes the tasks."""
-    task_row: str | None = None
-    """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, from the first on. None: all tasks."""
-
     rewards: tuple[str, ...] = ()
     """Sources that score each episode at its end, in addition to the environment. Each is `module:name` of a Rewards, a
     RewardSource or a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP
     reward model."""
+    seed: int = 0
+    """Seed of sampling, of environments and of training."""
 
     def resolve(
         self,

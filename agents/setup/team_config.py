@@ -1,7 +1,7 @@
-"""Partners: further models in the episodes of a run, each for its own agents.
+"""The models that sample episodes, and the settings that every verb has that records episodes.
 
-These are the settings `players` of `tapereel run`, `branch` and `train`. The run's `engine` samples for all agents
-without a partner. `finetune` decides which models are trained.
+The run's `engine` samples for all agents without a partner. Partners are further models in the episodes, each for its
+own agents: the setting `players`. `finetune` decides which models are trained.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, StringConstraints
 
 from ...tapes.common.config import Config
-from ...tapes.records import Publish
+from ...tapes.records import Publish, Sampling
 from ..engines.engine import Engine
 from ..engines.team_engine import TeamEngine, check_writing
+from ..episode.limits import Limits
 from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, make_engine
 
 EngineT = TypeVar("EngineT", bound=Engine)
@@ -43,6 +44,34 @@ def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfi
 PlayerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 """Letters, digits and `_`, since the name is also a folder name."""
 Partners = Annotated[dict[PlayerName, PartnerConfig], AfterValidator(_distinct)]
+
+
+class EpisodesConfig(Config):
+    """How episodes are sampled and recorded."""
+
+    engine: EngineConfig
+    """The model of every agent that has no player."""
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    """Limits of one episode."""
+    split: str = "eval"
+    """The purpose of the tapes; only `train` and `demo` may be trained on."""
+
+
+class RolloutConfig(EpisodesConfig):
+    """How episodes are rolled out, by one or more models."""
+
+    players: Partners = Field(default={})
+    """Further models in the episodes, by names of your choice, each for its own agents."""
+
+
+class AttemptsConfig(Config):
+    """How many episodes there are of one task."""
+
+    attempts: int = Field(default=1, ge=1)
+    """Episodes of each task; they form one group and share the environment's seed."""
+    concurrency: int = Field(default=64, ge=1)
+    """Episodes in flight."""
 
 
 def renderer_of(config: AnyEngineConfig) -> Any | None:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "a tape and `--at TURN` are required, as in `tapereel branch RUN TAPE --at 2`; --tree prints the forks"
         )
-    more = {"n": args.n, "seed": args.seed, "env_seed": args.env_seed}
+    more = {"attempts": args.n, "seed": args.seed, "env_seed": args.env_seed}
     sets = [*(f"{key}={value}" for key, value in more.items() if value is not None), *args.sets]
     try:
         found = branch_run(

@@ -157,7 +157,7 @@ class Run:
         """
         from ...agents.replay.branch_run import branch_run
 
-        sets = [f"n={n}", *engine_settings(model)]
+        sets = [f"attempts={n}", *engine_settings(model)]
         name = tape if isinstance(tape, str) else tape.id
         found = branch_run(
             self.path, name, turn, agent=agent or self.agent, env=env or self.env, sets=sets, unverified=unverified

@@ -88,7 +88,15 @@ class ProcessesConfig(Config):
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
-class LoopConfig(Config):
+class RecipeConfig(Config):
+    """A recipe by name, and what differs from it."""
+
+    recipe: str = "grpo"
+    changes: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
+
+
+class LoopConfig(RecipeConfig):
     """The asynchronous loop: it samples groups while the trainer updates on closed ones."""
 
     updates: int = Field(default=40, ge=0)
@@ -121,9 +129,6 @@ class LoopConfig(Config):
     0 is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
-    recipe: str = "grpo"
-    changes: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
     optimiser: OptimiserConfig = OptimiserConfig()
     critic: CriticConfig | None = None
     """None: a critic with the defaults if the recipe takes values, otherwise no critic."""

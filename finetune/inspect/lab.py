@@ -22,13 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from ...tapes.common.config import Config, load_config
+from ...tapes.common.config import load_config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
 from ...tapes.records import Use
@@ -38,6 +36,7 @@ from ..data.provenance import known
 from ..data.staleness import version_name
 from ..data.update_info import UpdateInfo
 from ..history.history import History, apply_again, as_read, with_threads
+from ..history.loop_config import RecipeConfig
 from ..history.plan import Batch, Plan
 from ..history.update_facts import items
 from ..objective.recipe import Recipe
@@ -53,13 +52,6 @@ ROUNDING = 1e-6
 """Shares of a pull that differ by less count as equal."""
 OWN = "own"
 """Name for the recipe of the run itself."""
-
-
-class RecipeFile(Config):
-    """A recipe in a YAML or TOML file: the same two settings as the loop's."""
-
-    recipe: str
-    changes: dict[str, Any] = Field(default_factory=dict)
 
 
 class TokenShift(Value):
@@ -140,7 +132,7 @@ def lab(
 ) -> LabReport:
     """Compute recorded updates of the run under each recipe, and compare the others with the first recipe.
 
-    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeFile`). updates: numbers from 0; None: the
+    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). updates: numbers from 0; None: the
     loop's last. policy: a trained player of the run; None: the loop's own policy. tokens: number of tokens to list with
     the largest gain, and with the largest loss. UsageError where an update, a policy or a recipe doesn't exist; Unknown
     where the base weights are gone.
@@ -173,7 +165,7 @@ def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
     if recipe == OWN:
         return OWN, None
     if Path(recipe).suffix in (".yaml", ".yml", ".toml"):
-        found = load_config(RecipeFile, recipe)
+        found = load_config(RecipeConfig, recipe)
         return Path(recipe).stem, get_recipe(found.recipe, found.changes)
     return recipe, get_recipe(recipe)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from ...agents.runs.pass_at_k import check_k
-from ...agents.setup.setup import Setup
+from ...agents.runs.runner import ScoresConfig
+from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...tapes import Sampling
-from ...tapes.common.config import Config
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
 from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
 from ..policies.trainer_config import TrainerConfig
@@ -21,15 +20,14 @@ MeasuredBy = Literal["own", "loop"]
 """The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
 
 
-class EvaluationConfig(Config):
-    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation changes no state of training."""
+class EvaluationConfig(ScoresConfig, TasksConfig):
+    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation changes no state of training.
+
+    `tasks` replace a fraction; none of them may be a task to train on. `attempts` are episodes of each held-out task.
+    """
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the tasks that is held out, chosen by task hash; 0: no held-out tasks and no evaluation."""
-    tasks: str | tuple[JsonValue, ...] | None = None
-    """Held-out tasks in place of a fraction; none of them may be a task to train on."""
-    task_row: str | None = None
-    """As `task_row` of the tasks to train on, for the rows of `evaluation.tasks`."""
     limit: int | None = Field(default=256, ge=1)
     """Held-out tasks of one evaluation; None for all."""
     every: int | None = Field(default=10, ge=1)
@@ -38,22 +36,9 @@ class EvaluationConfig(Config):
     """None: as the loop samples."""
     greedy: bool = False
     """Evaluate at temperature 0 as well."""
-    concurrency: int = Field(default=64, ge=1)
-    """Episodes in flight."""
-    attempts: int = Field(default=1, ge=1)
-    """Episodes of each held-out task."""
-    k: tuple[int, ...] = ()
-    """Report pass@k for these; it takes as many attempts."""
-    success: float = 1.0
-    """The least reward of a success."""
     engine: MeasuredBy | None = None
     """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: the loop's engine, which
     gets its next weights after the evaluation. None: `loop` with servers, else `own`."""
-
-    @model_validator(mode="after")
-    def _enough(self) -> EvaluationConfig:
-        check_k(self.k, self.attempts)
-        return self
 
 
 class ImitationConfig(WarmStartConfig):
@@ -74,7 +59,6 @@ class TrainConfig(Setup):
     """The model to train, and the engine that samples with it: embedded, or servers that take its weights."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how the model is trained."""
-    seed: int = 0
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
     """Other models in the episodes, by names of your choice: each learns from the tokens of its agents, or is frozen.

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from ..errors import UsageError
 from .config_yaml import YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
-from .renamed import is_recorded, moved_key, translate_config
+from .renamed import GONE, is_recorded, moved_key, translate_config
 
 NAME = "NAME"
 """Placeholder for any key of a mapping of groups, as in `players.NAME.lr`."""
@@ -242,6 +242,8 @@ def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
         groups = present.split(".") if present is not None else []
         if groups and groups[0] in cls.model_fields and ("trainer" not in groups or "trainer" in cls.model_fields):
             return f"{name} is now {present} ({layers.where(keys)})"
+        if name in GONE:
+            return f"{name} is no setting any more ({layers.where(keys)}): {GONE[name]}"
         return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"

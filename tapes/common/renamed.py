@@ -48,6 +48,7 @@ first. Only modules whose classes or functions can stand on a tape or in a recor
 
 KEYS: Mapping[str, str | None] = {
     "refills": "retries",  # of `run`
+    "by": None,  # of `run`
 }
 """Old configuration key -> present key, both dotted; None drops the setting. `*` stands for any one key, and each `*`
 of the present key is filled from the old one, in order: `{"players.*.engine.device": "players.*.trainer.device"}`."""
@@ -56,9 +57,14 @@ MOVED: Mapping[str, str] = {
     f"{player}engine.{key}": f"{player}trainer.{key}"
     for player in ("", "players.*.")
     for key in ("device", "dtype", "attention", "lora", "threads")
-}
+} | {"n": "attempts"}  # of `branch`, which records no configuration
 """Old key -> present key of settings that moved and that `KEYS` can't translate: whether they did depends on the
 configuration (`_move_trainer`). For the error that meets an old key in what a user writes."""
+
+GONE: Mapping[str, str] = {
+    "by": "`tapereel eval RUN --by KEY` reports the scores by label",  # of `run`
+}
+"""Old key -> what replaces a setting that went. For the error that meets it in what a user writes."""
 
 
 def _move_trainer(data: dict[str, Any]) -> None:
