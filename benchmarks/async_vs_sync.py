@@ -97,7 +97,7 @@ def measured(demo: Demo, mode: str, path: Path) -> dict[str, Any]:
         lags.append(report.metrics["lag"])
 
     with Store.create(path) as store:
-        history = training.history_in(store, f"{demo.results['lineage']}-{mode}", path)
+        history = training.history_in(store, f"{demo.results.lineage}-{mode}", path)
         config = training.loop.model_copy(update={"max_lag": MODES[mode]})
         started, cpu = time.perf_counter(), time.process_time()
         loop = asyncio.run(training.run_loop(history, config, on_update, name=mode, start=0))

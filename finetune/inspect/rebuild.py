@@ -6,16 +6,15 @@ directory, so no second training code exists. The run is only read. `reproduce` 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...agents.engines.embedded.pretrained import device_of, weights_digest
 from ...tapes.common.config import Config, ConfigError, load_config
 from ...tapes.common.config_yaml import YamlProblem
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.store.run_directory import CONFIG, RESULTS, RunDir, recorded_config
+from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..policies.policy_team import lineage_of
@@ -49,10 +48,10 @@ class RebuiltRun:
             raise Unknown(f"{run} has no {CONFIG}, which would say how its weights were trained")
         results = _results(run)
         player = next(
-            (name for name in results.get("players", {}) if lineage_of(results.get("lineage", ""), name) == lineage),
+            (name for name in results.players if lineage_of(results.lineage, name) == lineage),
             None,
         )
-        own = results if player is not None else {**results, "lineage": lineage}
+        own = results if player is not None else results.model_copy(update={"lineage": lineage})
         training, base = _begin(run, RunDir(scratch, own, store, resumed=True))
         if player is None:
             return cls(training, training.history, base)
@@ -64,7 +63,7 @@ class RebuiltRun:
     def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
         """A control of a demo begins with the weights that the demo had after its imitation."""
         demo = run.parent.parent
-        directory = RunDir(scratch, {**_results(demo), "lineage": lineage}, store, resumed=True)
+        directory = RunDir(scratch, _results(demo).model_copy(update={"lineage": lineage}), store, resumed=True)
         training, _ = _begin(demo, directory)
         base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
         if base is None:
@@ -73,9 +72,9 @@ class RebuiltRun:
         return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
 
 
-def _results(run: Path) -> dict[str, Any]:
+def _results(run: Path) -> Results:
     try:
-        return json.loads((run / RESULTS).read_text(encoding="utf-8"))
+        return Results.read(run)
     except (FileNotFoundError, ValueError) as error:
         raise Unknown(
             f"{run / RESULTS}, which names the weights that the run began with, can't be read: {error}"
@@ -132,7 +131,7 @@ def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"the base weights are gone: {error}") from error
     # A model folder may have been overwritten since: other base weights would make every later update differ.
-    found, begun = weights_digest(training.model.state_dict()), directory.results.get("base")
+    found, begun = weights_digest(training.model.state_dict()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
             f"the base weights are gone: the run began with weights of digest {begun}, and the weights in "

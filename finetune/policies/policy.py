@@ -15,6 +15,7 @@ from ...agents.engines.engine import SleepingEngine, TrainableEngine
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import AnyEngineConfig, CustomConfig, EmbeddedConfig, connect_to
+from ...tapes.store.run_directory import PlayerResults, Results
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
@@ -130,11 +131,12 @@ def sampling_attention(attention: Attention | None) -> Attention | None:
     return attention if attention in (None, "eager") else "sdpa"
 
 
-def check_begun(results: dict[str, Any], digest: str, run: Path, folder: str) -> None:
+def check_begun(results: Results | PlayerResults, digest: str, run: Path, folder: str) -> None:
     """BrokenHistory where the run began with weights of another digest. A new run's results get the digest."""
-    begun = results.setdefault("base", digest)
-    if begun != digest:
+    if results.base is None:
+        results.base = digest
+    if results.base != digest:
         raise BrokenHistory(
-            f"{run} began with weights of digest {begun[:12]}; those in {folder} have {digest[:12]} now, so the run's "
-            "updates don't apply to them: put the original model back"
+            f"{run} began with weights of digest {results.base[:12]}; those in {folder} have {digest[:12]} now, so the "
+            "run's updates don't apply to them: put the original model back"
         )

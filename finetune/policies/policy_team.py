@@ -18,7 +18,7 @@ from ...agents.setup.engine_config import Made
 from ...agents.setup.team_config import make_partners, team_of
 from ...tapes.common.progress import Progress
 from ...tapes.records import Use
-from ...tapes.store.run_directory import RunDir
+from ...tapes.store.run_directory import PlayerResults, RunDir
 from ..history.history import History
 from ..history.loop_config import LoopConfig, WarmStartConfig
 from ..objective.recipe import Recipe
@@ -59,14 +59,14 @@ class Team:
             phases = Phases(policy.model, self.players[name].loop_of(loop), recipe, NO_WARM_START)
             self.histories[name] = policy.history(
                 run.store,
-                lineage_of(run.results["lineage"], name),
+                lineage_of(run.results.lineage, name),
                 run.path / "checkpoints" / name,
                 phases.trainer,
                 loop,
             )
 
     def _check_begun(self, run: RunDir, name: str, digest: str) -> None:
-        own = run.results.setdefault("players", {}).setdefault(name, {})
+        own = run.results.players.setdefault(name, PlayerResults())
         check_begun(own, digest, run.path, self.folder(name))
 
     def folder(self, name: str) -> str:

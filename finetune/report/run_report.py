@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...tapes.store.run_directory import METRICS, RunDir, read_metrics
+from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
 from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_time
 from ...tapes.view.report_file import write_report
 
@@ -45,7 +45,7 @@ class Reporter:
     def __post_init__(self) -> None:
         # A copy: a tokenizer is not safe to use from the report's thread while the run renders prompts with it.
         self.tokenizer = copy.deepcopy(self.tokenizer)
-        self._seconds_before = self.run.results.get("seconds", {}).get("total", 0.0)
+        self._seconds_before = self.run.results.seconds.get("total", 0.0)
         self._began = self._last = time.perf_counter()
         self._thread: threading.Thread | None = None
 
@@ -62,11 +62,11 @@ class Reporter:
             return
         self._last = time.perf_counter()
         # A copy: the loop changes the results while the thread reads them.
-        results = copy.deepcopy(self.run.results)
+        results = self.run.results.model_copy(deep=True)
         self._thread = threading.Thread(target=self._try, args=(results,), daemon=True, name="report")
         self._thread.start()
 
-    def _try(self, results: dict[str, Any], cut: str | None = None) -> None:
+    def _try(self, results: Results, cut: str | None = None) -> None:
         try:
             self._write(self.overview(results, over=cut is not None, cut=cut))
         except Exception as error:  # a failure of the page must not end the run, nor hide the error that ended it
@@ -86,9 +86,9 @@ class Reporter:
             text = str(error).splitlines()
             self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
 
-    def overview(self, results: Mapping[str, Any], *, over: bool, cut: str | None = None) -> Overview:
+    def overview(self, results: Results, *, over: bool, cut: str | None = None) -> Overview:
         """The page's content. `results`: those of the run so far; `cut`: what ended the run early."""
-        known = results.get("seconds", {}).get("total", 0.0)
+        known = results.seconds.get("total", 0.0)
         running = self._seconds_before + time.perf_counter() - self._began
         total = known if over and known > self._seconds_before else running
         rest = "evaluations before and after, and the rest" if over else "since then"

@@ -148,7 +148,7 @@ class Trackers:
 
 @contextmanager
 def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
-    """Send the run's metrics to these trackers inside the block; `results["lost_points"]` counts what they lost."""
+    """Send the run's metrics to these trackers inside the block; `results.lost_points` counts what they lost."""
     if not names:
         yield
         return
@@ -160,7 +160,7 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
         run.listeners.remove(trackers.line)
         trackers.close()
         if trackers.failures:
-            run.results["lost_points"] = trackers.failures
+            run.results.lost_points = trackers.failures
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:

@@ -25,7 +25,16 @@ from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
-from ...tapes.store.run_directory import METRICS, RunDir, append_metrics, open_run
+from ...tapes.store.run_directory import (
+    METRICS,
+    Control,
+    Evaluations,
+    HeldOut,
+    Results,
+    RunDir,
+    append_metrics,
+    open_run,
+)
 from ...tapes.store.store import Store
 from ...tapes.view.curves import Plot, reward_curve, reward_plot
 from ...tapes.view.overview import Fact, Overview, Score, TapeToRead, checks, command
@@ -158,7 +167,7 @@ def demo_training(
     )
 
 
-async def _measured(training: Training, history: History, when: str) -> dict[str, Any]:
+async def _measured(training: Training, history: History, when: str) -> Evaluations:
     async with closing(training.engine(history)) as engine:
         return await training.evaluate(engine, when)
 
@@ -171,7 +180,7 @@ class Demo:
     out: Path
     controls: bool = False
     progress: Progress = silent
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
     """The results so far; the content of results.json."""
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
@@ -185,7 +194,7 @@ class Demo:
             with reporting(reporter(self, directory)):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
                     self._work(directory)
-                self.results["books"] = self.store.books().model_dump(mode="json")
+                self.results.books = self.store.books()
                 directory.save()
         return self.summary()
 
@@ -201,7 +210,7 @@ class Demo:
             self._run_controls()
 
     def _longer(self, directory: RunDir, then: int, now: int) -> str:
-        if "controls" in directory.results:
+        if directory.results.controls:
             raise UsageError(
                 f"the controls in {self.out} trained on as many tokens as {then} updates of the loop: they can't be "
                 f"compared with loop.updates={now}; choose another --out"
@@ -219,7 +228,8 @@ class Demo:
         if overlap(train, held_out) != 0:
             raise DemoFailed("training and held-out tasks overlap")
         self.training = demo_training(config, directory, self.train_tasks, self.held_out, progress=self.progress)
-        self.results.update(held_out_tasks=len(self.held_out), train_tasks=len(self.train_tasks), overlap=0)
+        self.results.held_out_tasks, self.results.train_tasks = len(self.held_out), len(self.train_tasks)
+        self.results.overlap = 0
         self.demos: dict[str, tuple[list[Row], Episode]] = {}
         self.demo_order: list[str] = []
 
@@ -237,7 +247,7 @@ class Demo:
             run_async(self._record([k for k in range(n) if k not in have], have))
         self.demo_order = [have[k] for k in range(n)]
         rewards = [self.demos[tape][1].reward or 0.0 for tape in self.demo_order]
-        self.results["demonstrations"] = {"n": n, "reward": sum(rewards) / n}
+        self.results.demonstrations = {"n": n, "reward": sum(rewards) / n}
         self.training.run.save()
 
     def _keep_demo(self, tape: Tape) -> None:
@@ -282,7 +292,7 @@ class Demo:
 
     def _run_controls(self) -> None:
         training = self.training
-        controls = self.results.setdefault("controls", {})
+        controls = self.results.controls
         base = next(c for c in checkpoints(self.out / "checkpoints") if c.update == self.config.warm.updates)
         trained = training.history.trained_tokens - int(base.state["trained_tokens"])
         for name, run in (("sft", self._control_sft), ("shuffled", self._control_shuffled)):
@@ -291,12 +301,12 @@ class Demo:
             out = self.out / "controls" / name
             with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
                 training.model.load_state_dict(base.weights())
-                history = training.history_in(store, f"{self.results['lineage']}-{name}", out)
+                history = training.history_in(store, f"{self.results.lineage}-{name}", out)
                 history.restore()
                 with training.run.timed("controls"):
                     run(history, trained)
-                controls[name] = run_async(_measured(training, history, f"control-{name}"))
-                controls[name]["trained_tokens"] = history.trained_tokens
+                found = run_async(_measured(training, history, f"control-{name}"))
+                controls[name] = Control(trained_tokens=history.trained_tokens, **found)
             training.run.save()
         training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
 
@@ -344,34 +354,34 @@ class Demo:
         """The object that `--json` prints."""
         r = self.results
 
-        def mean(part: Any, name: str) -> float | None:
-            return part[name]["mean"] if part else None
+        def mean(part: Evaluations | None, name: str) -> float | None:
+            return part[name].mean if part else None
 
-        controls = r.get("controls") or None
-        seconds = {name: r["seconds"].get(name, 0.0) for name in ("sft", "rollout", "train", "total")}
+        assert r.books is not None
+        seconds = {name: r.seconds.get(name, 0.0) for name in ("sft", "rollout", "train", "total")}
         return {
             "run": str(self.out),
             "seed": self.config.seed,
             "algo": self.config.algo,
             "held_out": {
-                "before": mean(r["before"], "sampled"),
-                "after": mean(r["after"], "sampled"),
-                "greedy_before": mean(r["before"], "greedy"),
-                "greedy_after": mean(r["after"], "greedy"),
+                "before": mean(r.before, "sampled"),
+                "after": mean(r.after, "sampled"),
+                "greedy_before": mean(r.before, "greedy"),
+                "greedy_after": mean(r.after, "greedy"),
                 "n": len(self.held_out),
             },
-            "controls": controls
-            and {
+            "controls": {
                 name: {
-                    "after": mean(c, "sampled"),
-                    "greedy_after": mean(c, "greedy"),
-                    "trained_tokens": c["trained_tokens"],
+                    "after": control.sampled.mean,
+                    "greedy_after": control.greedy.mean,
+                    "trained_tokens": control.trained_tokens,
                 }
-                for name, c in controls.items()
-            },
-            "seconds": {**seconds, **{k: v for k, v in r["seconds"].items() if k not in seconds}},
+                for name, control in r.controls.items()
+            }
+            or None,
+            "seconds": {**seconds, **{k: v for k, v in r.seconds.items() if k not in seconds}},
             "tokens": self.training.token_counts(),
-            "episodes": r["books"]["begun"],
+            "episodes": r.books.begun,
         }
 
 
@@ -406,7 +416,8 @@ def complete_report(demo: Demo, data: Overview) -> Overview:
     plot_curve(demo.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
     summary = demo.summary()
     held = summary["held_out"]
-    books = demo.results["books"]
+    books = demo.results.books
+    assert books is not None
     return data.model_copy(
         update={
             "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
@@ -419,7 +430,7 @@ def complete_report(demo: Demo, data: Overview) -> Overview:
                 ),
                 Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
                 Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
-                Fact(label="episodes on tape", value=f"{books['begun']:,}"),
+                Fact(label="episodes on tape", value=f"{books.begun:,}"),
             ),
             "plots": (plot, *(other for other in data.plots if other.small)),
             "scores": scores(demo),
@@ -440,17 +451,18 @@ def demo_plot(demo: Demo) -> Plot:
 def scores(demo: Demo) -> tuple[Score, ...]:
     """The table: before, after, and the controls."""
     r = demo.results
-    rows = [("after imitation (before RL)", r["before"], ""), ("after RL", r["after"], "")]
-    for name, part in (r.get("controls") or {}).items():
+    rows = [("after imitation (before RL)", r.before, ""), ("after RL", r.after, "")]
+    for name, control in r.controls.items():
         title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
-        rows.append((title, part, f"{part['trained_tokens']:,} trained tokens"))
+        found = {"sampled": control.sampled, "greedy": control.greedy}
+        rows.append((title, found, f"{control.trained_tokens:,} trained tokens"))
     return tuple(
         Score(
             name=name,
-            sampled=part["sampled"]["mean"],
-            greedy=part["greedy"]["mean"],
-            n=part["sampled"]["n"],
-            note=note or _partial_credit(part),
+            sampled=part["sampled"].mean,
+            greedy=part["greedy"].mean,
+            n=part["sampled"].n,
+            note=note or _partial_credit(part["sampled"]),
         )
         for name, part, note in rows
         if part
@@ -483,8 +495,8 @@ def pages(demo: Demo) -> tuple[TapeToRead, ...]:
     return tuple(chosen)
 
 
-def _partial_credit(part: dict[str, Any]) -> str:
-    value = part["sampled"]["metrics"].get("reasoning_gym")
+def _partial_credit(part: HeldOut) -> str:
+    value = part.metrics.get("reasoning_gym")
     return "" if value is None else f"reasoning-gym's own scorer, with partial credit: {value:.3f}"
 
 

@@ -7,7 +7,6 @@ gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from pydantic import Field
 
@@ -17,9 +16,6 @@ from ...tapes.common.config import Config
 from ...tapes.errors import UsageError
 from ...tapes.records import Task
 from ...tapes.store.store import Store
-
-RATES = "task_rates"
-"""In a run's results: task hash -> [passed, tried]."""
 
 
 class CurriculumConfig(Config):
@@ -37,11 +33,11 @@ class CurriculumConfig(Config):
     """How often each pool is drawn from, relative to the others; an empty pool gives its share to the others."""
 
 
-def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """Task hash -> [passed, tried] of these tasks in the run `config.tapes`. UsageError where it tried none of them."""
+def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
+    """Task hash -> (passed, tried) of these tasks in the run `config.tapes`. UsageError where it tried none of them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
-    rates = {task.hash: [found[task.hash].passed, found[task.hash].tried] for task in tasks if task.hash in found}
+    rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
     if not rates:
         raise UsageError(
             f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
@@ -51,7 +47,7 @@ def rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, list[
 
 
 def drawn(
-    config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, Any], seed: int
+    config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
 ) -> Callable[[int], Task]:
     """A function from k to the task of group k. UsageError where the weights or bounds leave no task to draw."""
     measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}

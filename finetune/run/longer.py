@@ -9,16 +9,13 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ...tapes.errors import UsageError
-from ...tapes.store.run_directory import Change, RunDir
+from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
 from ..history.loop_config import LoopConfig, OptimiserConfig
 from ..policies.player_config import PlayerConfig
 
 UPDATES = "loop.updates"
-LENGTHS = "lengths"
-"""Key in a run's results: each earlier `loop.updates`, and how many updates of the loop were done at the change."""
 
 
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig] | None = None) -> Change:
@@ -26,7 +23,7 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
     optimisers = dict(_optimisers(loop, players or {}))
 
     def change(run: RunDir, then: int, now: int) -> str:
-        done = max(run.store.ledger(run.results["lineage"]).next_update - warm, 0)
+        done = max(run.store.ledger(run.results.lineage).next_update - warm, 0)
         if now < done:
             raise UsageError(
                 f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: set it to "
@@ -36,18 +33,17 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
             for name, optimiser in optimisers.items():
                 _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
         _move_end(run.results, done)
-        lengths = run.results.setdefault(LENGTHS, [])
-        if (entry := {"updates": then, "done": done}) not in lengths[-1:]:
-            lengths.append(entry)
+        if (entry := Lengthened(updates=then, done=done)) not in run.results.lengths[-1:]:
+            run.results.lengths.append(entry)
         return f"when {done} updates of the loop were done"
 
     return change
 
 
-def end_name(results: Mapping[str, Any], updates: int) -> str:
+def end_name(results: Results, updates: int) -> str:
     """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end. Two
     ends must not share a split."""
-    ended = any(one["done"] >= one["updates"] for one in results.get(LENGTHS, ()))
+    ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 
 
@@ -72,6 +68,6 @@ def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, s
     )
 
 
-def _move_end(results: dict[str, Any], done: int) -> None:
-    if (found := results.pop("after", None)) is not None:
-        results.setdefault("evaluations", {})[str(done)] = found
+def _move_end(results: Results, done: int) -> None:
+    if results.after is not None:
+        results.evaluations[str(done)], results.after = results.after, None

@@ -20,7 +20,7 @@ from ...tapes import Task
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
-from ...tapes.store.run_directory import CONFIG, METRICS, RunDir, open_run, read_metrics
+from ...tapes.store.run_directory import CONFIG, METRICS, Results, RunDir, open_run, read_metrics
 from ...tapes.value import Value
 from ...tapes.view.curves import reward_plot
 
@@ -40,7 +40,7 @@ try:
     from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
     from ..trainer.ranks import Ranks
-    from .drawing import RATES, drawn, rates_of
+    from .drawing import drawn, rates_of
     from .longer import UPDATES, lengthening
     from .train_config import EvaluationConfig, TrainConfig
     from .training import Training, closing, new_results
@@ -181,7 +181,7 @@ class _Run:
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
-        self.rates: dict[str, list[int]] | None = None
+        self.rates: dict[str, tuple[int, int]] | None = None
 
     def lead(self, resume: bool) -> TrainSummary:
         """The whole run, on rank 0; other ranks only compute shares of its updates."""
@@ -214,8 +214,8 @@ class _Run:
             with reporting(self.report):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
                     self.work(directory)
-                directory.results["books"] = directory.store.books().model_dump(mode="json")
-                directory.results["books_close"] = directory.store.books().closes
+                books = directory.results.books = directory.store.books()
+                directory.results.books_close = books.closes
                 directory.save()
                 self.draw(directory)
         return self.summary(directory)
@@ -251,10 +251,10 @@ class _Run:
         config = self.config.curriculum
         if config is None:
             return None
-        if RATES not in directory.results:
-            directory.results[RATES] = self.rates or rates_of(config, self.train_tasks)
+        if not directory.results.task_rates:
+            directory.results.task_rates = self.rates or rates_of(config, self.train_tasks)
             directory.save()
-        return drawn(config, self.train_tasks, directory.results[RATES], self.config.seed)
+        return drawn(config, self.train_tasks, directory.results.task_rates, self.config.seed)
 
     def _same_model(self, directory: RunDir) -> None:
         check_begun(
@@ -280,11 +280,11 @@ class _Run:
     def _imitated(self, directory: RunDir) -> Sequence[str]:
         """Ids of the tapes in this run, which are copied at the first call."""
         warm = self.config.warm
-        if warm is not None and "imitated" not in directory.results:
+        if warm is not None and directory.results.imitated is None:
             tapes = self.tapes_to_imitate()
-            directory.results["imitated"] = bring_in(warm.tapes, tapes, directory.store, self.policy.renderer)
+            directory.results.imitated = bring_in(warm.tapes, tapes, directory.store, self.policy.renderer)
             directory.save()
-        return directory.results.get("imitated", ())
+        return directory.results.imitated or ()
 
     async def _improve(self, directory: RunDir) -> None:
         async with self.team.opened(directory):
@@ -310,20 +310,21 @@ class _Run:
 
     def summary(self, directory: RunDir) -> TrainSummary:
         results, history = directory.results, self.training.history
+        assert results.books is not None
         lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
         return TrainSummary(
             run=str(self.out),
-            lineage=results["lineage"],
+            lineage=results.lineage,
             recipe=self.recipe.name,
             updates=history.updates - self.training.warm.updates,
             reward=_first_and_last(lines, "reward"),
             agents={path: _first_and_last(lines, f"reward/{path}") for path in self.training.trained},
             players={name: self._player(name) for name in self.config.players},
             held_out=_held_out(results),
-            seconds=results["seconds"],
+            seconds=results.seconds,
             tokens=self.training.token_counts(),
-            episodes=results["books"]["begun"],
-            books_close=results["books_close"],
+            episodes=results.books.begun,
+            books_close=results.books.closes,
             model=_model(history),
             report=str(self.report.path),
         )
@@ -366,7 +367,7 @@ class _Evaluations:
         run = self.training.run
         async with closing(own) if own is not None else self.training.measuring() as engine:
             found = await self.training.evaluate(engine, f"update-{update:06d}")
-        run.results.setdefault("evaluations", {})[str(update)] = found
+        run.results.evaluations[str(update)] = found
         self.training.note_scores()
         self.training.note_evaluation(update, found)
         run.save()
@@ -405,16 +406,15 @@ def _split_tasks(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Tas
     return list(train), list(held_out)[: config.limit]
 
 
-def _held_out(results: Mapping[str, Any]) -> dict[str, Any]:
+def _held_out(results: Results) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for when in ("before", "after"):
-        part = results.get(when)
+    for when, part in (("before", results.before), ("after", results.after)):
         for name, key in (("sampled", when), ("greedy", f"greedy_{when}")):
             if name == "sampled" or (part and name in part):
-                found[key] = part[name]["mean"] if part else None
-    last = results.get("after") or results.get("before")
-    every = {k: part["sampled"]["mean"] for k, part in results.get("evaluations", {}).items()}
-    return {**found, "n": last["sampled"]["n"] if last else 0, "every": every}
+                found[key] = part[name].mean if part else None
+    last = results.after or results.before
+    every = {k: part["sampled"].mean for k, part in results.evaluations.items()}
+    return {**found, "n": last["sampled"].n if last else 0, "every": every}
 
 
 def _model(history: History) -> str:

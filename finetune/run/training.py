@@ -22,7 +22,7 @@ from ...envs.environment import Environment
 from ...tapes import Sampling, Tape, Task
 from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Use
-from ...tapes.store.run_directory import METRICS, RunDir, drop_metrics, read_metrics
+from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, Results, RunDir, drop_metrics, read_metrics
 from ...tapes.store.store import Store
 from ..data.by_agent import reward_by_agent, rewards_of
 from ..history.history import History, Plan, Source
@@ -52,9 +52,9 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-def new_results() -> dict[str, Any]:
+def new_results() -> Results:
     """The results of a new run: a lineage of its own, so that its versions of weights have names of their own."""
-    return {"lineage": secrets.token_hex(4)}
+    return Results(lineage=secrets.token_hex(4))
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Training:
         if self.processes is None:
             phases = Phases(self.model, self.loop, self.recipe, self.warm)
             self.processes = Processes(Ranks(), self.model, phases.trainer)
-        self.history = self.history_in(self.run.store, self.run.results["lineage"], self.run.path)
+        self.history = self.history_in(self.run.store, self.run.results.lineage, self.run.path)
         self.team.begin(self.run, self.loop, self.recipe)
 
     @property
@@ -189,13 +189,13 @@ class Training:
             self.history.record_version("base")
         self.note_scores()
         if again:
-            self.run.results["reapplied"] = self.run.results.get("reapplied", 0) + again
+            self.run.results.reapplied += again
             self.run.save()
 
     def note_scores(self) -> None:
         """Give the histories the held-out rewards of their versions, so that the best checkpoint is kept."""
-        for update, found in self.run.results.get("evaluations", {}).items():
-            mean = found.get("sampled", {}).get("mean")
+        for update, found in self.run.results.evaluations.items():
+            mean = found["sampled"].mean if "sampled" in found else None
             if mean is None:
                 continue
             for history in (self.history, *self.team.histories.values()):
@@ -238,15 +238,13 @@ class Training:
         self.run.save()
 
     async def before(self) -> None:
-        """Evaluate before the loop. The result is None where the loop has begun without an evaluation, since the
+        """Evaluate before the loop. The result stays None where the loop has begun without an evaluation, since the
         weights of that moment are gone."""
-        results = self.run.results
-        if self.history.updates == self.warm.updates and "before" not in results:
+        if self.history.updates == self.warm.updates and self.run.results.before is None:
             async with self.measuring() as engine:
-                results["before"] = await self.evaluate(engine, "before")
-            self.note_evaluation(0, results["before"])
+                found = self.run.results.before = await self.evaluate(engine, "before")
+            self.note_evaluation(0, found)
             self.run.save()
-        results.setdefault("before", None)
 
     @property
     def end(self) -> str:
@@ -255,15 +253,15 @@ class Training:
 
     async def after(self) -> None:
         """Evaluate the weights at the end, once."""
-        if "after" not in self.run.results:
+        if self.run.results.after is None:
             async with self.measuring() as engine:
-                found = self.run.results["after"] = await self.evaluate(engine, self.end)
+                found = self.run.results.after = await self.evaluate(engine, self.end)
             self.note_evaluation(self.history.updates - self.warm.updates, found)
         self.run.save()
 
     async def improve(self, on_update: Callable[[UpdateReport], None] = lambda update: None) -> None:
         """Make the loop's missing updates. `on_update` is called between two updates, in the event loop."""
-        start, results = self.warm.updates, self.run.results
+        start = self.warm.updates
         if self.history.updates >= start + self.loop.updates:
             # All updates are made, but a crash may have cut off their last records, or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
@@ -280,7 +278,7 @@ class Training:
             loop = await self.run_loop(self.history, self.loop, report, name="improving by rollouts", start=start)
         self.run.add_seconds("train", loop.train_seconds)
         self.run.add_seconds("rollout", loop.engine_seconds)
-        results["idle_share"] = loop.idle_share
+        self.run.results.idle_share = loop.idle_share
         self.run.save()
 
     async def run_loop(
@@ -337,13 +335,13 @@ class Training:
             await engine.close()
         return loop
 
-    def note_evaluation(self, update: int, found: Mapping[str, Any]) -> None:
+    def note_evaluation(self, update: int, found: Evaluations) -> None:
         """Write a line of metrics: mean reward and pass@k of each evaluation. update: updates of the loop so far."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
-            line[name] = part["mean"]
-            line |= {f"{name}/{path}": mean for path, mean in part.get("agents", {}).items()}
-            line |= {f"{name}/pass@{k}": share and share["value"] for k, share in part["pass_at"].items()}
+            line[name] = part.mean
+            line |= {f"{name}/{path}": mean for path, mean in (part.agents or {}).items()}
+            line |= {f"{name}/pass@{k}": share and share["value"] for k, share in part.pass_at.items()}
         self.run.metrics(line)
 
     @property
@@ -352,9 +350,9 @@ class Training:
         others = (path for name in self.team.policies for path in self.team.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
-    async def evaluate(self, engine: Engine, when: str) -> dict[str, Any]:
+    async def evaluate(self, engine: Engine, when: str) -> Evaluations:
         """Run every evaluation on the held-out tasks with that engine. when: part of the name of their splits."""
-        found: dict[str, Any] = {}
+        found: Evaluations = {}
         phase = f"evaluating on held-out tasks, {when}"
         done, earned = 0, dict[str, list[float]]()
 
@@ -385,24 +383,24 @@ class Training:
                     success=self.success,
                 )
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
-            found[name] = {
-                "mean": result.mean,
-                "error": result.error,
-                "n": result.scored,
-                "metrics": result.metrics,
+            found[name] = HeldOut(
+                mean=result.mean,
+                error=result.error,
+                n=result.scored,
+                metrics=result.metrics,
+                agents={path: sum(own) / len(own) if own else None for path, own in earned.items()} or None,
                 **scores,
-            }
-            if earned:
-                found[name]["agents"] = {path: sum(own) / len(own) if own else None for path, own in earned.items()}
+            )
         return found
 
     def token_counts(self) -> dict[str, int]:
-        """The accounting of tokens in `results["books"]`, as `--json` prints it."""
-        books = self.run.results["books"]
+        """The accounting of tokens, as `--json` prints it."""
+        books = self.run.results.books
+        assert books is not None
         return {
-            "sampled": books["sampled"],
-            **books["tokens"],
-            "authored": books["authored"],
-            "authored_trained": books["authored_trained"],
-            "applied": books["applied"],
+            "sampled": books.sampled,
+            **books.tokens,
+            "authored": books.authored,
+            "authored_trained": books.authored_trained,
+            "applied": books.applied,
         }

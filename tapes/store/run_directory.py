@@ -2,8 +2,7 @@
 
 The configuration is written when the run begins, and a resumed run must have the same one. A few settings may change:
 the file then has the present value, and a comment line at its top for each change with the old value. `results.json` is
-replaced as a whole whenever a result is known that a resumed process must not compute again. The caller defines what
-the results mean.
+replaced as a whole whenever a result is known that a resumed process must not compute again.
 """
 
 from __future__ import annotations
@@ -20,15 +19,106 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from ..common.config import ConfigError, dump_config, load_config
 from ..common.config_yaml import YamlProblem, nested, read_yaml, settings_of
 from ..common.renamed import translate_config
 from ..errors import RunExists, UsageError
+from ..value import Value
+from .books import Books
 from .store import Store
 
 CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
+
+
+class HeldOut(Value):
+    """The rewards of one evaluation on held-out tasks."""
+
+    mean: float | None
+    """Of the scored episodes; None without any."""
+    error: float | None
+    """Standard error of the mean."""
+    n: int
+    """Scored episodes."""
+    metrics: dict[str, float]
+    """Mean of every reward component and metric."""
+    reward: dict[str, float | int | None] | None
+    """Mean over tasks with its interval: value, low, high, tasks."""
+    pass_at: dict[str, dict[str, float | int | None] | None]
+    """k -> pass@k with its interval."""
+    agents: dict[str, float | None] | None = None
+    """Path of an agent -> its mean reward, with `loop.by_agent`."""
+
+
+Evaluations = dict[str, HeldOut]
+"""Name of an evaluation (`sampled`, `greedy`) -> its rewards."""
+
+
+class Control(Value):
+    """The evaluations after one control of a demo."""
+
+    sampled: HeldOut
+    greedy: HeldOut
+    trained_tokens: int
+
+
+class PlayerResults(BaseModel):
+    """The results of one player."""
+
+    base: str | None = None
+    """Digest of the weights that its model began with."""
+
+
+class Lengthened(Value):
+    """An earlier `loop.updates` of a run that was made longer."""
+
+    updates: int
+    done: int
+    """Updates of the loop that were made at the change."""
+
+
+class Results(BaseModel):
+    """The results of a run so far. The file has the fields that differ from their defaults."""
+
+    model_config = ConfigDict(extra="allow")
+
+    lineage: str = ""
+    """Empty in a run without training."""
+    base: str | None = None
+    """Digest of the weights that the model began with."""
+    players: dict[str, PlayerResults] = {}
+    task_rates: dict[str, tuple[int, int]] = {}
+    """Task hash -> (passed, tried): the curriculum's rates when the run began."""
+    held_out_tasks: int | None = None
+    train_tasks: int | None = None
+    overlap: int | None = None
+    imitated: list[str] | None = None
+    """The tapes of the warm start, as this run has them."""
+    seconds: dict[str, float] = {}
+    demonstrations: dict[str, float | int] = {}
+    reapplied: int = 0
+    """Updates that resumed processes applied again."""
+    before: Evaluations | None = None
+    evaluations: dict[str, Evaluations] = {}
+    """Updates of the loop so far -> the evaluations then."""
+    idle_share: float | None = None
+    lengths: list[Lengthened] = []
+    after: Evaluations | None = None
+    controls: dict[str, Control] = {}
+    lost_points: dict[str, int] = {}
+    """Tracker -> points that it lost."""
+    books: Books | None = None
+    books_close: bool | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Results:
+        """The results of the run at `path`. OSError, or a ValueError where the file doesn't hold results."""
+        return cls.model_validate_json((Path(path) / RESULTS).read_bytes())
+
+    def write(self, path: Path) -> None:
+        """Write the results of the run at `path`, durable when this returns."""
+        _replace(path / RESULTS, json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n")
 
 
 Change = Callable[["RunDir", Any, Any], str]
@@ -39,10 +129,10 @@ adapt the results to the new value, and raises UsageError where the change is no
 class RunDir:
     """A run directory with its store open for writing. Made by `open_run`."""
 
-    def __init__(self, path: Path, results: dict[str, Any], store: Store, *, resumed: bool) -> None:
+    def __init__(self, path: Path, results: Results, store: Store, *, resumed: bool) -> None:
         self.path = path
         self.results = results
-        """The results so far, as plain JSON values; `save()` writes them."""
+        """The results so far; `save()` writes them."""
         self.store = store
         self.resumed = resumed
         """True when an earlier process began the run."""
@@ -51,11 +141,11 @@ class RunDir:
 
     def save(self) -> None:
         """Write the results, durable when this returns."""
-        _replace(self.path / RESULTS, json.dumps(self.results, indent=1) + "\n")
+        self.results.write(self.path)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to `results["seconds"][name]`."""
+        """Adds the seconds inside to `results.seconds[name]`."""
         started = time.perf_counter()
         try:
             yield
@@ -63,8 +153,8 @@ class RunDir:
             self.add_seconds(name, time.perf_counter() - started)
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Adds to `results["seconds"][name]`."""
-        table = self.results.setdefault("seconds", {})
+        """Adds to `results.seconds[name]`."""
+        table = self.results.seconds
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, Any]) -> None:
@@ -82,7 +172,7 @@ def open_run(
     resume: bool = False,
     free: Collection[str] = (),
     changes: Mapping[str, Change] | None = None,
-    begin: Callable[[], dict[str, Any]] = dict,
+    begin: Callable[[], Results] = Results,
 ) -> Iterator[RunDir]:
     """Begin the run at `path`, or resume it.
 
@@ -107,7 +197,7 @@ def open_run(
     else:
         # The results come first: a crash in between leaves no configuration, so the run is begun again. In the other
         # order it would leave a run that looks begun and has no results to resume from.
-        _replace(path / RESULTS, json.dumps(results, indent=1) + "\n")
+        results.write(path)
         _replace(path / CONFIG, dump_config(config))
     with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
         run = RunDir(path, results, store, resumed=found)
@@ -161,7 +251,7 @@ def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
         _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, Any]:
+def _resume(path: Path, config: BaseModel, free: Collection[str]) -> Results:
     recorded = load_config(type(config), path / CONFIG)
     then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
     if then != now:
@@ -170,7 +260,7 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, A
             f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
             "with that file as --config, or choose another --out"
         )
-    return json.loads((path / RESULTS).read_text(encoding="utf-8"))
+    return Results.read(path)
 
 
 def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from ..store.run_directory import read_metrics
+from ..store.run_directory import Results, read_metrics
 from ..value import Value
 
 MEAN_OF = 5
@@ -95,7 +95,7 @@ _TERMS = ("clipped", "overlong", "kl", "square", "min", "max")
 def reward_plot(
     name: str,
     metrics: Path,
-    results: Mapping[str, Any],
+    results: Results,
     agents: Sequence[str] | None = (),
     others: Sequence[Curve] = (),
 ) -> Plot:
@@ -111,23 +111,22 @@ def reward_plot(
     )
 
 
-def held_out_levels(results: Mapping[str, Any], evaluation: str) -> tuple[Level, ...]:
+def held_out_levels(results: Results, evaluation: str) -> tuple[Level, ...]:
     """The held-out reward before and after training, where it was measured."""
-    found = ((name, results.get(name)) for name in ("before", "after"))
     return tuple(
-        Level(name=f"held out, {name}", value=part[evaluation]["mean"])
-        for name, part in found
-        if part and part[evaluation]["mean"] is not None
+        Level(name=f"held out, {name}", value=mean)
+        for name, part in (("before", results.before), ("after", results.after))
+        if part and (mean := part[evaluation].mean) is not None
     )
 
 
-def held_out_curve(results: Mapping[str, Any]) -> list[Curve]:
+def held_out_curve(results: Results) -> list[Curve]:
     """The held-out reward over the updates of the loop; empty where it was measured only before and after training."""
-    found = {int(update): part["sampled"]["mean"] for update, part in results.get("evaluations", {}).items()}
+    found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
         return []
-    if results.get("before"):
-        found[0] = results["before"]["sampled"]["mean"]
+    if results.before:
+        found[0] = results.before["sampled"].mean
     found = dict(sorted(found.items()))
     return [Curve(name="held out", x=tuple(map(float, found)), y=tuple(map(_number, found.values())), points=True)]
 

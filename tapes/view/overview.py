@@ -6,7 +6,6 @@ its overview page, and `report_file` writes that page as one file. A training ru
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..records import End as EndRecord
 from ..records import Status, parse_record
 from ..store.books import Books
 from ..store.index import Summary
-from ..store.run_directory import CONFIG, METRICS, RESULTS, read_metrics, recorded_settings
+from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings
 from ..store.store import Store
 from ..value import Value
 from .curves import Plot, loss_plots, reward_plot
@@ -103,7 +102,7 @@ def overview_of(
     *,
     title: str | None = None,
     recipe: str | None = None,
-    results: Mapping[str, Any] | None = None,
+    results: Results | None = None,
     seconds: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
     agents: Sequence[str] | None = None,
@@ -118,16 +117,17 @@ def overview_of(
     books = _books(store)
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
     settings = recorded_settings(path)
-    results = _recorded_results(path) if results is None else results
+    if results is None:
+        results = Results.read(path) if (path / RESULTS).exists() else Results()
     if seconds is None:
         seconds = parts_of_time(results)
     if recipe is None:
         recipe = str(settings.get(("loop", "recipe")) or settings.get(("algo",)) or "reward")
-    trained = bool(lines or results.get("lineage"))
+    trained = bool(lines or results.lineage)
     config = path / CONFIG
     return Overview(
         title=path.resolve().name if title is None else title,
-        subtitle=f"{recipe}, lineage {results['lineage']}, in {path}" if results.get("lineage") else str(path),
+        subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
         notes=(*notes, *_accounting(books)),
         facts=_facts(results, lines, books, seconds, settings.get(("loop", "updates"))),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
@@ -147,11 +147,6 @@ def overview_of(
     )
 
 
-def _recorded_results(run: Path) -> dict[str, Any]:
-    file = run / RESULTS
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-
-
 def _books(store: Store) -> Books | str:
     """The accounting of the run's tokens, or why it can't be made: one unreadable record hides no other part."""
     try:
@@ -169,7 +164,7 @@ def _accounting(books: Books | str) -> tuple[str, ...]:
 
 
 def _facts(
-    results: Mapping[str, Any],
+    results: Results,
     lines: Sequence[Mapping[str, Any]],
     books: Books | str,
     seconds: Mapping[str, float],
@@ -182,10 +177,10 @@ def _facts(
         facts.append(
             Fact(label="reward of the updates", value=arrow(*ends), note="means of the first and the last five")
         )
-    measured = [results.get(when) for when in ("before", "after")]
+    measured = results.before, results.after
     if any(measured):
-        before, after = (part["sampled"]["mean"] if part else None for part in measured)
-        n = next(part["sampled"]["n"] for part in measured if part)
+        before, after = (part["sampled"].mean if part else None for part in measured)
+        n = next(part["sampled"].n for part in measured if part)
         facts.append(
             Fact(label="held-out reward", value=arrow(before, after), note=f"{n} episodes, none of them trained on")
         )
@@ -205,10 +200,10 @@ _PARTS = {"demonstrations": "demonstrations", "restore": "restore", "sft": "imit
 
 
 def parts_of_time(
-    results: Mapping[str, Any], total: float | None = None, rest: str = "evaluations before and after, and the rest"
+    results: Results, total: float | None = None, rest: str = "evaluations before and after, and the rest"
 ) -> dict[str, float]:
     """Wall-clock seconds by part, which add up to `total` (None: the recorded total)."""
-    known = results.get("seconds", {})
+    known = results.seconds
     total = known.get("total") if total is None else total
     if total is None:
         return {}
@@ -216,20 +211,20 @@ def parts_of_time(
     return {**parts, rest: max(0.0, total - sum(parts.values()))}
 
 
-def held_out_scores(results: Mapping[str, Any]) -> tuple[Score, ...]:
+def held_out_scores(results: Results) -> tuple[Score, ...]:
     """A line for each evaluation, in the order of the updates."""
-    between = results.get("evaluations", {})
+    between = results.evaluations
     rows = [
-        ("before", results.get("before")),
+        ("before", results.before),
         *((f"after update {k}", between[k]) for k in sorted(between, key=int)),
-        ("after", results.get("after")),
+        ("after", results.after),
     ]
     return tuple(
         Score(
             name=name,
-            sampled=part["sampled"]["mean"],
-            n=part["sampled"]["n"],
-            greedy=part["greedy"]["mean"] if "greedy" in part else None,
+            sampled=part["sampled"].mean,
+            n=part["sampled"].n,
+            greedy=part["greedy"].mean if "greedy" in part else None,
         )
         for name, part in rows
         if part

@@ -12,7 +12,7 @@ from tapereel.finetune.report import run_report
 from tapereel.finetune.report.run_report import Reporter, reporting
 from tapereel.tapes.audit.faults import Faults
 from tapereel.tapes.records import Cause, CauseType
-from tapereel.tapes.store.run_directory import open_run
+from tapereel.tapes.store.run_directory import HeldOut, Results, open_run
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.value import Value
 from tapereel.tapes.view.overview import Overview, command, overview_of
@@ -97,11 +97,11 @@ class Nothing(Value):
 
 
 def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the_run(tmp_path: Path, caplog):
-    with open_run(tmp_path / "r", Nothing(), begin=lambda: {"lineage": "l"}) as directory:
+    with open_run(tmp_path / "r", Nothing(), begin=lambda: Results(lineage="l")) as directory:
         with pytest.raises(KeyboardInterrupt), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise KeyboardInterrupt
         assert "was ended after 0 of 4 updates" in words_of(tmp_path / "r" / "report.html")
-        directory.results["before"] = {"sampled": {}}
+        directory.results.before = {"no such": HeldOut.model_construct()}
         with pytest.raises(OSError, match="the disk"), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise OSError("the disk")
     assert "report.html was not written; the run is not affected (KeyError" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from tapereel.cli.progress_bars import live_progress
 from tapereel.tapes.common.config import Config, ConfigError
 from tapereel.tapes.errors import RunExists
-from tapereel.tapes.store.run_directory import append_metrics, open_run, read_metrics
+from tapereel.tapes.store.run_directory import Results, append_metrics, open_run, read_metrics
 
 
 class Inner(Config):
@@ -25,23 +25,23 @@ class Settings(Config):
 
 
 def test_results_and_seconds_are_there_for_the_next_process(tmp_path: Path):
-    with open_run(tmp_path / "r", Settings(), begin=lambda: {"lineage": "x"}) as run:
+    with open_run(tmp_path / "r", Settings(), begin=lambda: Results(lineage="x")) as run:
         assert not run.resumed
         with run.timed("work"):
-            run.results["done"] = [1, 2]
+            run.results.imitated = ["a", "b"]
         run.add_seconds("work", 2.0)
         run.save()
     with open_run(tmp_path / "r", Settings(threads=4), resume=True, free=("threads",)) as run:
         assert run.resumed
-        assert (run.results["lineage"], run.results["done"]) == ("x", [1, 2])
-        assert run.results["seconds"]["work"] >= 2.0
+        assert (run.results.lineage, run.results.imitated) == ("x", ["a", "b"])
+        assert run.results.seconds["work"] >= 2.0
 
 
 def test_seconds_count_when_the_work_fails(tmp_path: Path):
     with open_run(tmp_path / "r", Settings()) as run:
         with pytest.raises(ZeroDivisionError), run.timed("work"):
             _ = 1 / 0
-        assert set(run.results["seconds"]) == {"work"}
+        assert set(run.results.seconds) == {"work"}
 
 
 def test_a_run_is_begun_once_and_with_one_configuration(tmp_path: Path):
@@ -109,9 +109,9 @@ def test_progress_on_a_terminal_is_a_bar_for_each_phase(monkeypatch: pytest.Monk
 
 
 def test_results_are_replaced_as_a_whole(tmp_path: Path):
-    with open_run(tmp_path / "r", Settings(), begin=lambda: {"n": 0}) as run:
+    with open_run(tmp_path / "r", Settings(), begin=lambda: Results(lineage="x")) as run:
         for n in range(3):
-            run.results["n"] = n
+            run.results.seconds["n"] = n
             run.save()
-            assert json.loads((tmp_path / "r" / "results.json").read_text()) == {"n": n}
+            assert json.loads((tmp_path / "r" / "results.json").read_text()) == {"lineage": "x", "seconds": {"n": n}}
     assert not list((tmp_path / "r").glob(".*"))

@@ -13,7 +13,7 @@ from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, W
 from tapereel.finetune.run.demonstrations import DemoConfig, demo_training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling
-from tapereel.tapes.store.run_directory import METRICS, RunDir, read_metrics
+from tapereel.tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
@@ -103,4 +103,4 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
 def history_of(store: Store, fresh: Path, lineage: str) -> History:
     """The demo's history with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
-    return demo_training(MICRO, RunDir(fresh, {"lineage": lineage}, store, resumed=True)).history
+    return demo_training(MICRO, RunDir(fresh, Results(lineage=lineage), store, resumed=True)).history
