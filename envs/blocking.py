@@ -1,59 +1,83 @@
-"""A thread for a blocking environment: its coroutines run there, one at a time, and the event loop stays free."""
+"""Threads for blocking code, so that the event loop stays free: for one call, or for all calls of an environment.
+
+The threads are daemons of their own. A pool's thread would not do: a call that never returns would occupy it and delay
+the end of the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Never, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+async def in_thread(function: Callable[..., ResultT], *args: object) -> ResultT:
+    """Run the function in its own thread. Cancellation stops the waiting, not the thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[ResultT] = loop.create_future()
+    work = partial(contextvars.copy_context().run, function, *args)
+    name = f"tapereel-tool-{getattr(function, '__name__', '')}"
+    threading.Thread(target=_work, args=("it", work, loop, done), name=name, daemon=True).start()
+    return await done
 
 
 class EnvironmentThread:
-    """A daemon thread with its own event loop, for one whole episode.
+    """A thread with its own event loop, for one whole episode: coroutines run there, one at a time.
 
     All calls of an episode run in the same thread: C libraries and GPU contexts are often bound to one. A call that
     outlasts its caller leaves the thread behind, since Python can't stop a thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"tapereel-env-{name}", daemon=True)
-        self._thread.start()
+        self._calls: queue.SimpleQueue[
+            tuple[Coroutine[Any, Any, Any], asyncio.AbstractEventLoop, asyncio.Future[Any]] | None
+        ] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"tapereel-env-{name}", daemon=True).start()
 
-    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def run(self, coroutine: Coroutine[object, Never, ResultT]) -> ResultT:
         """Run the coroutine in the thread; return its result or raise its exception here."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-        self._work.put((coroutine, loop, done))
+        done: asyncio.Future[ResultT] = loop.create_future()
+        self._calls.put((coroutine, loop, done))
         return await done
 
     def stop(self) -> None:
         """End the thread after the calls that are queued."""
-        self._work.put(None)
+        self._calls.put(None)
 
     def _serve(self) -> None:
         with asyncio.Runner() as runner:
-            while (item := self._work.get()) is not None:
-                coroutine, loop, done = item
-                try:
-                    result, error = runner.run(coroutine), None
-                except BaseException as raised:  # the waiting episode receives it and records its cause
-                    result, error = None, raised
-                # A closed loop has no waiting caller; the thread still runs the queued calls, `close` among them.
-                if not loop.is_closed():
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(_settle, done, result, error)
+            while (call := self._calls.get()) is not None:
+                coroutine, loop, done = call
+                _work("the environment", partial(runner.run, coroutine), loop, done)
+
+
+def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
+    """Call `work` in this thread, and settle the future of the loop that waits for it. `who` raises, for messages."""
+    try:
+        result, error = work(), None
+    except (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit) as raised:
+        # A future refuses these, or they would end the process.
+        result, error = None, RuntimeError(f"{who} raised {type(raised).__name__}: {raised}")
+    except BaseException as raised:  # the waiting caller receives it
+        result, error = None, raised
+    # A closed loop has no waiting caller; the thread still runs the queued calls, `close` among them.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, done, result, error)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Set the future in its own loop. Exceptions that a future refuses, or that would end the process, are wrapped."""
+    """Set the future in its own loop."""
     if done.cancelled():
         return
-    if error is None:
-        done.set_result(result)
-    elif isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt | SystemExit):
-        done.set_exception(RuntimeError(f"the environment raised {type(error).__name__}: {error}"))
-    else:
+    if error is not None:
         done.set_exception(error)
+    else:
+        done.set_result(result)

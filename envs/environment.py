@@ -7,12 +7,15 @@ metrics are recorded on the tape; the agent doesn't see them.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
+from pydantic import JsonValue
+
 from ..tapes import Action, Observation, Status, TapereelError, Text
-from .varying import without
+from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 else:
     ActionT = TypeVar("ActionT", bound=Action)
 Effect = Literal["pure", "idempotent", "irreversible"]
+Normalisers = Mapping[str, str | None]
+"""Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
+stands for the whole field."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -33,7 +39,7 @@ class EnvironmentFault(TypeError):
     """A method of the environment returned a value of the wrong type."""
 
 
-class NotAnEnvironment(TapereelError, TypeError):
+class NotAnEnvironment(UsageError, TypeError):
     """The factory doesn't make a new environment for each episode; the message says what to pass."""
 
 
@@ -60,6 +66,18 @@ def as_outcome(value: object, method: str = "step") -> Outcome:
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
+
+
+def without(value: JsonValue, name: str, rules: Normalisers) -> JsonValue:
+    """The plain value of the field `name`, with each varying part replaced by `…`."""
+    if name in rules:
+        rule = rules[name]
+        return "…" if rule is None else re.sub(rule, "…", value if isinstance(value, str) else repr(value))
+    if isinstance(value, dict):
+        return {key: without(item, f"{name}.{key}", rules) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without(item, f"{name}[]", rules) for item in value]
+    return value
 
 
 def check_factory(factory: object) -> None:

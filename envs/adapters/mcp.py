@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue
 
 from ...tapes.errors import MissingExtra
+from ..blocking import in_thread
 from ..environment import Effect
-from .tools import CHARACTERS, SECONDS, BadTool, Tool, ToolFailed, ToolsLost, as_text, in_thread, worst
+from .tools import CHARACTERS, SECONDS, BadTool, Tool, ToolFailed, ToolsLost, as_text, worst
 
 START_SECONDS = 60.0
 """Time limit for a server to start and list its tools, in seconds; long, since it may have to be downloaded."""

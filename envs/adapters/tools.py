@@ -8,11 +8,8 @@ reads. Tools that must be opened first (an MCP server, a sandbox) come from a `T
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import inspect
 import re
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -21,6 +18,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, to_json
 
 from ...tapes import Answer, TapereelError, Task, ToolCall, ToolCalls, ToolOffer, ToolResult, ToolResults
+from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
 
 SECONDS = 30.0
@@ -178,35 +176,6 @@ def cut(text: str, limit: int) -> str:
     if len(text) > limit:
         text = f"{text[:limit]}\n[cut here: {len(text) - limit:,} of {len(text):,} characters left out]"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Run the function in its own daemon thread. A pool's thread would not do: a function that never returns would
-    occupy it and delay the end of the process. Cancellation stops the waiting, not the thread."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt | SystemExit):
-            error = RuntimeError(f"it raised {type(error).__name__}: {error}")
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)
-
-    def work() -> None:
-        try:
-            result, error = context.run(function, *args), None
-        except BaseException as raised:  # the waiting task receives it
-            result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name=f"tapereel-tool-{getattr(function, '__name__', '')}", daemon=True).start()
-    return await done
 
 
 class ToolEnvironment(Environment[ToolCalls | Answer]):

@@ -37,9 +37,10 @@ from ...tapes import (
 )
 from ...tapes.messages import heard
 from ...tapes.steps import Prompt
+from ..blocking import in_thread
 from ..environment import Effect, Outcome
 from ..rewards import Rewards, RewardSource, Scored
-from .tools import ToolEnvironment, in_thread, tool
+from .tools import ToolEnvironment, tool
 
 Factory = Callable[[], Any]
 TRLReward = Callable[..., Any]

@@ -29,8 +29,16 @@ from ...tapes.audit.verdict import (
 )
 from ...tapes.records import Reward, trains
 from ...tapes.steps import Unknown
-from ..environment import Environment, Outcome, RestoreMismatch, as_observation, as_outcome, new_environment
-from ..varying import Normalisers, without
+from ..environment import (
+    Environment,
+    Normalisers,
+    Outcome,
+    RestoreMismatch,
+    as_observation,
+    as_outcome,
+    new_environment,
+    without,
+)
 
 SECONDS = 60.0
 """Time limit of one execution, in seconds of wall-clock time."""
