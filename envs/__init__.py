@@ -17,13 +17,12 @@ from .checks.env_probe import Finding
 from .environment import Effect, Environment, Outcome, RestoreMismatch
 from .loop_watch import LoopWatch, Stall
 from .rewards import RewardFailed, Rewards, RewardSource
-from .taskset import BadTasks, Cursor, Taskset, TaskStream, overlap
+from .taskset import BadTasks, Taskset, overlap
 
 __all__ = [
     "BadTasks",
     "Calculator",
     "CodecNeeded",
-    "Cursor",
     "Effect",
     "Environment",
     "Finding",
@@ -39,7 +38,6 @@ __all__ = [
     "RewardSource",
     "Rewards",
     "Stall",
-    "TaskStream",
     "Taskset",
     "calculator_tasks",
     "check_env",

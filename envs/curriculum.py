@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..tapes import Tape
 from ..tapes.records import Task
-from .taskset import BadTasks, Cursor, Taskset
+from .taskset import BadTasks, Taskset
 
 POOLS = ("easy", "normal", "hard", "new")
 EASY, HARD = 0.75, 0.25
@@ -89,7 +89,7 @@ class Curriculum:
             raise BadTasks(f"the stages of a curriculum must begin at 0 and increase; they begin at {starts}")
         self._starts = starts
         self._weights = [self._checked(stage, parts) for _, stage in stages]
-        self._cursors: dict[str, Cursor] = {}
+        self._cursors: dict[str, Iterator[Task]] = {}
         self._drawn: list[Task] = []
 
     def __call__(self, k: int) -> Task:

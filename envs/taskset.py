@@ -1,17 +1,20 @@
-"""Tasksets: distinct tasks from any source, shuffled by a seed, with cursors that can be resumed.
+"""Tasksets: distinct tasks from any source (a list, a function, a file, a data set of the hub), shuffled by a seed.
 
-A `Taskset` is finite and read whole when it is made. A `TaskStream` has no end and is read on demand. Duplicates (by
-`Task.hash`) are dropped and counted. The side of a split on which a task falls depends on its hash and the fractions
-only, so it stays the same when the set grows, is reordered or is generated from another seed.
+A `Taskset` is read whole when it is made. Duplicates (by `Task.hash`) are dropped and counted. The side of a split on
+which a task falls depends on its hash and the fractions only, so it stays the same when the set grows, is reordered or
+is generated from another seed. `datasets` is imported when a file or a data set is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import count, islice
+from contextlib import contextmanager
+from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, overload
@@ -20,14 +23,15 @@ from pydantic import ValidationError
 
 from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
-from .task_files import quiet_datasets, unreadable
 
 Row = Callable[[Any], Any]
 """Converts one item of a source to a `Task`, or to a bare value, which becomes the private part of a task."""
+TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
+"""Suffix of a task file -> the method of `datasets.Dataset` that reads it."""
 
 
 class BadTasks(UsageError):
-    """A source doesn't yield tasks, or a cursor belongs to other tasks; the message names the item and the reason."""
+    """A source doesn't yield tasks; the message names the item and the reason."""
 
 
 class Taskset(Sequence[Task]):
@@ -60,9 +64,7 @@ class Taskset(Sequence[Task]):
             raise BadTasks(f"size is {size}; it must be at least 1, or None to read the whole source")
         by_index = callable(source) and _takes_index(source)
         if by_index and size is None:
-            raise BadTasks(
-                f"{_label(source)} is a function of the index and has no end: pass `size`, or use a TaskStream"
-            )
+            raise BadTasks(f"{_label(source)} is a function of the index and has no end: pass `size`")
         for k, item in enumerate(islice(_items(source), size if by_index else None)):
             self._add(_task(item, k, row))
             if len(self._tasks) == size:
@@ -81,9 +83,8 @@ class Taskset(Sequence[Task]):
         is an iterable of rows. BadTasks names the file, the row or line, and the fault.
         """
         path = Path(path)
-        kinds = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-        if path.suffix not in kinds:
-            raise BadTasks(f"{path} has the suffix {path.suffix!r}; tasks are read from {', '.join(kinds)} files")
+        if path.suffix not in TASK_FILES:
+            raise BadTasks(f"{path} has the suffix {path.suffix!r}; tasks are read from {', '.join(TASK_FILES)} files")
         if not path.is_file():
             raise BadTasks(f"there is no file {path}")
         try:
@@ -92,12 +93,12 @@ class Taskset(Sequence[Task]):
             raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
         if not path.stat().st_size:
             raise BadTasks(f"{path} is empty: a task file needs at least one row")
-        with TemporaryDirectory() as scratch, quiet_datasets():
+        with TemporaryDirectory() as scratch, _quiet_datasets():
             # The rows are read once and kept in memory; a copy in the user's cache would never be used again.
             try:
-                rows = getattr(Dataset, kinds[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
+                rows = getattr(Dataset, TASK_FILES[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             except Exception as error:  # `datasets` raises many types, and none names the line
-                raise BadTasks(f"{path} can't be read: {unreadable(path, error)}") from error
+                raise BadTasks(f"{path} can't be read: {_unreadable(path, error)}") from error
             try:
                 return cls(rows, row=row, size=size, name=name or path.stem)
             except BadTasks as error:
@@ -136,30 +137,41 @@ class Taskset(Sequence[Task]):
 
         The fractions add up to 1. A task's hash and `salt` decide its part; another salt gives an independent split.
         """
-        sides = Sides(fractions, salt)
+        if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
+            raise BadTasks(
+                f"the fractions of a split must be 0 or more and add up to 1, not {list(fractions)}; for example "
+                "split(0.9, 0.1)"
+            )
+        bounds = list(accumulate(fractions))
         parts: list[list[int]] = [[] for _ in fractions]
         for task_hash, k in self._hashes.items():
-            parts[sides.of(task_hash)].append(k)
+            # Hashed again with the salt: another salt gives an independent split. The first 8 bytes are a uniform point
+            # in [0, 1), so the part doesn't depend on the other tasks.
+            digest = hashlib.sha256(salt.encode() + task_hash.encode()).digest()
+            point = int.from_bytes(digest[:8], "big") / 2**64
+            # The bounds may add up to slightly less than 1 by rounding; such a point belongs to the last part.
+            parts[min(bisect_right(bounds, point), len(parts) - 1)].append(k)
         return tuple(self._picked(part) for part in parts)
 
-    def cursor(self, seed: int = 0, *, shuffle: bool = True) -> Cursor:
-        """An endless iterator: every task once per epoch, each epoch in a new order."""
-        return Cursor(self, seed, shuffle=shuffle)
+    def cursor(self, seed: int = 0, *, shuffle: bool = True, start: int = 0) -> Iterator[Task]:
+        """Tasks without an end: every task once per epoch, each epoch in a new order.
 
-    def resume(self, state: Mapping[str, Any]) -> Cursor:
-        """The cursor whose `state()` this is. BadTasks if the taskset is not the one that the cursor read: the same
-        position would then name other tasks."""
-        wrong = set(state) ^ {"seed", "shuffle", "epoch", "position", "digest"}
-        if wrong:
-            raise BadTasks(f"not the state of a cursor over a taskset: {sorted(wrong)} is missing or unknown")
-        if state["digest"] != self.digest:
-            raise BadTasks(
-                f"the cursor belongs to a taskset with digest {state['digest'][:12]}, but this one has "
-                f"{self.digest[:12]} ({len(self)} tasks): resume with the original tasks"
-            )
-        cursor = Cursor(self, int(state["seed"]), shuffle=bool(state["shuffle"]))
-        cursor._seek(int(state["epoch"]), int(state["position"]))
-        return cursor
+        start: the number of tasks that an earlier cursor over the same tasks (`digest`) gave; this one continues there.
+        """
+        if not len(self):
+            raise BadTasks(f"{self!r} has no tasks to draw")
+        if start < 0:
+            raise BadTasks(f"start is {start}; it must be 0 or more")
+        epoch, position = divmod(start, len(self))
+        epochs = (self._order(seed, k) if shuffle else range(len(self)) for k in count(epoch))
+        return (self._tasks[k] for k in islice(chain.from_iterable(epochs), position, None))
+
+    def _order(self, seed: int, epoch: int) -> Sequence[int]:
+        # Python promises that `random()` of a seeded generator is the same in every version; `shuffle()` isn't covered.
+        # With `shuffle()`, a run resumed under another Python would draw other tasks.
+        rng = random.Random(f"{seed}/{epoch}")
+        keys = [rng.random() for _ in self._tasks]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
     def _add(self, task: Task) -> None:
         task_hash = task.hash
@@ -181,153 +193,10 @@ class Taskset(Sequence[Task]):
         return f"<Taskset {self.name or 'without a name'}: {len(self)} tasks, {self.dropped} duplicates dropped>"
 
 
-class TaskStream(Iterable[Task]):
-    """Tasks without an end or a length. Each pass calls the source function again, so it must be deterministic.
-
-    `TaskStream(make_task)` for a function of the index, or `TaskStream(generator_function)`. `take(n)` returns a
-    `Taskset`.
-    """
-
-    def __init__(self, source: Callable[..., Any], *, row: Row | None = None, name: str = "") -> None:
-        if not callable(source):
-            raise BadTasks(
-                f"a TaskStream needs a function that it can call for each pass, not {_label(source)}: use a Taskset"
-            )
-        self.name = name
-        self._source = source
-        self._row = row
-        self._keep: Callable[[str], bool] = _every
-
-    def __iter__(self) -> Iterator[Task]:
-        seen: set[str] = set()
-        for k, item in enumerate(_items(self._source)):
-            task = _task(item, k, self._row)
-            task_hash = task.hash
-            if task_hash not in seen and self._keep(task_hash):
-                seen.add(task_hash)
-                yield task
-
-    def take(self, size: int) -> Taskset:
-        """The first `size` distinct tasks."""
-        return Taskset(self, size=size, name=self.name)
-
-    def split(self, *fractions: float, salt: str = "") -> tuple[TaskStream, ...]:
-        """As `Taskset.split`: a task falls on the same side in both classes."""
-        sides = Sides(fractions, salt)
-        return tuple(self._where(sides, k) for k in range(len(fractions)))
-
-    def _where(self, sides: Sides, part: int) -> TaskStream:
-        stream, before = TaskStream(self._source, row=self._row, name=self.name), self._keep
-        stream._keep = lambda task_hash: before(task_hash) and sides.of(task_hash) == part
-        return stream
-
-    def cursor(self, position: int = 0) -> StreamCursor:
-        """The tasks from `position` on (earlier tasks are generated again and skipped)."""
-        return StreamCursor(self, position)
-
-    def resume(self, state: Mapping[str, Any]) -> StreamCursor:
-        """The cursor whose `state()` this is."""
-        if set(state) != {"position"}:
-            raise BadTasks(f"not the state of a cursor over a stream of tasks: {sorted(state)}")
-        return self.cursor(int(state["position"]))
-
-
-class Cursor(Iterator[Task]):
-    """A position in the endless shuffled epochs of a taskset. Made by `Taskset.cursor`; for one reader."""
-
-    def __init__(self, tasks: Taskset, seed: int, *, shuffle: bool) -> None:
-        if not len(tasks):
-            raise BadTasks(f"{tasks!r} has no tasks to draw")
-        self.tasks = tasks
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch = 0
-        """Completed passes."""
-        self.position = 0
-        """Tasks already drawn in this epoch."""
-        self._digest = tasks.digest
-        self._order = self._permuted()
-
-    def _permuted(self) -> Sequence[int]:
-        n = len(self.tasks)
-        if not self.shuffle:
-            return range(n)
-        # Python promises that `random()` of a seeded generator is the same in every version; `shuffle()` isn't covered.
-        # With `shuffle()`, a run resumed under another Python would draw other tasks.
-        rng = random.Random(f"{self.seed}/{self.epoch}")
-        keys = [rng.random() for _ in range(n)]
-        return sorted(range(n), key=keys.__getitem__)
-
-    def _seek(self, epoch: int, position: int) -> None:
-        if epoch < 0 or not 0 <= position <= len(self.tasks):
-            raise BadTasks(f"epoch {epoch}, position {position} is outside {self.tasks!r}")
-        self.epoch, self.position = epoch, position
-        self._order = self._permuted()
-
-    def __next__(self) -> Task:
-        if self.position == len(self._order):
-            self._seek(self.epoch + 1, 0)
-        self.position += 1
-        return self.tasks[self._order[self.position - 1]]
-
-    def state(self) -> dict[str, Any]:
-        """The JSON that `Taskset.resume` needs to continue with the next task."""
-        return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "epoch": self.epoch,
-            "position": self.position,
-            "digest": self._digest,
-        }
-
-
-class StreamCursor(Iterator[Task]):
-    """A position in a stream of tasks. Made by `TaskStream.cursor`."""
-
-    def __init__(self, stream: TaskStream, position: int) -> None:
-        self.position = position
-        """Tasks already drawn."""
-        self._rest = islice(iter(stream), position, None)
-
-    def __next__(self) -> Task:
-        task = next(self._rest)
-        self.position += 1
-        return task
-
-    def state(self) -> dict[str, Any]:
-        """The JSON that `TaskStream.resume` needs to continue with the next task."""
-        return {"position": self.position}
-
-
-class Sides:
-    """Assigns each task hash to a part of a split."""
-
-    def __init__(self, fractions: Sequence[float], salt: str = "") -> None:
-        if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
-            raise BadTasks(
-                f"the fractions of a split must be 0 or more and add up to 1, not {list(fractions)}; for example "
-                "split(0.9, 0.1)"
-            )
-        self._bounds = [sum(fractions[: k + 1]) for k in range(len(fractions))]
-        self._salt = salt.encode()
-
-    def of(self, task_hash: str) -> int:
-        """Index of the part."""
-        # Hashed again with the salt: another salt gives an independent split. The first 8 bytes are a uniform point in
-        # [0, 1), so the part doesn't depend on the other tasks.
-        point = int.from_bytes(hashlib.sha256(self._salt + task_hash.encode()).digest()[:8], "big") / 2**64
-        # The bounds may add up to slightly less than 1 by rounding; such a point belongs to the last part.
-        return next((k for k, bound in enumerate(self._bounds) if point < bound), len(self._bounds) - 1)
-
-
 def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
     """The number of tasks that occur in both, by hash. Assert that it is 0 for training and held-out tasks."""
     first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
     return len(first & second)
-
-
-def _every(task_hash: str) -> bool:
-    return True
 
 
 def _label(source: Any) -> str:
@@ -373,3 +242,126 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
             f"item {k} is not a task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task must be JSON "
             "values (None, bool, int, float, str, list, dict)"
         ) from error
+
+
+def columns(
+    public: str | Sequence[str] | Mapping[str, str],
+    private: str | Sequence[str] | Mapping[str, str] = (),
+    *,
+    id: str | None = None,
+    seed: str | None = None,
+) -> Row:
+    """A `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
+
+    public, private: one name takes the value of that column; several names, or a mapping of new name -> column, make an
+    object. seed: a column that goes into the private part as `seed`. A row that lacks a column is a BadTasks error.
+    """
+
+    def row(record: Any) -> Task:
+        if not isinstance(record, Mapping):
+            raise BadTasks(f"{record!r:.80} is a {type(record).__name__}, not a row with columns: give a mapping")
+        hidden = _part(record, private)
+        if seed is not None:
+            hidden = {
+                **(hidden if isinstance(hidden, dict) else {"answer": hidden} if hidden is not None else {}),
+                "seed": _column(record, seed),
+            }
+        name = "" if id is None else str(_column(record, id))
+        return Task.model_validate({"id": name, "public": _part(record, public), "private": hidden})
+
+    return row
+
+
+def hub_tasks(
+    name: str,
+    split: str = "train",
+    *,
+    row: Row,
+    config: str | None = None,
+    revision: str | None = None,
+    size: int | None = None,
+) -> Taskset:
+    """The tasks in a data set of the hub, or of its copy in the local cache.
+
+    Give a `revision` (a commit) to pin the tasks. BadTasks says what to do if the data set can't be reached. Loading
+    scripts of data sets never run: `datasets` refuses them.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingExtra("datasets", "train", f"reading {name}") from error
+    try:
+        with _quiet_datasets():
+            found: Any = load_dataset(name, config, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).splitlines()[0] if str(error) else "no reason given"
+        raise BadTasks(
+            f"the data set {name!r} (split {split!r}) can't be loaded from the hub: {type(error).__name__}: "
+            f"{why}. Without a network, save it first on a machine that has one (load_dataset({name!r}, "
+            f"split={split!r}).to_parquet('tasks.parquet')) and use "
+            "Taskset.load('tasks.parquet')"
+        ) from error
+    return Taskset(found, row=row, size=size, name=name)
+
+
+def _part(row: Mapping[str, Any], names: str | Sequence[str] | Mapping[str, str]) -> Any:
+    if isinstance(names, str):
+        return _column(row, names)
+    pairs = names.items() if isinstance(names, Mapping) else [(name, name) for name in names]
+    return {name: _column(row, column) for name, column in pairs} or None
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    if name not in row:
+        raise BadTasks(f"a row has no column {name!r}; it has {', '.join(map(repr, row))}")
+    return row[name]
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Hide the progress bars of `datasets`, and its log of errors that it raises as well."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
+
+    verbosity, quiet = get_verbosity(), are_progress_bars_disabled()
+    set_verbosity(CRITICAL)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
+        if not quiet:
+            enable_progress_bars()
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a task file, on which line, and how to repair it."""
+    if path.suffix != ".parquet":
+        text = path.read_bytes()
+        rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if len(rows) < (2 if path.suffix == ".csv" else 1):
+            return "it has no rows; a task file needs at least one"
+        # A .json file is one document, or again an object on each line.
+        by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
+        fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
+        if fault is not None:
+            return f"{fault}; every line must be one row, a JSON object: correct or remove the line"
+        if path.suffix == ".json" and not by_line:
+            return f"{_fault(text, 0, list) or error}; the file must be a JSON list of rows, or one row on each line"
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    why = next(iter(str(error).splitlines()), "") or "no reason given"
+    return f"{type(error).__name__}: {why}; every row needs the same columns, each of one type"
+
+
+def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
+    """Why the text is not JSON of the wanted type; None if it is. line: its number in the file; 0 for the whole
+    file."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"line {line or error.lineno} is not JSON (column {error.colno}: {error.msg})"
+    except (ValueError, RecursionError) as error:
+        return f"line {line or 1} is not JSON ({type(error).__name__}: {error})"
+    name = "an object" if wanted is dict else "a list"
+    return None if isinstance(found, wanted) else f"line {line or 1} is not {name}"

@@ -19,13 +19,12 @@ from pydantic import Field, JsonValue
 from ...envs.environment import Environment
 from ...envs.load_named import load_named
 from ...envs.rewards import load_rewards, rewarded
-from ...envs.taskset import BadTasks, Taskset, TaskStream
+from ...envs.taskset import TASK_FILES, BadTasks, Taskset
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ..episode.agent import Agent, FunctionAgent
 
-TASK_FILES = (".jsonl", ".json", ".parquet", ".csv")
 UNNAMED = "<object "
 """Prefix of the recorded name of an object that no import returns."""
 LISTED = 100
@@ -188,27 +187,21 @@ def _load_tasks(source: Any, name: str, row: str | None, count: int | None) -> T
 
 
 def _tasks(source: Any, name: str, row: Callable[[Any], Any] | None, count: int | None) -> Taskset:
-    if isinstance(source, str) and source.endswith(TASK_FILES):
+    if isinstance(source, str) and source.endswith(tuple(TASK_FILES)):
         return Taskset.load(source, row=row, size=count)
     found: Any = _named(source, "tasks")
-    if callable(found) and not isinstance(found, Taskset | TaskStream) and not _required(found):
+    if callable(found) and not isinstance(found, Taskset) and not _required(found):
         found = found()
-    if isinstance(found, Taskset | TaskStream):
+    if isinstance(found, Taskset):
         if row is not None:
             raise UsageError(f"{name} gives tasks already; leave task_row out")
-        if isinstance(found, TaskStream) and count is None:
-            raise UsageError(f"{name} is a stream of tasks without end: set count")
-        return found.take(count) if isinstance(found, TaskStream) and count is not None else _first(found, count)
+        if count is not None and count > len(found):
+            raise UsageError(f"count is {count}, but there are {len(found)} tasks")
+        return found if count is None else found[:count]
     if inspect.iscoroutine(found):
         found.close()  # otherwise Python warns about a coroutine that was never awaited
         raise UsageError(f"{name} is async; tasks are made by a plain function")
     return Taskset(found, row=row, size=count)
-
-
-def _first(tasks: Any, count: int | None) -> Taskset:
-    if count is not None and count > len(tasks):
-        raise UsageError(f"count is {count}, but there are {len(tasks)} tasks")
-    return tasks if count is None else tasks[:count]
 
 
 def _named(source: Any, key: str) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...envs.contamination import SHARE, N, contamination
-from ...envs.hub_datasets import columns
 from ...envs.load_named import load_named
-from ...envs.taskset import Taskset
+from ...envs.taskset import Taskset, columns
 from ..console import Exit, answer
 
 EXAMPLE = """

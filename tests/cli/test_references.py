@@ -123,7 +123,6 @@ def test_what_is_no_environment_is_refused(name: str, says: str):
     [
         (named("few"), None, 2),
         (named("few"), 1, 1),
-        (named("stream"), 5, 5),
         (named("by_index"), 4, 4),
         (named("listed"), None, 3),
         (f"{EXAMPLE}:tasks", None, 100),
@@ -144,7 +143,6 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "row", "count", "says"),
     [
-        (named("stream"), None, None, "a stream of tasks without end: set count"),
         (named("few"), None, 3, "count is 3, but there are 2 tasks"),
         (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
         (named("few"), named("number"), None, "not a function from a row to a task"),

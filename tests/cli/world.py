@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Request, agent
-from tapereel.envs import Outcome, Taskset, TaskStream
+from tapereel.envs import Outcome, Taskset
 from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task
 
@@ -136,7 +136,6 @@ async def trips_over_nines(tape: Any, llm: Any) -> Any:
 number = 7
 few = Taskset([Task(public="3", private="4"), Task(public="5", private="6")])
 three = Taskset([Task(public="3", private="4")])
-stream = TaskStream(lambda k: Task(public=str(k % 10) * (k // 10 + 1), private=str((k + 1) % 10)))
 
 
 def by_index(k: int) -> Task:

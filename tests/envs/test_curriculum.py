@@ -124,8 +124,7 @@ def test_the_cursor_of_a_taskset_goes_on_where_it_was() -> None:
     cursor = ALL.cursor(seed=2)
     for _ in range(130):
         next(cursor)
-    state = cursor.state()
-    again = Taskset(range(100)).resume(state)
+    again = Taskset(range(100)).cursor(seed=2, start=130)
     assert [next(again) for _ in range(120)] == [next(cursor) for _ in range(120)]
     assert tasks(2)(3) == tasks(2)(3)
 

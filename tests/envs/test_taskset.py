@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.envs import BadTasks, Taskset, TaskStream, overlap
-from tapereel.envs.hub_datasets import columns
+from tapereel.envs import BadTasks, Taskset, overlap
+from tapereel.envs.taskset import columns
 from tapereel.tapes import MissingExtra, Task
 
 
@@ -140,58 +140,18 @@ def test_the_order_of_a_seed_is_fixed_for_ever():
 
 @given(st.integers(1, 20), st.integers(0, 70), st.integers(1, 50), st.integers(), st.booleans())
 def test_a_resumed_cursor_goes_on_where_it_was(n: int, before: int, after: int, seed: int, shuffle: bool):
-    tasks = Taskset(range(n))
-    cursor = tasks.cursor(seed, shuffle=shuffle)
+    cursor = Taskset(range(n)).cursor(seed, shuffle=shuffle)
     for _ in range(before):
         next(cursor)
-    state = json.loads(json.dumps(cursor.state()))
-    resumed = Taskset(range(n)).resume(state)
-    assert resumed.state() == state
+    resumed = Taskset(range(n)).cursor(seed, shuffle=shuffle, start=before)
     assert list(islice(cursor, after)) == list(islice(resumed, after))
-    assert resumed.state() == cursor.state()
 
 
-def test_a_cursor_of_other_tasks_is_refused():
-    state = Taskset(range(5)).cursor().state()
-    with pytest.raises(BadTasks, match="resume with the original tasks"):
-        Taskset(range(6)).resume(state)
-    with pytest.raises(BadTasks, match=r"\['epoch'\] is missing or unknown"):
-        Taskset(range(5)).resume({k: v for k, v in state.items() if k != "epoch"})
-    with pytest.raises(BadTasks, match="is outside"):
-        Taskset(range(5)).resume({**state, "position": 6})
+def test_a_cursor_without_tasks_or_before_the_first_is_refused():
     with pytest.raises(BadTasks, match="no tasks to draw"):
         Taskset([]).cursor()
-
-
-def test_a_stream_has_no_length_and_draws_each_task_once():
-    stream = TaskStream(_mod_7)
-    assert [task.given["n"] for task in islice(stream, 7)] == list(range(7))
-    with pytest.raises(TypeError):
-        len(stream)
-    squares = TaskStream(_squares)
-    assert [task.given for task in squares.take(3)] == [task.given for task in squares.take(3)] == [0, 1, 4]
-    with pytest.raises(BadTasks, match="use a Taskset"):
-        TaskStream([1, 2])
-
-
-def test_a_stream_splits_as_a_taskset_does():
-    train, held_out = TaskStream(lambda k: k).split(0.75, 0.25)
-    finite, held_finite = Taskset(range(400)).split(0.75, 0.25)
-    assert list(islice(train, len(finite))) == list(finite)
-    assert list(islice(held_out, len(held_finite))) == list(held_finite)
-    deeper, _ = train.split(0.5, 0.5, salt="again")
-    assert overlap(deeper.take(50), held_out.take(50)) == 0
-
-
-def test_a_stream_resumes():
-    stream = TaskStream(_squares)
-    cursor = stream.cursor()
-    first = [next(cursor).given for _ in range(4)]
-    state = json.loads(json.dumps(cursor.state()))
-    assert first == [0, 1, 4, 9]
-    assert [next(c).given for c in (cursor, stream.resume(state))] == [16, 16]
-    with pytest.raises(BadTasks, match="not the state of a cursor over a stream"):
-        stream.resume(Taskset([1]).cursor().state())
+    with pytest.raises(BadTasks, match="start is -1"):
+        Taskset([1]).cursor(start=-1)
 
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "2+2", "a": 4}, {"q": "1+1", "a": 2}]
