@@ -7,7 +7,6 @@ force continuations of a prefix that can't be verified; each of them records the
 
 from __future__ import annotations
 
-import asyncio
 import random
 import uuid
 from collections.abc import Callable
@@ -78,29 +77,27 @@ async def branch(
     group = Group(0, begin.task, n)
     name = f"branch/{prefix.id}/{turn}/{uuid.uuid4().hex[:8]}"
     base = begin.seed if seed is None else seed
-    gate = asyncio.Semaphore(concurrency)
 
     async def one(attempt: int, again: int) -> Tape:
         own = base if attempt == again == 0 else derive_seed(base, "branch", turn, attempt, again)
-        async with gate:
-            return await rollout(
-                agent,
-                env,
-                begin.task,
-                engine=engine,
-                seed=own,
-                env_seed=env_seed,
-                group=name,
-                attempt=attempt,
-                split=split,
-                limits=limits,
-                sampling=sampling or begin.sampling,
-                journal=journal,
-                fork=prefix,
-                unverified=doubt.reason if doubt is not None else None,
-            )
+        return await rollout(
+            agent,
+            env,
+            begin.task,
+            engine=engine,
+            seed=own,
+            env_seed=env_seed,
+            group=name,
+            attempt=attempt,
+            split=split,
+            limits=limits,
+            sampling=sampling or begin.sampling,
+            journal=journal,
+            fork=prefix,
+            unverified=doubt.reason if doubt is not None else None,
+        )
 
-    await fill(group, one)
+    await fill(group, one, concurrency=concurrency)
     return [made for _, tapes in sorted(group.tapes.items()) for made in tapes]
 
 

@@ -1,7 +1,9 @@
-"""Groups: the attempts at one task, sampled in order to be compared.
+"""Attempts: how many episodes run at once, when a failed one is retried, and the groups that are compared.
 
-A group closes when each attempt has a usable episode, when retries failed too, or at its deadline with what it has. So
-it always closes, and `Closing` says how. The group id connects attempts, never the text of a prompt.
+`rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
+functions. A group is the attempts at one task, sampled in order to be compared. It closes when each attempt has a
+usable episode, when retries failed too, or at its deadline with what it has. So it always closes, and `Closing` says
+how. The group id connects attempts, never the text of a prompt.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from ...envs.environment import Environment, check_factory
 from ...envs.rewards.relative import compared
@@ -23,7 +25,66 @@ from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
-from .scheduler import needs_episode, run_all, run_attempt
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+RETRIES = 1
+"""Further episodes of an attempt whose episode can't be trained on."""
+
+
+def needs_episode(usable: Sequence[bool], retries: int = RETRIES) -> bool:
+    """Whether an attempt needs another episode: until one is usable, or `retries` episodes after the first failed too.
+
+    usable: for each episode of the attempt that ended by itself, whether it can be trained on. Episodes that a crash or
+    a deadline cut off don't count: they say nothing of the attempt, and counting them would use up its retries.
+    """
+    return not any(usable) and len(usable) <= retries
+
+
+async def run_attempt(
+    usable: list[bool],
+    episode: Callable[[], Awaitable[Tape]],
+    *,
+    retries: int = RETRIES,
+    may_retry: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Run episodes until the attempt needs no more, and append to `usable`. False where `may_retry` refused a retry."""
+    retry = False
+    while needs_episode(usable, retries):
+        if retry and not may_retry():
+            return False
+        tape = await episode()
+        usable.append(tape.trains)
+        retry = True
+    return True
+
+
+async def run_all(
+    items: Iterable[ItemT], work: Callable[[ItemT], Awaitable[ResultT]], *, concurrency: int | None = None
+) -> list[ResultT]:
+    """`await work(item)` for each item, started in order, at most `concurrency` at once (None: all). Results in order.
+
+    The first error cancels the rest and is raised alone, after every task has ended. Without that wait the rest would
+    go on to sample and to write tapes after the caller closed the engine or the store. The other errors follow from the
+    first: a store that fails, fails for every episode.
+    """
+    todo = list(items)
+    results: dict[int, ResultT] = {}
+    places = iter(range(len(todo)))
+
+    async def worker() -> None:
+        for place in places:
+            results[place] = await work(todo[place])
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(concurrency or len(todo), len(todo))):
+                workers.create_task(worker())
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [results[place] for place in range(len(todo))]
 
 
 class Closing(StrEnum):
@@ -81,12 +142,14 @@ async def fill(
     *,
     until: float | None = None,
     fresh: Callable[[], bool] = lambda: True,
+    concurrency: int | None = None,
 ) -> Closing:
-    """Sample the episodes that the group needs, all attempts at once, and set `group.closed`.
+    """Sample the episodes that the group needs, and set `group.closed`.
 
     sample: called with (attempt, number of its tapes so far); the number is part of the seed, so a retry has another.
     until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
     fresh: asked before a retry; False: the attempt is not retried, because it would be too stale to be compared.
+    concurrency: episodes at once; None: all attempts.
     """
 
     async def attempt(k: int) -> bool:
@@ -104,7 +167,7 @@ async def fill(
     timer = asyncio.timeout_at(until)
     try:
         async with timer:
-            in_time = all(await run_all(group.open, attempt))
+            in_time = all(await run_all(group.open, attempt, concurrency=concurrency))
     except TimeoutError:
         if not timer.expired():  # a TimeoutError of the code inside, not the deadline
             raise
@@ -129,14 +192,14 @@ async def rollout_group(
     sampling: Sampling | None = None,
     journal: Journal | None = None,
     deadline: float | None = None,
-    gate: asyncio.Semaphore | None = None,
+    concurrency: int | None = None,
 ) -> list[Tape]:
     """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
     An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
     retried once with a new seed. At `deadline` (seconds from now) the group closes with what it has, and episodes in
-    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `gate` bounds the
-    concurrent episodes.
+    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency` bounds the
+    episodes in flight.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")
@@ -144,27 +207,25 @@ async def rollout_group(
     name = group or uuid.uuid4().hex
     made = Group(0, Task.of(task), n)
     env_seed = derive_seed(seed, name, "env")
-    gate = gate or asyncio.Semaphore(n)
 
     async def one(attempt: int, retry: int) -> Tape:
-        async with gate:
-            return await rollout(
-                agent,
-                env,
-                made.task,
-                engine=engine,
-                seed=derive_seed(seed, name, attempt, retry),
-                env_seed=env_seed,
-                group=name,
-                attempt=attempt,
-                split=split,
-                limits=limits,
-                sampling=sampling,
-                journal=journal,
-            )
+        return await rollout(
+            agent,
+            env,
+            made.task,
+            engine=engine,
+            seed=derive_seed(seed, name, attempt, retry),
+            env_seed=env_seed,
+            group=name,
+            attempt=attempt,
+            split=split,
+            limits=limits,
+            sampling=sampling,
+            journal=journal,
+        )
 
     until = None if deadline is None else asyncio.get_running_loop().time() + deadline
-    await fill(made, one, until=until)
+    await fill(made, one, until=until, concurrency=concurrency)
     every = [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
     append = None if journal is None else lambda record: journal.append(record.body())
     rewarded = {tape.id: tape for tape in await compared(getattr(env, "rewards", None), made.usable, append)}

@@ -25,7 +25,7 @@ from ...envs.rewards.samples import as_script, reference_of, sample_of
 from ...tapes import Message, Sampling, Tape, TapereelError
 from ..engines.engine import Completion, Engine, EngineError, Request
 from ..episode.seeds import derive_seed
-from .scheduler import run_all
+from .group import run_all
 
 ReadT = TypeVar("ReadT")
 CHARACTERS = 40_000

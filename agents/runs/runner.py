@@ -28,8 +28,8 @@ from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
+from .group import RETRIES, needs_episode, run_all, run_attempt
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
-from .scheduler import RETRIES, needs_episode, run_all, run_attempt
 
 
 class ScoresConfig(AttemptsConfig):

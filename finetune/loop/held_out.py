@@ -6,13 +6,13 @@ out. `agents.runs.pass_at_k` computes the scores.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import Scores, evaluate_rewards
 from ...envs.environment import Environment, check_factory
 from ...tapes import Sampling, Tape, Task
@@ -76,32 +76,31 @@ async def evaluate(
     if split in ("train", "demo"):
         raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")
     check_factory(env)
-    gate = asyncio.Semaphore(concurrent)
 
-    async def one(number: int, task: Task, attempt: int) -> Tape:
-        place = () if attempts == 1 else (attempt,)
+    async def one(place: tuple[int, Task, int]) -> Tape:
+        number, task, attempt = place
+        key = () if attempts == 1 else (attempt,)
         group = None if attempts == 1 else f"{split}/{task.hash[:24]}"
-        async with gate:
-            tape = await rollout(
-                agent,
-                env,
-                task,
-                engine=engine,
-                seed=derive_seed(seed, split, number, *place),
-                split=split,
-                env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"),
-                group=group,
-                attempt=attempt,
-                limits=limits,
-                sampling=sampling,
-                journal=journal,
-            )
+        tape = await rollout(
+            agent,
+            env,
+            task,
+            engine=engine,
+            seed=derive_seed(seed, split, number, *key),
+            split=split,
+            env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"),
+            group=group,
+            attempt=attempt,
+            limits=limits,
+            sampling=sampling,
+            journal=journal,
+        )
         if on_tape is not None:
             on_tape(tape)
         return tape
 
     places = [(number, Task.of(task), attempt) for number, task in enumerate(tasks) for attempt in range(attempts)]
-    tapes = await asyncio.gather(*(one(*place) for place in places))
+    tapes = await run_all(places, one, concurrency=concurrent)
     values: dict[str, list[float]] = {}
     rewards: dict[str, list[float | None]] = {}
     for (_, task, _), tape in zip(places, tapes, strict=True):

@@ -35,7 +35,7 @@ def test_n_attempts_at_each_task_carry_its_public_and_private_part_and_its_group
                 engine=engine,
                 seed=1,
                 group=f"g{k}",
-                gate=asyncio.Semaphore(1 + k),
+                concurrency=1 + k,
             )
             for k, task in enumerate(TASKS)
         )
