@@ -98,15 +98,14 @@ async def serve(kind: str, out: str) -> None:
         await stdin
         await runner.cleanup()
         return
-    from tapereel.agents.gateway import Control, Gateway
+    from tapereel.agents.gateway import Control
     from tapereel.tapes.store.store import Store
 
     with Store.create(out) as store:
         control = Control(TOKEN, engine(LONGER if kind == "long" else 1), journal=store.writer)
-        async with Gateway(control=control).serving() as gateway:
+        async with control.serving() as gateway:
             print(gateway.port, flush=True)
             await stdin
-            await control.close()
 
 
 class Connection:

@@ -1,4 +1,4 @@
-"""Control routes: an external client begins, scores and ends tapes. Each tape is an ordinary rollout in the gateway.
+"""A gateway whose clients begin, score and end tapes over HTTP. Each tape is an ordinary rollout in the gateway.
 
     POST /tapereel/tapes                  {"task": ..., "group", "attempt", "agent", "seed", "split", "budget": {...}}
     GET  /tapereel/tapes/TAPE             the state of the tape, or how it ended
@@ -6,8 +6,8 @@
     POST /tapereel/tapes/TAPE/end         {"status": finished | truncated | error | cancelled, "message", "answer"}
     POST /tapereel/pause, /tapereel/resume   before and after a weight sync
 
-All routes need the admin token. A tape without a request for `idle` seconds ends by itself. Requests to the model are
-served by `gateway_server`.
+All these routes need the admin token. A tape without a request for `idle` seconds ends by itself. `gateway_server`
+answers the requests to the model. `serve_gateway` records into a run directory.
 """
 
 from __future__ import annotations
@@ -18,32 +18,37 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
-from pydantic_core import to_json
 
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
-from ...tapes.errors import TapereelError
+from ...tapes.common.http_service import SHORTEST_TOKEN, Handler, web
+from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
 from ...tapes.log import new_tape_id
+from ...tapes.store.run_directory import open_run
 from ..engines.engine import Engine
 from ..episode.agent import Agent
 from ..episode.limits import LimitReached, Limits
 from ..episode.llm import LLM
 from ..episode.rollout import rollout
-from .gateway_server import Gateway, knows
+from ..setup.engine_config import make_engine
+from ..setup.team_config import EpisodesConfig
+from .gateway_server import Bounds, Gateway, json_response
 from .gateway_session import Session
-from .openai_protocol import Refused
+from .openai_protocol import Refused, invalid
 
 log = logging.getLogger("tapereel.gateway")
 
 REMEMBERED = 10_000
 """Maximum number of ended tapes whose final state can still be queried; the oldest are dropped first."""
-_Route = Callable[[web.Request], Awaitable[Any]]
+_Route = Callable[[web.Request], Awaitable[object]]
+BodyT = TypeVar("BodyT", bound=BaseModel)
 Ending = Literal["finished", "truncated", "error", "cancelled"]
 
 
@@ -152,10 +157,10 @@ def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: s
         raise session.limited
     if not end.done():
         raise LimitReached(CauseType.SECONDS, f"no request for {idle:g} s")
-    told = end.result()
-    if told.status == "error":
-        raise ClientFailed(told.message or "no message was given")
-    return said if told.answer is None else told.answer
+    asked = end.result()
+    if asked.status == "error":
+        raise ClientFailed(asked.message or "no message was given")
+    return said if asked.answer is None else asked.answer
 
 
 async def _idle(session: Session, seconds: float) -> None:
@@ -184,8 +189,8 @@ class Elsewhere(Environment[Answer]):
         return Outcome(reward=dict(self._open.scores) or None, metrics=dict(self._open.metrics))
 
 
-class Control:
-    """The tapes of external clients. Belongs to one `Gateway`; `close` cancels the open tapes."""
+class Control(Gateway):
+    """A gateway with the control routes. The end of `serving` cancels the open tapes."""
 
     def __init__(
         self,
@@ -198,66 +203,75 @@ class Control:
         idle: float = 300.0,
         split: str = "train",
         most: int = 4096,
+        host: str = "127.0.0.1",
+        bounds: Bounds | None = None,
     ) -> None:
-        """token: the admin token, at least 16 characters; ValueError if it is shorter.
+        """token: the admin token, at least 16 characters; UsageError if it is shorter.
 
         idle: seconds without a request after which a tape ends. most: maximum number of open tapes.
         """
-        if len(token) < 16:
-            raise ValueError("the admin token has fewer than 16 characters, which can be guessed; give a longer one")
-        self.token = token
-        """The admin token."""
+        if len(token) < SHORTEST_TOKEN:
+            raise UsageError(f"the admin token has fewer than {SHORTEST_TOKEN} characters, so it can be guessed")
+        super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
         self._idle, self._split, self._most = idle, split, most
         self._open: dict[str, _Open] = {}
-        self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
 
-    def add_routes(self, app: web.Application, gateway: Gateway) -> None:
-        """Add the control routes to the gateway's application. The gateway calls this."""
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of OpenAI's protocol, and the control routes."""
 
-        async def begin(request: web.Request) -> Any:
-            return await self.begin(await _body(request, gateway, BeginTape), gateway, gateway.url_for(request))
+        async def begin(request: web.Request) -> object:
+            return await self.begin(await self._body(request, BeginTape), self.url_for(request))
 
-        async def score(request: web.Request) -> Any:
-            return self.score(request.match_info["tape"], await _body(request, gateway, ScoreTape))
+        async def score(request: web.Request) -> object:
+            return self.score(request.match_info["tape"], await self._body(request, ScoreTape))
 
-        async def end(request: web.Request) -> Any:
-            return await self.end(request.match_info["tape"], await _body(request, gateway, EndTape))
+        async def end(request: web.Request) -> object:
+            return await self.end(request.match_info["tape"], await self._body(request, EndTape))
 
-        async def tell(request: web.Request) -> Any:
-            return self.tell(request.match_info["tape"])
+        async def state(request: web.Request) -> object:
+            return self.state(request.match_info["tape"])
 
-        async def pause(request: web.Request) -> Any:
-            gateway.pause()
+        async def pause(request: web.Request) -> object:
+            self.pause()
             return {"paused": True}
 
-        async def resume(request: web.Request) -> Any:
-            return {"paused": gateway.resume()}
+        async def resume(request: web.Request) -> object:
+            return {"paused": self.resume()}
 
         tape = "/tapereel/tapes/{tape:[0-9a-f]{8,64}}"
-        app.router.add_get(tape, self._route(tell))
-        for path, route in (
-            ("/tapereel/tapes", begin),
-            (f"{tape}/rewards", score),
-            (f"{tape}/end", end),
-            ("/tapereel/pause", pause),
-            ("/tapereel/resume", resume),
-        ):
-            app.router.add_post(path, self._route(route))
+        return [
+            *super().routes(),
+            web.get(tape, self._route(state)),
+            web.post("/tapereel/tapes", self._route(begin)),
+            web.post(f"{tape}/rewards", self._route(score)),
+            web.post(f"{tape}/end", self._route(end)),
+            web.post("/tapereel/pause", self._route(pause)),
+            web.post("/tapereel/resume", self._route(resume)),
+        ]
 
-    def _route(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _route(self, route: _Route) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            if not knows(request, self.token):
+            if not self.has_token(request):
                 raise Refused(
                     401, "the admin token is needed here", kind="authentication_error", code="invalid_api_key"
                 )
-            return web.Response(body=to_json(await route(request)), content_type="application/json")
+            return json_response(await route(request))
 
         return handler
 
-    async def begin(self, told: BeginTape, gateway: Gateway, url: str) -> dict[str, Any]:
+    async def _body(self, request: web.Request, model: type[BodyT]) -> BodyT:
+        try:
+            body = model.model_validate_json(await self.read(request) or b"{}")
+        except ValidationError as error:
+            raise invalid(error) from None
+        self.without_keys(body.model_dump())
+        return body
+
+    async def begin(self, asked: BeginTape, url: str) -> dict[str, JsonValue]:
         """Begin a tape. Returns its id, its API key and the base URL for requests to the model, which is `url`.
 
         Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
@@ -274,17 +288,17 @@ class Control:
             )
         loop = asyncio.get_running_loop()
         new = _Open(new_tape_id(), loop.create_future(), loop.create_future())
-        budget = told.budget.model_dump(exclude_none=True, exclude={"idle"})
+        budget = asked.budget.model_dump(exclude_none=True, exclude={"idle"})
         new.task = loop.create_task(
             rollout(
-                Client(told.agent, new, gateway, told.budget.idle or self._idle),
+                Client(asked.agent, new, self, asked.budget.idle or self._idle),
                 Elsewhere(new),
-                _task(told.task),
+                _task(asked.task),
                 engine=self._engine,
-                seed=told.seed,
-                group=told.group,
-                attempt=told.attempt,
-                split=told.split or self._split,
+                seed=asked.seed,
+                group=asked.group,
+                attempt=asked.attempt,
+                split=asked.split or self._split,
                 limits=self._limits.model_copy(update=budget),
                 sampling=self._sampling,
                 journal=self._journal,
@@ -302,44 +316,42 @@ class Control:
 
     def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
         del self._open[open_.id]
-        failure = None if task.cancelled() else task.exception()
-        if failure is not None:
+        status, cause, reward = "cancelled", None, None
+        if not task.cancelled() and (failure := task.exception()) is not None:
             log.error("tape %s was not closed: %s: %s", open_.id, type(failure).__name__, failure)
-        status = "cancelled" if task.cancelled() else "failed" if failure is not None else task.result().status
-        cause = task.result().cause if not task.cancelled() and failure is None else None
-        self._done[open_.id] = {
-            **_use_of(open_),
-            "status": status,
-            "cause": cause.model_dump() if cause is not None else None,
-            "reward": task.result().reward if failure is None and not task.cancelled() else None,
-        }
+            status = "failed"
+        elif not task.cancelled():
+            tape = task.result()
+            status, reward = tape.status, tape.reward
+            cause = tape.cause.model_dump() if tape.cause is not None else None
+        self._done[open_.id] = {**_use_of(open_), "status": status, "cause": cause, "reward": reward}
         if len(self._done) > REMEMBERED:
             self._done.popitem(last=False)
 
-    def score(self, tape: str, told: ScoreTape) -> dict[str, Any]:
+    def score(self, tape: str, asked: ScoreTape) -> dict[str, object]:
         """Set named rewards and metrics of an open tape."""
         open_ = self._the(tape)
-        open_.scores.update(told.rewards)
-        open_.metrics.update(told.metrics)
+        open_.scores.update(asked.rewards)
+        open_.metrics.update(asked.metrics)
         return {"tape": tape, "rewards": open_.scores, "metrics": open_.metrics}
 
-    async def end(self, tape: str, told: EndTape) -> dict[str, Any]:
+    async def end(self, tape: str, asked: EndTape) -> dict[str, JsonValue]:
         """End a tape. Returns how it ended, after its last record is written. Raises Refused or StoreFailed."""
         open_ = self._the(tape)
         assert open_.task is not None
         if open_.end.done():
             raise Refused(409, f"tape {tape} is being ended already", code="tape_ended")
-        if told.status == "cancelled":
+        if asked.status == "cancelled":
             open_.task.cancel()
         else:
-            open_.end.set_result(told)
+            open_.end.set_result(asked)
         # `wait`, not `await open_.task`: if this client disconnects, the tape's rollout must not be cancelled with it.
         await asyncio.wait([open_.task])
         if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
             raise error
-        return self.tell(tape)
+        return self.state(tape)
 
-    def tell(self, tape: str) -> dict[str, Any]:
+    def state(self, tape: str) -> dict[str, JsonValue]:
         """The state of an open tape, or how an ended tape ended. Raises Refused for an unknown tape."""
         if tape in self._done:
             return self._done[tape]
@@ -354,7 +366,7 @@ class Control:
             )
         raise Refused(404, f"there is no open tape {tape}", code="not_found")
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """End all open tapes as cancelled, and refuse new ones. Returns after all their rollouts have ended."""
         self._closed = True
         tasks = [open_.task for open_ in self._open.values() if open_.task is not None]
@@ -364,7 +376,7 @@ class Control:
             await asyncio.wait(tasks)
 
 
-def _use_of(open_: _Open) -> dict[str, Any]:
+def _use_of(open_: _Open) -> dict[str, JsonValue]:
     llm = open_.llm
     return {
         "tape": open_.id,
@@ -373,25 +385,68 @@ def _use_of(open_: _Open) -> dict[str, Any]:
     }
 
 
-def _task(told: JsonValue) -> Task:
-    if isinstance(told, dict) and told and set(told) <= {"public", "private", "id"}:
+def _task(value: JsonValue) -> Task:
+    if isinstance(value, dict) and value and set(value) <= {"public", "private", "id"}:
         try:
-            return Task.model_validate(told)
+            return Task.model_validate(value)
         except ValidationError as error:
-            raise _invalid(error) from None
-    return Task(public=told)
+            raise invalid(error) from None
+    return Task(public=value)
 
 
-async def _body(request: web.Request, gateway: Gateway, model: Any) -> Any:
+class GatewayConfig(EpisodesConfig):
+    """The engine that is served, and the defaults of each tape.
+
+    `sampling` has the default parameters of a request; its `max_tokens` is also the maximum that a request may ask for.
+    """
+
+    split: str = "train"
+    """Split of a tape whose client doesn't set one."""
+    limits: Limits = Limits(seconds=3600.0)
+    """Limits of a tape whose client doesn't set any."""
+    idle_seconds: float = Field(default=300.0, gt=0)
+    """A tape without a request for this long is ended."""
+    hold_seconds: float = Field(default=60.0, ge=0)
+    """How long a request waits for a weight sync before it is refused with 429."""
+    max_body: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Maximum bytes of one request body."""
+
+
+@asynccontextmanager
+async def serve_gateway(
+    config: GatewayConfig,
+    out: str | Path,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    resume: bool = False,
+) -> AsyncIterator[Control]:
+    """Serve inside the block, and record into the run directory `out`. token: the admin token of the control routes.
+
+    port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
+    engine. Raises RunExists if `out` holds a run and `resume` is false, and UsageError if `token` is too short.
+    """
+    made = await make_engine(config.engine)
     try:
-        told = model.model_validate_json(await gateway.read(request) or b"{}")
-    except ValidationError as error:
-        raise _invalid(error) from None
-    gateway.without_keys(told.model_dump())
-    return told
-
-
-def _invalid(error: ValidationError) -> Refused:
-    found = error.errors(include_input=False, include_url=False)[0]
-    place = ".".join(map(str, found["loc"]))
-    return Refused(400, f"{place or 'the body'}: {found['msg']}", param=place or None)
+        with open_run(Path(out), config, resume=resume) as directory:
+            store = directory.store
+            if made.publish is not None:
+                store.record_weights(made.publish)
+            gateway = Control(
+                token,
+                made.engine,
+                journal=store.writer,
+                limits=config.limits,
+                sampling=config.sampling,
+                idle=config.idle_seconds,
+                split=config.split,
+                host=host,
+                bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
+            )
+            # Open tapes end before the store is sealed: a sealed store takes no records, so a tape that ends later
+            # would lose its last records.
+            async with gateway.serving(port):
+                yield gateway
+    finally:
+        await made.engine.close()

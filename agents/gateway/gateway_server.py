@@ -5,40 +5,32 @@
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. The server listens on
 loopback by default. The sizes of bodies and headers and the time to send them are limited. Refused requests are logged
-without the key. `gateway_session` answers requests, `openai_protocol` parses them, and `streaming` decides which text
-can be sent early.
+without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import re
 import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from ...tapes import StoreFailed
-from ...tapes.common.extras import raise_missing
-from ...tapes.common.redact import bearer, guard_log, without_secrets
+from ...tapes.common.http_service import EVERYWHERE, Handler, HttpService, web
+from ...tapes.common.redact import bearer, without_secrets
 from .gateway_session import Session, ended
 from .linking import USES, Use
 from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 from .streaming import Live
-
-try:
-    from aiohttp import web
-except ModuleNotFoundError as _error:
-    raise_missing(_error, "the gateway")
 
 log = logging.getLogger("tapereel.gateway")
 
@@ -46,25 +38,13 @@ REMEMBERED = 10_000
 """How many keys of ended tapes are remembered, to tell them from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
 """Request header with the program's own label of the call for training: a value of `USES`."""
+MODEL = "policy"
+"""The name that /v1/models lists; requests may use any name."""
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Wildcard listen address -> the loopback address that reaches it from the same machine."""
 _HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class ControlRoutes(Protocol):
-    """Routes under an admin token that begin, score and end tapes; `gateway_control.Control` is the implementation."""
-
-    token: str
-    """The admin token."""
-
-    def add_routes(self, app: web.Application, gateway: Gateway, /) -> None:
-        """Add the routes to the gateway's application."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +65,28 @@ class Bounds:
     """How long a request waits during a weight sync before it is refused with 429 and Retry-After."""
 
 
-class Gateway:
+class Gateway(HttpService):
     """The server: `async with Gateway().serving() as gateway:`, then `gateway.open(session)` and `gateway.url`.
 
     Single use. Call its methods in the event loop of `serving`: its counters and tables have no lock.
     """
 
-    def __init__(
-        self,
-        host: str = "127.0.0.1",
-        *,
-        model: str = "policy",
-        bounds: Bounds = Bounds(),
-        control: ControlRoutes | None = None,
-    ) -> None:
-        """model: the name that /v1/models lists; requests may use any name. control: routes that begin tapes; without
-        them, tapes can only be opened by `open` in this process."""
-        self.host, self.port, self.model, self.bounds = host, 0, model, bounds
-        self._control = control
+    def __init__(self, host: str = "127.0.0.1", *, token: str | None = None, bounds: Bounds = Bounds()) -> None:
+        """token: the admin token of the routes that a subclass adds."""
+        super().__init__(host, token)
+        self.bounds = bounds
+        self.body_bytes, self.header_seconds = bounds.body, bounds.header_seconds
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._paused = 0
         self._resumed = asyncio.Event()
-        self.answered = 0
-        """Requests that were answered with a completion."""
         self.held = 0
         """Requests that wait for a weight sync."""
-        self.refused = 0
-        """Refused requests."""
 
     @property
     def url(self) -> str:
         """The value of `OPENAI_BASE_URL` for programs on this machine."""
-        host = EVERYWHERE.get(self.host, self.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        return f"{self.address}/v1"
 
     def url_for(self, request: web.Request) -> str:
         """The base URL for the client of this request.
@@ -133,36 +101,16 @@ class Gateway:
             return f"http://{found[0]}/v1"
         return f"http://{socket.gethostname()}:{self.port}/v1"
 
-    @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Gateway]:
-        """Serve inside the block. port: 0 takes a free port."""
-        guard_log("aiohttp.server")  # aiohttp logs headers that it can't parse, and they may hold a key
-        runner = web.AppRunner(
-            self.application(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
-            keepalive_timeout=self.bounds.header_seconds,
-            lingering_time=0.5,
-            auto_decompress=False,
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.host, port).start()
-            self.port = runner.addresses[0][1]
-            yield self
-        finally:
-            await runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of OpenAI's protocol."""
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{model:.+}", self._model),
+            web.post("/v1/chat/completions", self._chat),
+        ]
 
-    def application(self) -> web.Application:
-        """The aiohttp application."""
-        app = web.Application(middlewares=[self._errors], client_max_size=self.bounds.body)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._model)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        if self._control is not None:
-            self._control.add_routes(app, self)
-        return app
+    def admit(self, request: web.Request) -> None:
+        """Let every request pass: each route checks its own key."""
 
     # Keys
 
@@ -180,11 +128,10 @@ class Gateway:
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
 
-    def without_keys(self, *values: Any) -> None:
+    def without_keys(self, *values: object) -> None:
         """Raise Refused if a text in these JSON values, which are recorded, holds a tape's key or the admin token."""
-        admin = self._control.token if self._control is not None else None
         for text in _texts(values):
-            if admin is not None and admin in text:
+            if self.token is not None and self.token in text:
                 raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
             if PREFIX in text and any(
                 _digest(key) in self._sessions or _digest(key) in self._ended for key in set(_KEY.findall(text))
@@ -252,21 +199,20 @@ class Gateway:
 
     # Requests
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer every error as OpenAI's servers do."""
         try:
             return await handler(request)
         except Refused as error:
             return self._refuse(request, error)
         except web.HTTPException as error:
-            told = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
-            return self._refuse(request, Refused(error.status, told, code=_CODES.get(error.status)))
+            why = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
+            return self._refuse(request, Refused(error.status, why, code=_CODES.get(error.status)))
         except StoreFailed as error:
             return self._refuse(request, _store_failed(error))
 
-    def _count(self, request: web.Request, error: Refused) -> None:
-        self.refused += 1
-        known = [self._control.token] if self._control is not None else []
+    def _log(self, request: web.Request, error: Refused) -> None:
+        known = [self.token] if self.token is not None else []
         log.info(
             "refused %s %r from %s: %d %s",
             request.method,
@@ -277,7 +223,7 @@ class Gateway:
         )
 
     def _refuse(self, request: web.Request, error: Refused) -> web.Response:
-        self._count(request, error)
+        self._log(request, error)
         response = web.Response(
             status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
         )
@@ -288,12 +234,12 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return _json({"object": "list", "data": [_about(self.model)]})
+        return json_response({"object": "list", "data": [_about(MODEL)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         """Answer for every name, because requests may use any model name."""
         self._session(request)
-        return _json(_about(request.match_info["model"]))
+        return json_response(_about(request.match_info["model"]))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -306,8 +252,7 @@ class Gateway:
         if asked.stream:
             return await self._stream(request, session, asked, use)
         answer = await session.ask(asked, use=use)
-        self.answered += 1
-        response = _json(answer.body())
+        response = json_response(answer.body())
         await self._write(request, response, None)
         return response
 
@@ -332,14 +277,13 @@ class Gateway:
                     return response
             answer = await asking
             last = (*_taken(live, asked, response.prepared), *answer.chunks(live.sent, usage=asked.usage))
-            if await self._write(request, response, _events(last) + b"data: [DONE]\n\n"):
-                self.answered += 1
+            await self._write(request, response, _events(last) + b"data: [DONE]\n\n")
         except (Refused, StoreFailed) as error:
             if not response.prepared:
                 raise
-            told = error if isinstance(error, Refused) else _store_failed(error)
-            self._count(request, told)
-            await self._write(request, response, _events([told.body]))
+            refused = error if isinstance(error, Refused) else _store_failed(error)
+            self._log(request, refused)
+            await self._write(request, response, _events([refused.body]))
         finally:
             # When the client is gone, the partial answer is recorded before this returns. `wait` instead of
             # `await asking`: `wait` doesn't raise the request's error, which would replace the error under way.
@@ -385,16 +329,11 @@ class Gateway:
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def knows(request: web.Request, token: str) -> bool:
-    """Whether the request has this token. Constant time, so that the duration doesn't reveal a partial match."""
-    return hmac.compare_digest(bearer(request.headers.get("Authorization")).encode(), token.encode())
-
-
-def _about(model: str) -> dict[str, Any]:
+def _about(model: str) -> dict[str, JsonValue]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every text in a JSON value, keys of objects included."""
     left = [value]
     while left:
@@ -413,16 +352,16 @@ def _digest(key: str) -> bytes:
 
 
 def _use(request: web.Request) -> Use | None:
-    told = request.headers.get(USE_HEADER)
-    if told is None:
+    header = request.headers.get(USE_HEADER)
+    if header is None:
         return None
-    use: Use | None = next((use for use in USES if use == told.lower()), None)
-    if use is None:
-        raise Refused(400, f"{USE_HEADER} is one of {', '.join(USES)}, not {told[:50]!r}", param=USE_HEADER)
-    return use
+    for use in USES:
+        if use == header.lower():
+            return use
+    raise Refused(400, f"{USE_HEADER} is one of {', '.join(USES)}, not {header[:50]!r}", param=USE_HEADER)
 
 
-def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, Any]]:
+def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, object]]:
     """The chunks that can be sent now: the role in the first chunk of the stream, then text."""
     head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
     deltas = [] if begun else [{"role": "assistant", "content": ""}]
@@ -432,7 +371,7 @@ def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, Any]]:
     return [{**head, "choices": [delta(more)]} for more in deltas]
 
 
-def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+def _events(chunks: Iterable[Mapping[str, object]]) -> bytes:
     return b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
 
 
@@ -440,5 +379,6 @@ def _store_failed(error: StoreFailed) -> Refused:
     return Refused(500, str(error), kind="server_error", code="store_failed", headers={"x-should-retry": "false"})
 
 
-def _json(value: Any) -> web.Response:
+def json_response(value: object) -> web.Response:
+    """An answer in JSON."""
     return web.Response(body=to_json(value), content_type="application/json")

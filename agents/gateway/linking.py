@@ -67,10 +67,10 @@ class _Node:
             node.use = use
 
 
-def label_calls(tape: Tape, told: Mapping[str, Use] | None = None) -> list[Label]:
+def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]:
     """The labels of a program's calls. A call of the agent whose parent is as recorded needs no label and has none.
 
-    told: call -> the program's own label, which overrides the label that is found here.
+    own: call -> the program's own label, which overrides the label that is found here.
     """
     nodes = {
         call.call: _Node(call, k, "", "", call.at - sum(a.seconds for a in call.attempts))
@@ -80,10 +80,10 @@ def label_calls(tape: Tape, told: Mapping[str, Use] | None = None) -> list[Label
     late = _link(tape, nodes)
     _merge(nodes, late)
     _judge(nodes)
-    told = told or {}
+    own = own or {}
     labels = []
     for name, node in nodes.items():
-        use = told.get(name, node.use)
+        use = own.get(name, node.use)
         if use != "agent" or name in late:
             labels.append(Label(tape=tape.id, call=name, use=use, after=late.get(name)))
     return labels

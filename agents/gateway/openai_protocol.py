@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import TapereelError
 from ...tapes.records import Message
@@ -59,6 +61,13 @@ class Refused(TapereelError, ValueError):
 
 def _bad(message: str, param: str | None = None) -> Refused:
     return Refused(400, message, param=param)
+
+
+def invalid(error: ValidationError) -> Refused:
+    """The refusal of a body that doesn't fit its model: the place and the problem of the first error."""
+    found = error.errors(include_input=False, include_url=False)[0]
+    place = ".".join(map(str, found["loc"]))
+    return _bad(f"{place or 'the body'}: {found['msg']}", place or None)
 
 
 @dataclass(frozen=True, slots=True)

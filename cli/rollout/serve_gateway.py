@@ -7,8 +7,9 @@ import asyncio
 import os
 import secrets
 
-from ...agents.gateway.gateway_run import SHORTEST_TOKEN, GatewayConfig, serve_gateway
+from ...agents.gateway.gateway_control import GatewayConfig, serve_gateway
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
+from ...tapes.common.http_service import SHORTEST_TOKEN
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
 from ..scene_arguments import add_out_arguments, engine_settings, run_directory

@@ -45,7 +45,6 @@ def _lines(name: str) -> Iterator[str]:
 
 
 LEFT: dict[str, int] = {
-    "agents/gateway": 38,
     "envs/adapters": 6,
     "finetune/interchange": 14,
     "tapes/store": 3,

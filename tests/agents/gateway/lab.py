@@ -15,7 +15,7 @@ import aiohttp
 from tapereel.agents import Completion, Request
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.gateway import Bounds, Control, Gateway
+from tapereel.agents.gateway import Bounds, Control
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Sampling, Tape, Text
@@ -170,8 +170,8 @@ async def streamed(client: Client, *messages: Any, **more: Any) -> AsyncIterator
 class Served:
     """A gateway with control routes, and the run that it records."""
 
-    def __init__(self, gateway: Gateway, control: Control, admin: Client, store: Store) -> None:
-        self.gateway, self.control, self.admin, self.store = gateway, control, admin, store
+    def __init__(self, gateway: Control, admin: Client, store: Store) -> None:
+        self.gateway, self.admin, self.store = gateway, admin, store
 
     async def begin(self, **body: Any) -> tuple[str, Client]:
         """A new tape: its id, and a client with its key."""
@@ -195,12 +195,10 @@ class Served:
 async def served(path: Path, engine: Any, *, bounds: Bounds | None = None, **options: Any) -> AsyncIterator[Served]:
     """A gateway that is served, in a new run."""
     with Store.create(path, durability="os") as store:
-        control = Control(TOKEN, engine, journal=store.writer, **{"sampling": SHORT, **options})
-        gateway = Gateway(bounds=bounds or Bounds(), control=control)
+        gateway = Control(TOKEN, engine, journal=store.writer, bounds=bounds, **{"sampling": SHORT, **options})
         async with gateway.serving(), aiohttp.ClientSession() as http:
             root = gateway.url.removesuffix("/v1")
-            yield Served(gateway, control, Client(http, root, TOKEN), store)
-            await control.close()
+            yield Served(gateway, Client(http, root, TOKEN), store)
 
 
 def books_close(path: Path) -> Any:

@@ -274,7 +274,7 @@ def test_tapes_that_ended_leave_little_behind(tmp_path: Path, monkeypatch: pytes
                 tape, client = await there.begin(task="t")
                 assert (await client.ask("hi"))[0] == 200
                 await there.end(tape, status=("finished", "cancelled")[k % 2])
-            held = (there.gateway._sessions, there.gateway._ended, there.control._open, there.control._done)
+            held = (there.gateway._sessions, there.gateway._ended, there.gateway._open, there.gateway._done)
             assert [len(one) for one in held] == [0, 3, 0, 3]
 
     asyncio.run(scene())

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tapereel.agents import EngineError, Limits, Request
-from tapereel.agents.gateway import Bounds, Control, Gateway
+from tapereel.agents.gateway import Bounds, Control
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling
 from tapereel.tapes.store.store import Store
@@ -372,14 +372,12 @@ def test_a_model_is_told_of_by_whatever_name_and_the_scheme_has_no_case(tmp_path
 def test_whoever_begins_a_tape_gets_an_address_by_which_they_came(tmp_path: Path, host: str, given: str, expected: str):
     async def scene() -> None:
         with Store.create(tmp_path / "run") as store:
-            control = Control(TOKEN, Told(), journal=store.writer)
-            gateway = Gateway(host, control=control)
+            gateway = Control(TOKEN, Told(), journal=store.writer, host=host)
             async with gateway.serving(), aiohttp.ClientSession() as http:
                 names = {"port": gateway.port, "name": socket.gethostname()}
                 assert gateway.url == f"http://127.0.0.1:{gateway.port}/v1"
                 admin = Client(http, gateway.url.removesuffix("/v1"), TOKEN)
                 _, told = await admin("POST", "/tapereel/tapes", {"task": "t"}, Host=given.format(**names))
                 assert told["base_url"] == f"http://{expected.format(**names)}/v1"
-                await control.close()
 
     asyncio.run(scene())
