@@ -6,13 +6,17 @@ The run is only read, and running tapes are left out.
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from ...finetune.interchange import FORMATS, write
-from ...finetune.interchange.row_files import export, renderer_from
+from ...finetune.interchange import FORMATS, Exchange, write
+from ...finetune.interchange.row_files import export
 from ...tapes.audit.checking import check_split
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
 from ..console import Exit, answer, say
+
+if TYPE_CHECKING:
+    from ...agents.rendering.renderer import Renderer
 
 EXAMPLE = """
 tapereel export runs/demo demo.parquet
@@ -59,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.store.store import Store
 
     if args.format != "rows":
-        return _run_format(args)
-    renderer = renderer_from(args.tokenizer) if args.tokenizer is not None else None
+        _check_options(args)
+    renderer = _renderer(args.tokenizer) if args.tokenizer is not None else None
     with Store.open(args.run) as store:
         check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
+        if args.format != "rows":
+            return _answer_format(args, write(tapes, args.out, args.format))
         done = export(tapes, args.out, agents=args.agents, renderer=renderer)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids, and were left out: give --tokenizer")
@@ -76,19 +82,23 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS
 
 
-def _run_format(args: argparse.Namespace) -> int:
-    from ...tapes.store.store import Store
-
+def _check_options(args: argparse.Namespace) -> None:
     if args.agents is not None:
         raise UsageError(f"--agent is for --format rows, and {args.format} has the text of all agents: remove --agent")
     if args.tokenizer is not None:
         raise UsageError(
             f"--tokenizer is for --format rows, and {args.format} has recorded tokens or none: remove --tokenizer"
         )
-    with Store.open(args.run) as store:
-        check_split(store, args.split)
-        tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
-        done = write(tapes, args.out, args.format)
+
+
+def _renderer(folder: str) -> Renderer:
+    from ...agents.engines.embedded.pretrained import load_tokenizer
+    from ...agents.rendering.renderer import Renderer
+
+    return Renderer(load_tokenizer(folder))
+
+
+def _answer_format(args: argparse.Namespace, done: Exchange) -> int:
     for sentence in done.loses:
         say(f"not in this format: {sentence}")
     for why, n in done.left_out.items():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,12 @@ from torch import Tensor, nn
 from ...tapes.value import Value
 from ..data.rows import IGNORED, Row
 from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns
-from ..objective import CPG, PPO, Context, Reward, Select, Sums, TokenKL
+from ..objective import CPG, PPO, Context, Sums, TokenKL
 from ..objective import loss as objective
 from ..objective.kl import estimate
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
-from ..trainer import lm_head as head
-from ..trainer.logprobs import parts
+from ..trainer.logprobs import forward, plan
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs")
 """Columns of floats, aligned to `input_ids`; `collate` pads them with NaN."""
@@ -144,41 +142,31 @@ def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
     return Dataset.from_dict(data)
 
 
-def populate_rl_data(dataset: Dataset, config: RLConfig) -> Dataset:
-    """The dataset with the columns that depend on the whole dataset: shaped rewards, and advantages by group."""
-    return update_rewards_and_advantages(dataset, config)
-
-
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
     """The dataset with `rewards` and `advantages`, computed over its groups. The order of rows doesn't matter."""
     table = dataset.flatten_indices().data.table if dataset._indices is not None else dataset.data.table
     columns = _Columns(table)
     recipe = config.recipe()
-    if _one_per_episode(recipe):
-        table = columns.put(table, "advantages", columns.spread(recipe))
-    else:
-        stream = columns.stream(with_ref=bool(config.reward_minus_kl_coef))
-        batch = objective.prepare(recipe, stream, Context())
-        advantage = np.full(len(columns.own), np.nan, dtype=np.float32)
-        advantage[columns.own] = torch.where(batch.entered, batch.advantage, torch.nan).to(torch.float32).numpy()
-        table = columns.put(table, "advantages", advantage)
-        if recipe.shape:
-            table = columns.put(table, "rewards", columns.shaped(recipe, stream))
+    stream = columns.stream(with_ref=bool(config.reward_minus_kl_coef))
+    batch = objective.prepare(recipe, stream, Context())
+    advantage = np.full(len(columns.own), np.nan, dtype=np.float32)
+    advantage[columns.own] = torch.where(batch.entered, batch.advantage, torch.nan).to(torch.float32).numpy()
+    table = columns.put(table, "advantages", advantage)
+    if recipe.shape:
+        table = columns.put(table, "rewards", columns.shaped(recipe, stream))
     # `datasets` caches by fingerprint: without a new one, a later map would return results of the old columns.
     seal = hashlib.sha256(f"{dataset._fingerprint}{config.model_dump_json()}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
 
 
-def _one_per_episode(recipe: Recipe) -> bool:
-    """True if all tokens of an episode share one advantage that depends on rewards only, so no token column is read."""
-    simple = recipe.credit.kind == "broadcast" and recipe.reward == Reward() and recipe.select == Select()
-    return simple and not recipe.shape and not recipe.adjust
+populate_rl_data = update_rewards_and_advantages
+"""The other name of the pass over the dataset."""
 
 
 class _Columns:
     """The list columns of a dataset as flat arrays: `starts` (rows + 1,) are the offsets of the rows."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: pa.Table) -> None:
         self.table = table
         for name in ("labels", "rewards", "old_logprobs", "group_id"):
             if name not in table.column_names:
@@ -186,15 +174,15 @@ class _Columns:
                     f"the dataset has no column {name!r} (it has {', '.join(table.column_names)}): make its "
                     "rows with prepare_rl_fields or to_dataset"
                 )
-        labels = table.column("labels").combine_chunks()
-        self.lengths = np.diff(labels.offsets.to_numpy())
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int32)], dtype=np.int32)
+        lengths = np.diff(table.column("labels").combine_chunks().offsets.to_numpy())
+        self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
+        self.lengths = lengths
         self.labels = self._values("labels")
         self.own = self.labels != IGNORED
         tapes = (
             table.column("tape_id")
             if "tape_id" in table.column_names
-            else pa.chunked_array([pa.array(np.arange(len(self.lengths)).astype(str))])
+            else pa.chunked_array([pa.array(np.arange(len(lengths)).astype(str))])
         )
         self.tapes, self.episode = _numbered(tapes)
 
@@ -207,15 +195,6 @@ class _Columns:
                 "token column is aligned to `input_ids`"
             )
         return values
-
-    def spread(self, recipe: Recipe) -> NDArray[np.float32]:
-        """(tokens,) each episode's advantage at its own tokens with a known log-prob; NaN elsewhere and if unscored."""
-        stream = self._of_episodes()
-        x = stream.episodes.reward
-        y = torch.where(x.isnan(), x, recipe.baseline(x.nan_to_num(), ~x.isnan(), stream, Context()))
-        known = self.own & np.isfinite(self._values("old_logprobs"))
-        per_row = y.numpy().astype(np.float32)[self.episode]
-        return np.where(known, np.repeat(per_row, self.lengths), np.float32(np.nan))
 
     def shaped(self, recipe: Recipe, stream: Stream) -> NDArray[np.float64]:
         """(tokens,) the shaped reward of each token's episode."""
@@ -230,10 +209,10 @@ class _Columns:
         sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
         episode = torch.from_numpy(np.repeat(self.episode, sizes))
         zeros = torch.zeros(len(episode), dtype=torch.int64)
-        stream = self._of_episodes()
-        lengths = torch.bincount(episode, minlength=len(self.tapes))
-        return replace(
-            stream,
+        n = len(self.tapes)
+        reward, group, groups = self._rewards_and_groups()
+        truth = torch.ones(n, dtype=torch.bool)
+        return Stream(
             token=zeros,
             temperature=zeros,
             version=zeros,
@@ -244,41 +223,13 @@ class _Columns:
             old=self._own("old_logprobs"),
             ref=self._own("ref_logprobs") if with_ref else None,
             rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
-            episodes=replace(stream.episodes, length=lengths),
-        )
-
-    def _own(self, name: str) -> Tensor:
-        return torch.from_numpy(self._values(name)[self.own].astype(np.float64))
-
-    def _of_episodes(self) -> Stream:
-        """A stream with the episodes of all rows and no token."""
-        rewards = self._values("rewards")
-        per_row = np.full(len(self.lengths), np.nan)
-        # All tokens of a row have the episode's reward, so the first one is read. An empty row has no token to read.
-        per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
-        groups, group_of_row = _numbered(self.table.column("group_id"))
-        n = len(self.tapes)
-        reward, group = np.full(n, np.nan), np.zeros(n, dtype=np.int64)
-        reward[self.episode], group[self.episode] = per_row, group_of_row
-        self._agree(reward, group, per_row, group_of_row)
-        truth, none = torch.ones(n, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
-        return Stream(
-            token=none,
-            old=none,
-            temperature=none,
-            version=none,
-            call=none,
-            turn=none,
-            episode=none,
-            agent=none,
-            rows=torch.zeros(len(self.lengths) + 1, dtype=torch.int64),
             episodes=Episodes(
                 tape=self.tapes,
                 reward=torch.from_numpy(reward),
                 trains=truth,
                 cut=~truth,
                 bootstrap=torch.zeros(n, dtype=torch.float64),
-                length=torch.zeros(n, dtype=torch.int64),
+                length=torch.bincount(episode, minlength=n),
                 group=torch.from_numpy(group),
                 fork=torch.arange(n),
                 groups=groups,
@@ -287,9 +238,18 @@ class _Columns:
             turns=Turns(reward=torch.from_numpy(reward), episode=torch.arange(n)),
         )
 
-    def _agree(
-        self, reward: NDArray[Any], group: NDArray[Any], per_row: NDArray[Any], group_of_row: NDArray[Any]
-    ) -> None:
+    def _own(self, name: str) -> Tensor:
+        return torch.from_numpy(self._values(name)[self.own].astype(np.float64))
+
+    def _rewards_and_groups(self) -> tuple[NDArray[np.float64], NDArray[np.int64], tuple[str, ...]]:
+        """(rewards of the episodes, indices of their groups, names of the groups). BadBatch where its rows differ."""
+        rewards = self._values("rewards")
+        per_row = np.full(len(self.lengths), np.nan)
+        # All tokens of a row have the episode's reward, so the first one is read. An empty row has no token to read.
+        per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
+        groups, group_of_row = _numbered(self.table.column("group_id"))
+        reward, group = np.full(len(self.tapes), np.nan), np.zeros(len(self.tapes), dtype=np.int64)
+        reward[self.episode], group[self.episode] = per_row, group_of_row
         differs = (group[self.episode] != group_of_row) | ~np.isclose(reward[self.episode], per_row, equal_nan=True)
         if differs.any():
             tape = self.tapes[self.episode[int(differs.argmax())]]
@@ -297,8 +257,9 @@ class _Columns:
                 f"the rows of tape {tape!r} disagree on its reward or group: a tape is one episode, "
                 "with one reward and one group in all its rows"
             )
+        return reward, group, groups
 
-    def put(self, table: Any, name: str, values: NDArray[Any]) -> Any:
+    def put(self, table: pa.Table, name: str, values: NDArray[Any]) -> pa.Table:
         """The table with column `name` set to `values` (tokens,), split into rows."""
         column = pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values))
         names = table.column_names
@@ -306,7 +267,7 @@ class _Columns:
         return plain.set_column(names.index(name), name, column) if name in names else plain.append_column(name, column)
 
 
-def _numbered(column: Any) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+def _numbered(column: pa.ChunkedArray) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """(distinct values in the order of appearance, (rows,) index of each row's value)."""
     coded = column.combine_chunks().dictionary_encode()
     return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
@@ -341,20 +302,17 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     if not recipe.local or recipe.weigh.kind != "token" or recipe.select.entropy_top is not None:
         raise BadBatch(f"rl_step sees one padded batch and no episodes; recipe {recipe.name!r} needs them: use Trainer")
     objective.check_needs(recipe, reference="ref_logprobs" in batch, critic=False)
-    labels, mask = batch["labels"], batch["attention_mask"]
-    own = labels != IGNORED
-    own[:, 0] = False  # no logits precede the first token
-    body, output = parts(model)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    hidden = body(input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions, use_cache=False)
-    before = own.roll(-1, dims=1)  # the logits at position t - 1 predict the token at t
+    # The first token of a row has no logits before it, so it can't be scored.
+    own = (batch["labels"] != IGNORED) & (batch["attention_mask"].cumsum(-1) > 1)
+    rows = [_row(batch, own, k) for k in range(len(own))]
+    stream = Stream.of(rows, [Episode(tape="batch", group="batch", reward=0.0)])
+    if "ref_logprobs" in batch:
+        stream = stream.having(ref=batch["ref_logprobs"][own])
+    micros = plan(rows)
+    index = torch.cat([micro.index for micro in micros]) if micros else torch.zeros(0, dtype=torch.int64)
+    scored = [forward(model, micro).logprob.cpu() for micro in micros]
+    lp = torch.cat(scored)[index.argsort()] if micros else torch.zeros(0, requires_grad=True)
     weight = batch["advantages" if config.use_advantages else "rewards"][own].double()
-    lp, _ = head.log_probs(
-        hidden.last_hidden_state[before], output.weight, output.bias, labels[own], torch.ones(int(own.sum()))
-    )
-    t = len(lp)
-    zeros = torch.zeros(t, dtype=torch.int64)
-    stream = _one_episode(batch, own, zeros)
     entered = stream.old.isfinite() & weight.isfinite()
     if config.relu_log_p_weights:
         weight = weight.clamp(min=0)
@@ -364,39 +322,30 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     whole = objective.Batch(
         recipe=recipe, stream=stream, advantage=weight, entered=entered, selected=entered, target=None
     )
-    part = whole.part()
-    loss = part.loss(lp, None, torch.arange(t), context, objective.betas(recipe)) if t else lp.sum()
+    loss = whole.part().loss(lp, None, torch.arange(len(lp)), context, objective.betas(recipe))
     _statistics(batch, own, lp.detach(), weight, stream, entered, config.epsilon, context.sums)
     return loss, {"loss": float(loss.detach()), "tokens": float(entered.sum()), **context.sums.flat()}
 
 
-def _one_episode(batch: Mapping[str, Tensor], own: Tensor, zeros: Tensor) -> Stream:
-    one = torch.zeros(1, dtype=torch.float64)
-    table = Episodes(
-        tape=("batch",),
-        reward=one,
-        trains=one == 0,
-        cut=one != 0,
-        bootstrap=one,
-        length=zeros[:1],
-        group=torch.zeros(1, dtype=torch.int64),
-        fork=torch.zeros(1, dtype=torch.int64),
-        groups=("batch",),
-        components=(),
-    )
-    return Stream(
-        token=batch["labels"][own],
-        old=batch["old_logprobs"][own],
-        temperature=torch.ones(len(zeros)),
-        version=zeros,
+def _row(batch: Mapping[str, Tensor], own: Tensor, k: int) -> Row:
+    """Row k of a collated batch without its padding, of the one episode `batch`."""
+    there = batch["attention_mask"][k].bool()
+    at = own[k][there].nonzero()[:, 0].numpy().astype(np.int32)
+    zeros = np.zeros(len(at), np.int32)
+    return Row(
+        tape="batch",
+        group="batch",
+        input_ids=batch["input_ids"][k][there].numpy().astype(np.int32),
+        own=at,
+        old=batch["old_logprobs"][k][own[k]].numpy().astype(np.float32),
+        temperature=np.ones(len(at), np.float32),
+        version=zeros - 1,
         call=zeros,
         turn=zeros,
-        episode=zeros,
-        agent=zeros,
-        episodes=table,
-        turns=Turns(reward=one, episode=torch.zeros(1, dtype=torch.int64)),
-        rows=torch.tensor([0, len(zeros)]),
-        ref=batch["ref_logprobs"][own] if "ref_logprobs" in batch else None,
+        offset=at,
+        calls=("batch",),
+        agents=("batch",),
+        versions=(),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -20,7 +19,7 @@ from ...tapes.value import Value
 from . import openenv_traces as openenv
 from . import sets, verifiers
 from .story import Story, stories_in, story_of, write_story
-from .trace_files import BadImport, Bounds, nothing, records, write_records
+from .trace_files import BadImport, Bounds, check_new, nothing, records, write_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +33,9 @@ class Format:
     """File endings that an export accepts; '' is a folder."""
     loses: tuple[str, ...]
     """The parts of a tape that the format can't hold, one text each."""
-    write: Callable[[Iterable[Story]], Iterator[Mapping[str, Any] | str]]
+    write: Callable[[Iterable[Story]], Iterator[Mapping[str, object] | str]]
     """Stories -> records. A string in place of a record is the reason why a story has no record."""
-    read: Callable[[Mapping[str, Any], str], list[Story]]
+    read: Callable[[Mapping[str, object], str], list[Story]]
     """(record, stem of the file's name) -> stories. ValueError says what is wrong with the record."""
 
 
@@ -104,7 +103,7 @@ class Exchange(Value):
     """The parts of a tape that the format can't hold."""
 
 
-def format_of(name: str) -> Format:
+def _format_of(name: str) -> Format:
     """The format with this name; UsageError for an unknown name."""
     if name not in FORMATS:
         raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
@@ -117,22 +116,18 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
     UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
     record; no file is written then.
     """
-    chosen, path = format_of(format), Path(path)
-    if path.exists():
-        raise UsageError(f"{path} exists already; name another file, or remove it first")
-    if path.suffix not in chosen.endings:
-        named = " or ".join(ending or "a folder" for ending in chosen.endings)
-        raise UsageError(f"{path}: the format {format} is written to {named}")
+    chosen, path = _format_of(format), Path(path)
+    check_new(path, chosen.endings, format)
     left_out: dict[str, int] = {}
-    told = 0
+    seen = 0
 
     def stories() -> Iterator[Story]:
-        nonlocal told
+        nonlocal seen
         for tape in tapes:
-            told += 1
+            seen += 1
             yield story_of(tape)
 
-    def kept() -> Iterator[Mapping[str, Any]]:
+    def kept() -> Iterator[Mapping[str, object]]:
         for record in chosen.write(stories()):
             if isinstance(record, str):
                 left_out[record] = left_out.get(record, 0) + 1
@@ -141,12 +136,12 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
 
     n = write_records(kept(), path if path.suffix else path / "results.jsonl")
     if not n:
-        raise nothing(path, told, left_out)
+        raise nothing(path, seen, left_out)
     return Exchange(
         path=str(path),
         format=format,
         records=n,
-        tapes=told - sum(left_out.values()),
+        tapes=seen - sum(left_out.values()),
         left_out=left_out,
         loses=chosen.loses,
     )
@@ -160,28 +155,28 @@ def read(
     BadImport if a record isn't of the format; nothing is written then. A story whose tape the run already has is left
     out, so reading a file again adds only its new stories. bounds: limits on sizes. split: overrides the file's split.
     """
-    chosen, path, bounds = format_of(format), Path(path), bounds or Bounds()
+    chosen, path, bounds = _format_of(format), Path(path), bounds or Bounds()
     # The first pass only checks. Without it, an invalid record would be found after some tapes were written.
     checked = sum(len(stories) for stories in _stories(chosen, path, bounds))
     if not checked:
         raise BadImport(f"{path} holds no record")
     run = Path(run)
-    count = tapes = told = 0
+    count = tapes = there = 0
     with Store.open(run, write=True) if (run / "tapes").is_dir() else Store.create(run) as store:
         known = stories_in(store)
         for stories in _stories(chosen, path, bounds):
             count += 1
             for story in stories if split is None else (replace(story, split=split) for story in stories):
-                told += 1
                 key = (story.content, story.status.value)
                 # Counted, not only looked up: a file may hold the same story several times, and each is a tape.
                 if known[key]:
                     known[key] -= 1
-                    continue
-                write_story(story, store.writer, format)
-                tapes += 1
+                    there += 1
+                else:
+                    write_story(story, store.writer, format)
+                    tapes += 1
         store.writer.sync()
-    return Exchange(path=str(run), format=format, records=count, tapes=tapes, there=told - tapes)
+    return Exchange(path=str(run), format=format, records=count, tapes=tapes, there=there)
 
 
 def _stories(chosen: Format, path: Path, bounds: Bounds) -> Iterator[list[Story]]:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...tapes import Sampling
-from .facts import OURS, Facts, conversation
-from .story import MODEL, Story, Turn
+from .story import MODEL, OURS, Facts, Story, Turn, conversation
 
 LOSES = (
     "which steps were made of the words: types of observations, thoughts and actions, and the environment's own words "
@@ -69,7 +68,7 @@ class TrainingTrace(BaseModel):
         return self
 
 
-def write(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+def write(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
     """A trace for each story; the reason for a story that lacks token ids or log-probs of sampled tokens."""
     for story in stories:
         problem = _problem(story)
@@ -114,12 +113,12 @@ class _Own(BaseModel):
     episode: Facts = Facts()
 
 
-def read(record: Mapping[str, Any], stem: str) -> list[Story]:
+def read(record: Mapping[str, object], stem: str) -> list[Story]:
     """The story of one trace. ValueError if the record isn't valid. stem: unused."""
     trace = TrainingTrace.model_validate(dict(record))
     own = [_Own.model_validate(turn.metadata.get(OURS, {})) for turn in trace.turns]
     facts = own[0].episode if own else Facts()
-    return [Story(**facts.known(), turns=tuple(map(_read, trace.turns, own)))]
+    return [facts.story(map(_read, trace.turns, own))]
 
 
 def _read(turn: TrainingTurn, own: _Own) -> Turn:

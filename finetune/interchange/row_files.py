@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...tapes import Tape
-from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.errors import MissingExtra
 from ...tapes.value import Value
-from .trace_files import nothing
+from .trace_files import check_new, completed, nothing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +37,7 @@ class Exported(Value):
     without_own: int
     """Number of tapes without a token of the agent's own."""
     without_tokens: int
-    """Number of tapes left out because they have text without token ids, and there is no tokenizer."""
+    """Number of tapes that were left out: they have text without token ids, and there is no tokenizer."""
 
 
 def export(
@@ -50,10 +50,7 @@ def export(
     NothingToExport if no tape has a row; nothing is written then.
     """
     path = Path(path)
-    if path.exists():
-        raise UsageError(f"{path} exists already; name another file, or remove it first")
-    if path.suffix not in (".jsonl", ".parquet", ""):
-        raise UsageError(f"{path}: rows go to a .jsonl or .parquet file, or to a folder without an ending")
+    check_new(path, (".jsonl", ".parquet", ""), "rows")
     try:
         from ..data.provenance import episode_of
         from ..data.rows import rows
@@ -71,7 +68,7 @@ def export(
             empty += 1
     if not kept:
         why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
-        raise nothing(path, untokenized + empty, {reason: n for reason, n in why.items() if n})
+        raise nothing(path, untokenized + empty, why)
     every = [row for _, found in kept for row in found]
     dataset = to_dataset(every, [episode_of(tape) for tape, _ in kept])
     _write(_with_tape_columns(dataset, kept), path)
@@ -84,24 +81,6 @@ def export(
         without_own=empty,
         without_tokens=untokenized,
     )
-
-
-def renderer_from(folder: str | Path) -> Renderer:
-    """A renderer with the tokenizer that is saved in `folder`. UsageError if the folder has no usable tokenizer."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingExtra("transformers", "train", "tokenizing text") from error
-    from ...agents.rendering.renderer import Renderer
-
-    if not Path(folder).is_dir():
-        raise UsageError(
-            f"there is no tokenizer folder {str(folder)!r}; save one with tokenizer.save_pretrained(folder)"
-        )
-    try:
-        return Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the tokenizer in {folder} can't be used: {error}") from error
 
 
 def _has_text_only(tape: Tape) -> bool:
@@ -132,14 +111,10 @@ def _write(dataset: Dataset, path: Path) -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.suffix:
-        dataset.save_to_disk(str(path))
-        return
-    # Write under another name and rename the complete file, so no reader sees a partial file after a crash.
-    partial = path.with_name(path.name + ".partial")
-    if path.suffix == ".parquet":
-        dataset.to_parquet(str(partial))
-    else:
-        dataset.to_json(str(partial), lines=True, orient="records")
-    partial.rename(path)
+    with completed(path) as partial:
+        if not path.suffix:
+            dataset.save_to_disk(str(partial))
+        elif path.suffix == ".parquet":
+            dataset.to_parquet(str(partial))
+        else:
+            dataset.to_json(str(partial), lines=True, orient="records")

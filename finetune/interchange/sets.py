@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ...tapes import Message, Status, Task
-from .facts import conversation
 from .openenv_traces import Bit, Id
-from .story import Score, Story, Turn
+from .story import Score, Story, Turn, conversation
 
 _COMMON = (
     "steps and their types: what is kept are messages",
@@ -80,7 +79,7 @@ class TRLRow(_Row):
     logprobs: list[Annotated[float, Field(allow_inf_nan=False)] | None] | None = None
 
 
-def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
     """A row for each chain of calls in which each call extends the one before; a reason for a story without rows."""
     for story in stories:
         if any(turn.prompt is None for turn in story.turns):
@@ -112,26 +111,18 @@ def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
 
 
 def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Chains of calls: a call extends a chain if its prompt begins with the tokens and messages of the last call.
-
-    Ids are compared, not texts: the same text may have other ids, and a row must hold the ids that were sampled.
-    """
+    """Chains of calls: a call extends a chain if its prompt begins with the tokens and messages of the last call."""
     chains: list[list[Turn]] = []
     for turn in turns:
-        prompt = np.asarray(turn.prompt, np.int64)
-        for chain in chains:
-            before = np.asarray([*(chain[-1].prompt or ()), *(chain[-1].completion or ())], np.int64)
-            known = len(chain[-1].messages) + 1
-            goes_on = list(turn.messages[:known]) == [*chain[-1].messages, chain[-1].reply]
-            if goes_on and len(before) <= len(prompt) and np.array_equal(prompt[: len(before)], before):
-                chain.append(turn)
-                break
+        extended = next((chain for chain in chains if turn.follows(chain[-1]) and turn.extends(chain[-1])), None)
+        if extended is not None:
+            extended.append(turn)
         else:
             chains.append([turn])
     return chains
 
 
-def read_trl(record: Mapping[str, Any], stem: str) -> list[Story]:
+def read_trl(record: Mapping[str, object], stem: str) -> list[Story]:
     """One story, with a call for each run of ones in the mask. ValueError if mask, ids or messages disagree."""
     row = TRLRow.model_validate(dict(record))
     n = len(row.completion_ids)
@@ -183,12 +174,14 @@ class SFTRow(_Row):
         return self
 
 
-def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
     """A row for each conversation that no later call extends."""
     for story in stories:
         if not story.turns:
             yield "no model call"
-        for turn in _leaves(story.turns):
+        for k, turn in enumerate(story.turns):
+            if any(later.follows(turn) for later in story.turns[k + 1 :]):
+                continue
             yield {
                 "messages": _flat([*turn.messages, turn.reply]),
                 "tools": json.dumps(list(turn.tools)) if turn.tools else None,
@@ -196,17 +189,7 @@ def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
             }
 
 
-def _leaves(turns: Sequence[Turn]) -> list[Turn]:
-    return [
-        turn
-        for k, turn in enumerate(turns)
-        if not any(
-            list(later.messages[: len(turn.messages) + 1]) == [*turn.messages, turn.reply] for later in turns[k + 1 :]
-        )
-    ]
-
-
-def read_sft(record: Mapping[str, Any], stem: str) -> list[Story]:
+def read_sft(record: Mapping[str, object], stem: str) -> list[Story]:
     """One story without token ids; a trainer tokenizes its text."""
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
@@ -240,7 +223,7 @@ class PreferenceRow(BaseModel):
     tools: str | None = None
 
 
-def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
     """A pair for each group: the answers with the highest and the lowest reward.
 
     All stories stay in memory until the last, because a group's members may come in any order.
@@ -278,16 +261,16 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
     }
 
 
-def read_preference(record: Mapping[str, Any], stem: str) -> list[Story]:
+def read_preference(record: Mapping[str, object], stem: str) -> list[Story]:
     """Two stories in one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
     made = []
     for k, (said, score) in enumerate(((row.chosen, row.score_chosen), (row.rejected, row.score_rejected))):
         turns, _ = _spoken(prompt, _back(said, "assistant"), row.tools)
-        told = Score(name="preferred", value=1.0 - k) if score is None else Score(name="reward", value=score)
+        earned = Score(name="preferred", value=1.0 - k) if score is None else Score(name="reward", value=score)
         group = row.group or f"{stem}/{json.dumps(prompt)}"[:500]
-        made.append(Story(id="", turns=tuple(turns), task=_task(prompt), group=group, attempt=k, scores=(told,)))
+        made.append(Story(id="", turns=tuple(turns), task=_task(prompt), group=group, attempt=k, scores=(earned,)))
     return made
 
 
@@ -314,8 +297,8 @@ def _task(prompt: list[Message]) -> Task:
     return Task.model_validate({"public": {"prompt": prompt}})
 
 
-def _tools(given: str | None) -> tuple[dict[str, Any], ...]:
-    found = json.loads(given) if given else []
+def _tools(text: str | None) -> tuple[dict[str, JsonValue], ...]:
+    found = json.loads(text) if text else []
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise ValueError("`tools` is no list of function schemas")
     return tuple(found)

@@ -3,6 +3,9 @@
 A story has the model calls, each with its whole request, its reply and its token ids, and a few facts of the episode. A
 story of a tape lacks the parts that no other format holds. A tape of a story links a call to the earlier call that its
 tokens or messages extend, and its steps are made of the messages. The trace formats use this module.
+
+A record that Tapereel wrote holds the object `tapereel` besides the format's fields. An import doesn't trust that
+object: `Facts` validates it, as `conversation` validates messages.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from functools import cached_property
+from itertools import starmap
+from typing import cast, get_args
 
 import numpy as np
-from pydantic import JsonValue
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 from pydantic_core import from_json, to_json
 
 from ...agents.engines.engine import Finish
@@ -30,11 +36,14 @@ from ...tapes.messages import ENV, heard
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
 from ...tapes.store.store import Store
+from ...tapes.value import Value
 
 MODEL = "policy"
 """Name of the agent if a format has no names."""
 IMPORTED = "imported"
 """Name of the environment of imported tapes."""
+OURS = "tapereel"
+"""Key of the object with an episode's facts, where a format has a free field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +67,29 @@ class Turn:
     sampling: Sampling = Sampling()
     spans: tuple[tuple[str, int, int], ...] = ()
 
+    @cached_property
+    def ids(self) -> NDArray[np.int32]:
+        """(tokens,) prompt and completion ids."""
+        return np.frombuffer(array("i", [*(self.prompt or ()), *(self.completion or ())]), np.int32)
 
-@dataclass(frozen=True, kw_only=True)
+    def extends(self, earlier: Turn) -> bool:
+        """True if the prompt begins with all ids of `earlier`.
+
+        Ids are compared, not texts: the same text may have other ids, and a row must hold the ids that were sampled.
+        """
+        n = len(earlier.ids)
+        return (
+            self.prompt is not None
+            and 0 < n <= len(self.prompt)
+            and np.array_equal(np.asarray(self.prompt[:n], np.int32), earlier.ids)
+        )
+
+    def follows(self, earlier: Turn) -> bool:
+        """True if the messages begin with those of `earlier` and its reply."""
+        return _begins(self.messages, [*earlier.messages, earlier.reply])
+
+
+@dataclass(frozen=True)
 class Score:
     """One reward component of the whole episode."""
 
@@ -94,7 +124,7 @@ class Story:
         """SHA-256 (hex) of all fields: stories with equal digests are equal. Imports use it to find duplicates."""
         return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, JsonValue]:
         """The episode's fields except the turns, for the object `tapereel` of formats with a free field."""
         return {
             "tape": self.id,
@@ -106,6 +136,60 @@ class Story:
             "cause": self.cause.model_dump(mode="json") if self.cause is not None else None,
             "scores": [[score.name, score.value, score.weight] for score in self.scores],
         }
+
+
+class Facts(Value):
+    """The facts of an episode, as `Story.facts` writes them."""
+
+    tape: str = Field(default="", max_length=200)
+    task: Task = Task()
+    group: str | None = Field(default=None, max_length=500)
+    attempt: int = 0
+    split: str = Field(default="train", max_length=200)
+    status: Status = Status.FINISHED
+    cause: Cause | None = None
+    scores: tuple[tuple[str, float, float], ...] = ()
+
+    def story(self, turns: Iterable[Turn]) -> Story:
+        """The story with these facts and turns."""
+        fields = {**dict(self), "scores": tuple(starmap(Score, self.scores))}
+        return Story(id=fields.pop("tape"), turns=tuple(turns), **fields)
+
+
+class Function(BaseModel):
+    """Name and arguments of a function call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: JsonValue = None
+
+
+class FunctionCall(BaseModel):
+    """One function call in a message."""
+
+    model_config = ConfigDict(extra="allow")
+    function: Function
+
+
+class ChatMessage(BaseModel):
+    """The fields of a chat message that a tape requires. Other keys are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, JsonValue]] | None = None
+    tool_calls: list[FunctionCall] | None = None
+
+
+_conversation: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
+
+
+def conversation(messages: object) -> list[Message]:
+    """Validated chat messages, without their None values except `content`. ValidationError names the wrong message."""
+    _conversation.validate_python(messages)
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in cast(Sequence[Message], messages)
+    ]
 
 
 # From a tape
@@ -211,11 +295,12 @@ def write_story(story: Story, journal: Journal | None, source: str) -> str:
         at=time.time(),
     )
     recorder = Recorder(begin, journal)
-    written: list[_Written] = []
+    written: list[tuple[Turn, Call]] = []
     layers: list[Label] = []
     for turn in story.turns:
-        written.append(_write_turn(recorder, turn, written, source))
-        label = _label(recorder.tape, written[-1].call, turn.targets)
+        call = _write_turn(recorder, turn, written, source)
+        written.append((turn, call))
+        label = _label(recorder.tape, call.call, turn.targets)
         layers.extend([label] if label is not None else [])
     for score in story.scores:
         recorder.write(Reward(tape=recorder.tape, name=score.name, value=score.value, weight=score.weight))
@@ -227,88 +312,62 @@ def write_story(story: Story, journal: Journal | None, source: str) -> str:
     return recorder.tape
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A call that is written to the tape."""
-
-    turn: Turn
-    call: str
-    ids: np.ndarray
-    """(tokens,) int32: prompt and completion ids."""
-    conversation: list[Message]
-
-
-def _write_turn(recorder: Recorder, turn: Turn, before: list[_Written], source: str) -> _Written:
-    base = _base(turn, before)
-    kept = len(base.conversation) if base is not None and _begins(turn.messages, base.conversation) else 0
-    for step in _seen(turn, turn.messages[kept:] if base is not None else turn.messages):
+def _write_turn(recorder: Recorder, turn: Turn, before: list[tuple[Turn, Call]], source: str) -> Call:
+    base = next((one for one in reversed(before) if _continues(turn, *one)), None)
+    said = [*base[0].messages, base[1].reply] if base is not None else []
+    kept = len(said) if _begins(turn.messages, said) else 0
+    for step in _seen(turn, turn.messages[kept:]):
         recorder.write(step_record(recorder.tape, step, by=ENV))
-    prompt, keep = turn.prompt, 0
-    if prompt is not None and base is not None:
-        # The base's ids are an exact prefix of this prompt (see `_base`), so the tape stores only the rest.
-        keep = len(base.ids)
-        prompt = list(prompt)[keep:]
+    # The base's ids are an exact prefix of this prompt (see `_continues`), so the tape stores only the rest.
+    keep = len(base[0].ids) if base is not None and turn.prompt is not None else 0
     call = Call(
         tape=recorder.tape,
         call=recorder.new_call_id(),
         by=turn.by,
-        base=base.call if base is not None else None,
+        base=base[1].call if base is not None else None,
         keep=keep,
         keep_messages=kept,
         messages=turn.messages[kept:],
-        prompt=None if prompt is None else ints(prompt),
+        prompt=None if turn.prompt is None else ints(list(turn.prompt)[keep:]),
         completion=None if turn.completion is None else ints(turn.completion),
         logprobs=None if turn.logprobs is None else floats(turn.logprobs),
         text=str(turn.reply.get("content") or ""),
         tool_calls=tuple(turn.reply["tool_calls"]) if turn.reply.get("tool_calls") else None,
         spans=turn.spans,
-        finish=_finish(turn.finish),
+        finish=cast(Finish, turn.finish if turn.finish in get_args(Finish) else "stop"),
         sampling=turn.sampling,
-        tools=_tools(turn, before),
+        tools=_tools(turn, [earlier for earlier, _ in before]),
         engine=source,
         at=time.time(),
     )
     recorder.write(call)
     whole = ((call.call, 0, len(turn.completion or ())),)
     recorder.write(step_record(recorder.tape, _action(turn.reply), by=turn.by, calls=whole))
-    ids = array("i", [*(turn.prompt or ()), *(turn.completion or ())])
-    return _Written(turn, call.call, np.frombuffer(ids, np.int32), [*turn.messages, call.reply])
+    return call
 
 
-def _base(turn: Turn, before: list[_Written]) -> _Written | None:
-    """The newest earlier call of the same agent that this call extends: by token ids if it has them, else by messages.
+def _continues(turn: Turn, earlier: Turn, call: Call) -> bool:
+    """True if the turn extends the earlier call of the same agent: by token ids if it has them, else by messages.
 
     Only an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call.
     """
-    for one in reversed(before):
-        if one.turn.by != turn.by:
-            continue
-        if turn.prompt is None:
-            if len(one.ids) == 0 and _begins(turn.messages, one.conversation):
-                return one
-        elif (
-            len(one.ids)
-            and len(one.ids) <= len(turn.prompt)
-            and np.array_equal(np.asarray(turn.prompt[: len(one.ids)], np.int32), one.ids)
-        ):
-            return one
-    return None
+    if earlier.by != turn.by:
+        return False
+    if turn.prompt is not None:
+        return turn.extends(earlier)
+    return not len(earlier.ids) and _begins(turn.messages, [*earlier.messages, call.reply])
 
 
 def _begins(messages: Sequence[Message], conversation: list[Message]) -> bool:
     return list(messages[: len(conversation)]) == conversation
 
 
-def _tools(turn: Turn, before: list[_Written]) -> Tools | None:
+def _tools(turn: Turn, before: Iterable[Turn]) -> Tools | None:
     if not turn.tools:
         return None
-    told = any(one.turn.tools == turn.tools for one in before)
+    known = any(earlier.tools == turn.tools for earlier in before)
     digest = hashlib.sha256(json.dumps(turn.tools, sort_keys=True).encode()).hexdigest()[:16]
-    return Tools(hash=digest, schemas=None if told else turn.tools)
-
-
-def _finish(name: str) -> Any:
-    return name if name in get_args(Finish) else "stop"
+    return Tools(hash=digest, schemas=None if known else turn.tools)
 
 
 def _seen(turn: Turn, messages: Sequence[Message]) -> Iterable[Step]:
@@ -350,7 +409,7 @@ def _action(reply: Message) -> Answer | ToolCalls:
     )
 
 
-def _arguments(given: Any) -> dict[str, JsonValue]:
+def _arguments(given: JsonValue) -> dict[str, JsonValue]:
     """The parsed arguments of a tool call; text that isn't a JSON object is kept under `arguments`."""
     try:
         found = from_json(given) if isinstance(given, str) else given

@@ -13,7 +13,7 @@ import itertools
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -47,7 +47,7 @@ class Bounds:
     """Most bytes of all records."""
 
 
-def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, object]]]:
     """(place for error messages, record) of a .jsonl or .parquet file, a .gz or .zip of .jsonl files, or
     `results.jsonl` in a folder. BadImport for an invalid file, UsageError for a missing one."""
     if path.is_dir():
@@ -65,35 +65,49 @@ def records(path: Path, bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UsageError(f"{path}: records are read from .jsonl, .jsonl.gz, .zip or .parquet files")
 
 
-def write_records(made: Iterable[Mapping[str, Any]], path: Path) -> int:
-    """Write records to a new .jsonl or .parquet file; return their number. Without a record, write no file.
+def check_new(path: Path, endings: Sequence[str], format: str) -> None:
+    """UsageError if `path` exists, or has an ending that the format doesn't accept. The ending '' is a folder."""
+    if path.exists():
+        raise UsageError(f"{path} exists already; name another file, or remove it first")
+    if path.suffix not in endings:
+        named = " or ".join(ending or "a folder" for ending in endings)
+        raise UsageError(f"{path}: the format {format} is written to {named}")
 
-    The records go to `NAME.partial`, which is renamed when it is complete. No partial file has the final name, even
-    after a crash.
+
+@contextmanager
+def completed(path: Path) -> Iterator[Path]:
+    """`NAME.partial`, a place to write to, which is renamed to `path` at the end of the block.
+
+    No partial file has the final name, even after a crash.
     """
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield partial
+    partial.rename(path)
+
+
+def write_records(made: Iterable[Mapping[str, object]], path: Path) -> int:
+    """Write records to a new .jsonl or .parquet file; return their number. Without a record, write no file."""
     records = iter(made)
     first = next(records, None)
     if first is None:
         return 0
-    partial = path.with_name(path.name + ".partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        n = _write_parquet([first, *records], partial)
-    else:
+    with completed(path) as partial:
+        if path.suffix == ".parquet":
+            return _write_parquet([first, *records], partial)
         n = 0
         with partial.open("wb") as file:
             for record in itertools.chain([first], records):
                 file.write(to_json(record, inf_nan_mode="null") + b"\n")
                 n += 1
-    partial.rename(path)
     return n
 
 
-def nothing(path: Path, told: int, left_out: Mapping[str, int]) -> NothingToExport:
+def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
     """The error for the case that none of the tapes has a record. left_out: reason -> number of tapes."""
-    why = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
-    told_why = f"of {told:,} tapes all are left out: {why}" if told else "no closed tape fits"
-    return NothingToExport(f"nothing to export, and {path} was not written: {told_why}")
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
+    why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
+    return NothingToExport(f"nothing to export, and {path} was not written: {why}")
 
 
 def _lines(file: IO[bytes], name: str, bounds: Bounds, read: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,7 +220,7 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _write_parquet(made: list[Mapping[str, Any]], path: Path) -> int:
+def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
     try:
         from datasets import Dataset, disable_progress_bars
     except ImportError as error:

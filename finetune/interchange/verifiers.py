@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ...tapes import Message, Sampling, Status, Task
-from .facts import OURS, Facts, conversation
-from .openenv_traces import Id
-from .story import MODEL, Score, Story, Turn, cause_of
+from .openenv_traces import Bit, Id
+from .story import MODEL, OURS, Facts, Score, Story, Turn, cause_of, conversation
 
 LOSES = (
     "which steps were made of the words: types of observations, thoughts and actions, and the environment's own words "
@@ -35,7 +34,7 @@ class Tokens(BaseModel):
     model_config = ConfigDict(extra="ignore")
     prompt_ids: list[Id]
     completion_ids: list[Id]
-    completion_mask: list[Annotated[int, Field(ge=0, le=1)]]
+    completion_mask: list[Bit]
     completion_logprobs: list[float | None]
 
 
@@ -47,6 +46,8 @@ class TrajectoryStep(BaseModel):
     completion: list[dict[str, Any]] | str
     tokens: Tokens | None = None
     is_truncated: bool = False
+    response: dict[str, JsonValue] | None = None
+    extras: dict[str, JsonValue] | None = None
 
 
 class Rollout(BaseModel):
@@ -59,16 +60,25 @@ class Rollout(BaseModel):
     answer: JsonValue = None
     reward: float | None = Field(default=None, allow_inf_nan=False)
     metrics: dict[str, float | None] = {}
-    info: Any = None
+    info: JsonValue = None
     is_truncated: bool = False
-    error: Any = None
+    error: JsonValue = None
     trajectory: list[TrajectoryStep] | None = Field(default=None, max_length=2000)
+
+
+class _Own(BaseModel):
+    """What an export adds to a step, under `tapereel`."""
+
+    model_config = ConfigDict(extra="ignore")
+    by: str = ""
+    finish: str = ""
+    sampling: Sampling = Sampling()
 
 
 # Stories to rollouts
 
 
-def write(stories: Iterable[Story]) -> Iterator[Mapping[str, Any] | str]:
+def write(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
     """A rollout for each scored story; a reason for an unscored one, which the format can't hold."""
     examples: dict[str, int] = {}
     for story in stories:
@@ -177,16 +187,16 @@ def _theirs(messages: Iterable[Message]) -> list[Message]:
 # Rollouts to stories
 
 
-def read(record: Mapping[str, Any], stem: str) -> list[Story]:
+def read(record: Mapping[str, object], stem: str) -> list[Story]:
     """The story of one rollout. stem: of the file's name, used in group names. ValueError for an invalid record."""
     rollout = Rollout.model_validate(dict(record))
     info = _parsed(rollout.info)
     ours = info.pop(OURS, None) if isinstance(info, dict) else None
-    turns = tuple(_read_turns(rollout, record))
+    turns = tuple(_read_turns(rollout))
     if not turns:
         raise ValueError("neither a trajectory nor a completion with an assistant's message")
     if ours is not None:
-        return [Story(**Facts.model_validate(ours).known(), turns=turns)]
+        return [Facts.model_validate(ours).story(turns)]
     status, cause = Status.TRUNCATED if rollout.is_truncated else Status.FINISHED, None
     if rollout.error:
         chain = rollout.error.get("error_chain_str") if isinstance(rollout.error, dict) else rollout.error
@@ -208,7 +218,7 @@ def read(record: Mapping[str, Any], stem: str) -> list[Story]:
     ]
 
 
-def _read_turns(rollout: Rollout, record: Mapping[str, Any]) -> Iterator[Turn]:
+def _read_turns(rollout: Rollout) -> Iterator[Turn]:
     if not rollout.trajectory:
         said: list[Message] = _ours(rollout.prompt or [])
         for message in _ours(rollout.completion or [], role="assistant"):
@@ -217,20 +227,18 @@ def _read_turns(rollout: Rollout, record: Mapping[str, Any]) -> Iterator[Turn]:
             said.append(message)
         return
     for k, step in enumerate(rollout.trajectory):
-        given = record["trajectory"][k]
-        own = (given.get("extras") or {}).get(OURS) or {}
-        response = given.get("response") or {}
+        own = _Own.model_validate((step.extras or {}).get(OURS) or {})
         reply = _ours(step.completion, role="assistant")
         if not reply:
             raise ValueError(f"trajectory.{k}: no completion")
         tokens = step.tokens
         yield Turn(
-            name=str(response.get("id") or k),
-            by=str(own.get("by") or MODEL),
+            name=str((step.response or {}).get("id") or k),
+            by=own.by or MODEL,
             messages=tuple(_ours(step.prompt)),
             reply=reply[-1],
-            finish=str(own.get("finish") or ("length" if step.is_truncated else "stop")),
-            sampling=Sampling.model_validate(own.get("sampling") or {}),
+            finish=own.finish or ("length" if step.is_truncated else "stop"),
+            sampling=own.sampling,
             **(_tokens(tokens, k) if tokens else {}),
         )
 
