@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Attempt, Begin, Call, End, Identity, Reward, Status, Task, Usage
 from tapereel.tapes.steps import Answer, Text
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.tape import step_record
 
 TURNS = 3
 TOKENS = 64

@@ -62,7 +62,7 @@ def store_commit() -> Callable[[], object]:
     def work() -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
-            bench.Store.create(Path(folder) / "run", disk=bench.RealDisk(), cache=False) as store,
+            bench.Store.create(Path(folder) / "run", disk=bench.Disk(), cache=False) as store,
         ):
             writer = store.writer
 

@@ -25,9 +25,8 @@ from tapereel.agents.engines.scripted import ScriptedEngine
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Action, Observation, Tape
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, Call, End, Identity, Reward, Sampling, Status, Task
-from tapereel.tapes.tape import TapeLog
+from tapereel.tapes.tape import TapeLog, step_record
 
 HERE = Path(__file__).parent
 TEXT = "x" * 135

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.tapes.records import Reward
-from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.store import Store
 
 BODY = Reward(tape="0" * 22, step=1, value=1.0, evidence="x" * 400).body()
@@ -32,7 +32,7 @@ EPISODES = (1, 64, 256, 1024)
 THINK = 0.2
 
 
-class SlowDisk(RealDisk):
+class SlowDisk(Disk):
     """A real disk whose syncs take longer."""
 
     def __init__(self, extra: float) -> None:

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from tapereel.tapes import Answer
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, End, Identity, Reward, Status, Task
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.tape import step_record
 
 CALL_SECONDS = 0.2
 """A model call, for the share that the store takes of it."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tapereel.tapes import Answer, Text
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.tape import step_record
 
 WORDS, PROMPT, COMPLETION = 60, 80, 80
 """Of a message, and the tokens that it stands for; a step of about 300 characters."""

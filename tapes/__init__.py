@@ -10,11 +10,9 @@ if __name__ == "tapes":
 
 from .errors import (
     Corrupt,
-    DuplicateKind,
     HiddenFromAgent,
     MissingExtra,
     NotATape,
-    StillOpen,
     StoreFailed,
     TapereelError,
 )
@@ -43,7 +41,6 @@ __all__ = [
     "Cause",
     "CauseType",
     "Corrupt",
-    "DuplicateKind",
     "HiddenFromAgent",
     "Message",
     "MissingExtra",
@@ -54,7 +51,6 @@ __all__ = [
     "Sampling",
     "Status",
     "Step",
-    "StillOpen",
     "StoreFailed",
     "Tape",
     "TapereelError",

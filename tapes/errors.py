@@ -1,11 +1,9 @@
 """The errors of Tapereel, as one tree.
 
 TapereelError
-├── DuplicateKind (TypeError)       two step classes under one kind
 ├── NotATape (ValueError)           records that don't make a tape
 │   └── Corrupt                     durable bytes differ from those that were written
 ├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
-├── StillOpen (ValueError)          the operation needs a closed tape
 ├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
 ├── NoRun (FileNotFoundError)       the path is not a run
@@ -22,10 +20,6 @@ class TapereelError(Exception):
     """Base of every error that Tapereel raises on purpose."""
 
 
-class DuplicateKind(TapereelError, TypeError):
-    """Two step classes claim one kind."""
-
-
 class NotATape(TapereelError, ValueError):
     """Bytes or records that don't make a tape; the message says where and why."""
 
@@ -40,10 +34,6 @@ class Corrupt(NotATape):
 
 class HiddenFromAgent(TapereelError, AttributeError):
     """An agent asked its view of a tape for rewards, labels or the private part of the task."""
-
-
-class StillOpen(TapereelError, ValueError):
-    """The operation needs a closed tape, and this one has no end yet."""
 
 
 class StoreFailed(TapereelError, OSError):

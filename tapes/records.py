@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,13 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, Ty
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .sampling import Sampling
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """d0 of every digest; dk = SHA-256(dk-1 + body bytes of record k)."""
+
+IN_TAPE = ("begin", "step", "call", "reward", "end")
+"""The kinds of records that a tape is made of, up to its `end`; a later one of these is a layer."""
 
 Message = dict[str, Any]
 """One chat message: `role`, `content` and, where they apply, `tool_calls`, `tool_call_id`, `name`."""
@@ -75,18 +79,29 @@ def trains(status: Status | None, cause: CauseType | None) -> bool:
     return status is Status.ERROR and cause is CauseType.AGENT
 
 
+def _is_none(value: object) -> bool:
+    """For fields that a body leaves out where they are None: they must not change the digest of tapes without them."""
+    return value is None
+
+
 class Record(BaseModel):
     """Base of all records: immutable; an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="strings")
 
     def body(self) -> bytes:
-        """The bytes that are written, hashed and folded into the digest: compact JSON in field order.
-
-        A subclass that leaves out unused fields keeps the bytes of records that earlier versions wrote: an added field
-        must not change the digest of a tape that doesn't use it.
-        """
+        """The bytes that are written, hashed and folded into the digest: compact JSON in field order."""
         return to_json(self, inf_nan_mode="strings")
+
+
+class Sampled(Record):
+    """Base of the records with sampling settings."""
+
+    def body(self) -> bytes:
+        """As `Record.body`, without a `first_temperature` that is None."""
+        sampling: Sampling | None = getattr(self, "sampling", None)
+        plain = sampling is not None and sampling.first_temperature is None
+        return to_json(self, inf_nan_mode="strings", exclude={"sampling": {"first_temperature"}} if plain else None)
 
 
 class Task(Value):
@@ -117,6 +132,36 @@ class Task(Value):
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
+class Sampling(Value):
+    """How a completion is sampled. Recorded log-probs are log softmax(logits / temperature) of each sampled id."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """0 is greedy decoding: never RL data, and the recorded log-probs are those at temperature 1."""
+    max_tokens: int = Field(default=512, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0: no limit."""
+    extra: dict[str, JsonValue] = Field(default={})
+    """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
+    distribution; `stop`, the texts that end an answer, does not."""
+    first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
+    other tokens."""
+
+    @property
+    def exact(self) -> bool:
+        """True when the recorded log-probs are those of the distribution that was sampled from.
+
+        top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
+        ratios from such log-probs would be wrong.
+        """
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
+
+    def temperature_at(self, position: int) -> float:
+        """Temperature of the token at that position of the completion."""
+        return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
+
+
 class Identity(Value):
     """The code of an agent or environment: its class and its configuration."""
 
@@ -138,11 +183,11 @@ class Parent(Value):
     """Tape records of the parent in the prefix, its `begin` included."""
     turn: int
     """Turns of the parent in the prefix."""
-    unverified: str | None = None
+    unverified: str | None = Field(default=None, exclude_if=_is_none)
     """Why the prefix couldn't be verified, where the caller forked all the same; None: verified, or unknown."""
 
 
-class Begin(Record):
+class Begin(Sampled):
     """The first record of a tape: all settings of the episode."""
 
     t: Literal["begin"] = "begin"
@@ -163,21 +208,12 @@ class Begin(Record):
     parent: Parent | None = None
     versions: dict[str, str] = {}
     """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes)."""
-    sampling: Sampling | None = None
+    sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run; each call records its own. None: unknown."""
-    limits: dict[str, JsonValue] | None = None
+    limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
     """Limits of the episode, including the engine's context. None: unknown."""
     at: float
     """Seconds since 1970, wall clock."""
-
-    def body(self) -> bytes:
-        """As `Record.body`, without the optional fields that are None."""
-        unused: dict[str, Any] = {field: True for field in ("sampling", "limits") if getattr(self, field) is None}
-        if self.parent is not None and self.parent.unverified is None:
-            unused["parent"] = {"unverified": True}
-        if self.sampling is not None and self.sampling.first_temperature is None:
-            unused["sampling"] = {"first_temperature": True}
-        return to_json(self, inf_nan_mode="strings", exclude=unused or None)
 
 
 class StepRecord(Record):
@@ -238,7 +274,7 @@ class Tools(Value):
     schemas: tuple[dict[str, JsonValue], ...] | None = None
 
 
-class Call(Record):
+class Call(Sampled):
     """One model call, as what it adds to an earlier one (`base`).
 
     ids(call) = prompt(call) + completion(call); prompt(call) = ids(base)[:keep] + prompt. The call *extends* its base
@@ -251,7 +287,7 @@ class Call(Record):
     call: str
     by: str
     """The path that called."""
-    conversation: str = ""
+    conversation: str = Field(default="", exclude_if=operator.not_)
     """Name of the conversation, for paths that hold several; empty for the usual single one."""
     base: str | None = None
     keep: int = 0
@@ -278,13 +314,6 @@ class Call(Record):
     """Why this call starts a new row although its path has spoken; None when it extends its base or is the first."""
     engine: str = ""
     at: float
-
-    def body(self) -> bytes:
-        """As `Record.body`, without the optional fields that this call doesn't use."""
-        unused: dict[str, Any] = {} if self.conversation else {"conversation": True}
-        if self.sampling.first_temperature is None:
-            unused["sampling"] = {"first_temperature": True}
-        return to_json(self, inf_nan_mode="strings", exclude=unused or None)
 
     @property
     def reply(self) -> Message:
@@ -326,7 +355,7 @@ class Reward(Record):
     """One reward component. Inside a tape it is part of the digest; after its end it is a layer.
 
     The reward of a tape is the sum of weight * value over the components that were recorded with it; a tape without
-    any, or with one that failed, is unscored, which is not zero (`scoring.total`).
+    any, or with one that failed, is unscored, which is not zero (`total_reward`).
     """
 
     t: Literal["reward"] = "reward"
@@ -345,6 +374,17 @@ class Reward(Record):
     def failed(self) -> bool:
         """Whether it leaves the tape unscored (`unscores`)."""
         return unscores(self.value, self.weight, self.evidence)
+
+
+def total_reward(rewards: Iterable[Reward]) -> float | None:
+    """The reward of a tape: the sum of weight * value of its components.
+
+    None where no component counts (weight 0 is a metric), or where one failed. One rule serves tapes, indexes, audits
+    and training.
+    """
+    every = list(rewards)
+    counted = [r.weight * r.value for r in every if r.weight != 0]
+    return sum(counted) if counted and not any(r.failed for r in every) else None
 
 
 class Cause(Value):
@@ -379,13 +419,9 @@ class Label(Record):
     ranges: tuple[tuple[int, int], ...] | None = None
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
-    after: str | None = None
+    after: str | None = Field(default=None, exclude_if=_is_none)
     """The call whose prompt and completion begin this call's prompt, where that is not its `base` (it may have been
     recorded earlier). None: the `base`."""
-
-    def body(self) -> bytes:
-        """As `Record.body`, without `after` where it is None."""
-        return to_json(self, inf_nan_mode="strings", exclude={"after"} if self.after is None else None)
 
 
 class Tokens(Record):

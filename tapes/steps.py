@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue
 from pydantic_core import PydanticSerializationError, to_json
 
-from .errors import DuplicateKind, Unwritable
+from .errors import Unwritable
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
@@ -56,7 +56,7 @@ class Step(BaseModel):
         cls.kind = kind or _snake(cls.__name__)
         known = _registry.get(cls.kind)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise DuplicateKind(
+            raise TypeError(
                 f"the kind {cls.kind!r} of {cls.__module__}.{cls.__qualname__} already belongs to "
                 f"{known.__module__}.{known.__qualname__}; give one of them another: "
                 f'class {cls.__name__}(..., kind="...")'

@@ -6,15 +6,16 @@ the task; it can't reach rewards, labels and private parts through it.
 
 from __future__ import annotations
 
+import os
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue, TypeAdapter
 from pydantic_core import CoreSchema, core_schema, from_json, to_json
 
-from .errors import HiddenFromAgent, NotATape, StillOpen
-from .log import Cut, Entry
+from .errors import HiddenFromAgent, NotATape
 from .messages import ENV, Conversation, Messages
 from .records import (
     DIGEST_START,
@@ -31,10 +32,40 @@ from .records import (
     StepRecord,
     fold,
     parse_record,
+    total_reward,
     trains,
 )
-from .scoring import total
-from .steps import Action, Observation, Step, Thought
+from .steps import Action, Observation, Step, Thought, role_of
+
+
+class Entry(NamedTuple):
+    """A step with its bookkeeping."""
+
+    step: Step
+    by: str
+    calls: tuple[tuple[str, int, int], ...]
+    at: float
+    turn: int
+    """Counted from 0; the environment's reaction belongs to the turn of the action."""
+    turns: int
+    """Actions taken up to and including this step."""
+
+
+class Cut(NamedTuple):
+    """A place between turns: the number of steps and of records before it."""
+
+    steps: int
+    records: int
+
+
+def new_tape_id() -> str:
+    """22 hex digits: 12 of milliseconds since 1970, so that names sort by time, and 10 random ones."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(5).hex()}"
+
+
+def step_record(tape: str, step: Step, *, by: str, calls: tuple[tuple[str, int, int], ...] = ()) -> StepRecord:
+    """The record around a step, stamped now."""
+    return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, calls=calls, content=step, at=time.time())
 
 
 class TapeLog:
@@ -358,7 +389,7 @@ class Tape(Sequence[Step]):
 
         None, which is not zero, when nothing was scored or when a component failed.
         """
-        return total(r for k, r in self._visible("reward").rewards if k < self._k)
+        return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
 
     @property
     def rewards(self) -> list[Reward]:
@@ -464,9 +495,9 @@ class Tape(Sequence[Step]):
         }
 
     def model_dump_json(self, *, indent: int | None = None) -> str:
-        """The whole tape as one JSON document. StillOpen while it runs."""
+        """The whole tape as one JSON document. NotATape while it runs."""
         if not self.closed:
-            raise StillOpen(f"tape {self.id} is still running; only a closed tape is a document")
+            raise NotATape(f"tape {self.id} is still running; only a closed tape is a document")
         return to_json(self.model_dump(), indent=indent).decode()
 
     @classmethod

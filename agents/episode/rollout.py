@@ -31,10 +31,9 @@ from ...envs.rewards import RewardFailed
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ...tapes.common.redact import without_secrets
 from ...tapes.journal import Journal
-from ...tapes.log import new_tape_id, step_record
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
-from ...tapes.tape import Ending
+from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine
 from .agent import Agent, configuration, qualified
 from .environment_calls import Caller

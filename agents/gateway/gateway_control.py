@@ -30,8 +30,8 @@ from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tap
 from ...tapes.common.http_service import SHORTEST_TOKEN, Handler, web
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
-from ...tapes.log import new_tape_id
 from ...tapes.store.run_directory import open_run
+from ...tapes.tape import new_tape_id
 from ..engines.engine import Engine
 from ..episode.agent import Agent
 from ..episode.limits import LimitReached, Limits

@@ -15,8 +15,7 @@ from ...tapes import Sampling, Tape
 from ...tapes.common.config import load_config
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
-from ...tapes.records import Publish
-from ...tapes.scoring import total
+from ...tapes.records import Publish, total_reward
 from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store
 from ..episode.agent import Agent
@@ -111,7 +110,7 @@ def reward_since(tape: Tape, step: int) -> float | None:
     while above is not None:
         rewards += (reward for reward in above.rewards if reward.step is not None and reward.step >= step)
         above = above.parent
-    return total(rewards)
+    return total_reward(rewards)
 
 
 def _setup(

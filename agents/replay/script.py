@@ -15,9 +15,9 @@ from typing import Any
 
 from ...tapes import Action, CauseType, Observation, ParseError, Status, Step, Tape, Thought
 from ...tapes.audit.verdict import Divergence, Likely, clipped, differences, plain
-from ...tapes.log import Entry
 from ...tapes.messages import ENV
 from ...tapes.records import Call, End, StepRecord
+from ...tapes.tape import Entry
 from ..episode.seeds import derive_seed, seed_stream
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

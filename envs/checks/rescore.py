@@ -15,8 +15,7 @@ from typing import Any
 
 from ...tapes import Tape
 from ...tapes.audit.verdict import Divergence, Failure, Likely, Verdict, diverged, unverifiable, verified
-from ...tapes.records import Reward
-from ...tapes.scoring import total
+from ...tapes.records import Reward, total_reward
 from ...tapes.value import Value
 from ..rewards import Rewards, RewardSource
 
@@ -212,8 +211,8 @@ async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opi
     return Opinion(
         tape=tape.id,
         group=tape.begin.group,
-        ours=total(one),
-        theirs=total(two),
+        ours=total_reward(one),
+        theirs=total_reward(two),
         failures=tuple(_failure(r) for r in (*one, *two) if math.isnan(r.value)),
     )
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...tapes import Tape
-from ...tapes.records import Record, Reward
-from ...tapes.scoring import total
+from ...tapes.records import Record, Reward, total_reward
 from ...tapes.store.attempts import GROUP_LAYER
 from .sources import Rewards, RewardSource
 
@@ -31,7 +30,7 @@ def counted(tape: Tape) -> list[Reward]:
 
 def training_reward(tape: Tape) -> float | None:
     """The sum of the counted rewards; None for an unscored tape."""
-    return total(counted(tape))
+    return total_reward(counted(tape))
 
 
 async def compared(

@@ -31,11 +31,11 @@ from ...agents.episode.recorder import Recorder
 from ...tapes import Answer, Cause, CauseType, Message, Sampling, Status, Tape, Task, ToolCall, ToolCalls
 from ...tapes.arrays import floats, ints
 from ...tapes.journal import Journal
-from ...tapes.log import new_tape_id, step_record
 from ...tapes.messages import ENV, heard
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
 from ...tapes.store.store import Store
+from ...tapes.tape import new_tape_id, step_record
 from ...tapes.value import Value
 
 MODEL = "policy"

@@ -41,9 +41,9 @@ from ...agents.episode.seeds import derive_seed
 from ...agents.rendering.renderer import Renderer
 from ...envs.environment import Environment
 from ...tapes import Sampling, Tape, TapereelError, Task
-from ...tapes.log import new_tape_id
 from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
 from ...tapes.store.store import Store
+from ...tapes.tape import new_tape_id
 from ..data.provenance import Range, known, own_ranges
 from ..data.rows import Row, rows
 from ..data.staleness import version_name

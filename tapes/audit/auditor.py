@@ -20,7 +20,7 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotATape
-from ..records import CauseType, Status, trains, unscores
+from ..records import IN_TAPE, CauseType, Status, trains, unscores
 from ..store.books import bucket
 from ..store.index import column_length
 from ..store.segment import read_body
@@ -213,9 +213,7 @@ class AuditFold:
     def add(self, t: str, tape: str | None, body: bytes) -> None:
         """One record, by its `t` and `tape`. NotATape when it can't be read."""
         name = tape or ""
-        if t == "use" or (
-            t in ("begin", "step", "call", "reward", "end") and (self._only is None or name in self._only)
-        ):
+        if t == "use" or (t in IN_TAPE and (self._only is None or name in self._only)):
             try:
                 self._add(t, name, read_body(body))
             except (ValueError, TypeError, AttributeError, LookupError) as error:

@@ -1,6 +1,6 @@
-"""The file system operations that the store uses, as a protocol, so that tests can simulate crashes and full disks.
+"""The file system operations that the store uses, as one class, so that tests can simulate crashes and full disks.
 
-The protocol promises no more than POSIX does:
+The class promises no more than POSIX does:
 
 * a write may be short;
 * written bytes may be lost in a power cut until `sync` of the file returns;
@@ -14,80 +14,17 @@ import itertools
 import os
 import sys
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 
-class Disk(Protocol):
-    """Every method raises OSError when the operation fails."""
+class Disk:
+    """The operating system's files. POSIX only, as the locks are `flock`.
+
+    Every method raises OSError when the operation fails.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Create the folder and its missing parents; durable when this returns."""
-        ...
-
-    def names(self, folder: Path) -> list[str]:
-        """Names in the folder; FileNotFoundError when the folder is missing."""
-        ...
-
-    def create(self, path: Path) -> int:
-        """A handle on a new file, to append to; FileExistsError when the name is taken."""
-        ...
-
-    def edit(self, path: Path) -> int:
-        """A handle on a file, to lock, sync, truncate or overwrite it; the file is created when it is missing."""
-        ...
-
-    def lock(self, handle: int, *, wait: bool = False) -> bool:
-        """Take the file's exclusive lock, held until `close`. False when another handle holds it.
-
-        The system releases the lock when the process dies: a segment without a lock has no living writer.
-        """
-        ...
-
-    def write(self, handle: int, data: bytes) -> int:
-        """Append; returns how many bytes were written, which may be fewer than given."""
-        ...
-
-    def sync(self, handle: int) -> None:
-        """Return when the file's bytes and length would survive a power cut."""
-        ...
-
-    def sync_dir(self, folder: Path) -> None:
-        """Return when the folder's names would survive a power cut."""
-        ...
-
-    def truncate(self, handle: int, size: int) -> None:
-        """Cut the file to `size` bytes; durable after `sync`."""
-        ...
-
-    def close(self, handle: int) -> None:
-        """Give up the handle and its lock."""
-        ...
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Rename the file atomically; a file that has the new name is replaced."""
-        ...
-
-    def remove(self, path: Path) -> None:
-        """Remove the file; FileNotFoundError when it is missing."""
-        ...
-
-    def open(self, path: Path) -> BinaryIO:
-        """The file, open for reading; FileNotFoundError when it is missing."""
-        ...
-
-    def size(self, path: Path) -> int:
-        """Bytes of the file."""
-        ...
-
-    def nonce(self) -> str:
-        """6 random hex digits."""
-        ...
-
-
-class RealDisk:
-    """The operating system's files. POSIX only, as the locks are `flock`."""
-
-    def make_folder(self, path: Path) -> None:
         missing: list[Path] = []
         while not path.exists():
             missing.append(path)
@@ -98,15 +35,22 @@ class RealDisk:
             self.sync_dir(folder.parent)
 
     def names(self, folder: Path) -> list[str]:
+        """Names in the folder; FileNotFoundError when the folder is missing."""
         return os.listdir(folder)
 
     def create(self, path: Path) -> int:
+        """A handle on a new file, to append to; FileExistsError when the name is taken."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def edit(self, path: Path) -> int:
+        """A handle on a file, to lock, sync, truncate or overwrite it; the file is created when it is missing."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
+        """Take the file's exclusive lock, held until `close`. False when another handle holds it.
+
+        The system releases the lock when the process dies: a segment without a lock has no living writer.
+        """
         import fcntl  # here, so that reading a run works where there is no flock
 
         try:
@@ -116,23 +60,22 @@ class RealDisk:
         return True
 
     def write(self, handle: int, data: bytes) -> int:
+        """Append; returns how many bytes were written, which may be fewer than given."""
         return os.write(handle, data)
 
-    if sys.platform == "darwin":
-
-        def sync(self, handle: int) -> None:
+    def sync(self, handle: int) -> None:
+        """Return when the file's bytes and length would survive a power cut."""
+        if sys.platform == "darwin":
             import fcntl
 
             # On macOS fsync leaves the bytes in the drive's volatile cache; only F_FULLFSYNC flushes that cache.
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-
-    else:
-
-        def sync(self, handle: int) -> None:
+        else:
             # fdatasync also writes the file's length, without which appended bytes can't be read after a power cut.
             os.fdatasync(handle)
 
     def sync_dir(self, folder: Path) -> None:
+        """Return when the folder's names would survive a power cut."""
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -140,28 +83,35 @@ class RealDisk:
             os.close(handle)
 
     def truncate(self, handle: int, size: int) -> None:
+        """Cut the file to `size` bytes; durable after `sync`."""
         os.ftruncate(handle, size)
 
     def close(self, handle: int) -> None:
+        """Give up the handle and its lock."""
         os.close(handle)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Rename the file atomically; a file that has the new name is replaced."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
+        """Remove the file; FileNotFoundError when it is missing."""
         os.unlink(path)
 
     def open(self, path: Path) -> BinaryIO:
+        """The file, open for reading; FileNotFoundError when it is missing."""
         return open(path, "rb")
 
     def size(self, path: Path) -> int:
+        """Bytes of the file."""
         return os.stat(path).st_size
 
     def nonce(self) -> str:
+        """6 random hex digits."""
         return os.urandom(3).hex()
 
 
-REAL = RealDisk()
+REAL = Disk()
 _parts = itertools.count()
 
 

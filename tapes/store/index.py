@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from ..records import unscores
+from ..records import IN_TAPE, unscores
 from .disk import REAL, Disk
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
@@ -265,7 +265,7 @@ class Index:
 
     def _note(self, segment: str, line: Line, at: int, length: int) -> tuple[Any, ...]:
         t, tape = peek(line.body)
-        if tape is not None and t in ("begin", "step", "call", "reward", "end"):
+        if tape is not None and t in IN_TAPE:
             try:
                 self._summarise(tape, t, line, segment)
             except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:

@@ -1,13 +1,12 @@
 """Media: images, sound and other content too large for a line, in files named by the hash of their bytes.
 
-A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Only
-`collect` removes files, and only those that no record names. The bytes may have any format.
+A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Nothing
+removes a file. The bytes may have any format.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -70,19 +69,6 @@ class Media:
         except FileNotFoundError:
             return []
         return sorted(name for name in found if _REFERENCE.fullmatch(f"media:{name}".encode()))
-
-    def collect(self, bodies: Iterable[bytes]) -> list[str]:
-        """Remove the files that none of these record bodies names, and unfinished ones; returns what was removed.
-
-        Call it through `Store.collect_media`, which makes sure that no writer is about to name one.
-        """
-        named = {name for body in bodies for name in references(body)}
-        removed = [name for name in self.names() if name not in named]
-        parts = [name for name in self.disk.names(self.folder) if name.endswith(".part")] if removed or named else []
-        for name in [*removed, *parts]:
-            self.disk.remove(self.folder / name)
-            self._durable.discard(name)
-        return removed
 
 
 def references(body: bytes) -> set[str]:

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import Publish, Record, Status, parse_record
+from ..records import IN_TAPE, Publish, Record, Status, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
@@ -29,9 +29,7 @@ from .media import Media
 from .reader import PINS, Break, SegmentReader
 from .recovery import Recovered, start_writer
 from .segment import parse_line, peek, segment_names
-from .writer import FolderLock, SegmentWriter
-
-_IN_TAPE = ("begin", "step", "call", "reward", "end")
+from .writer import SegmentWriter
 
 
 class Stored(NamedTuple):
@@ -297,7 +295,7 @@ class Store:
         """Bodies of the tape's own records, and its layers; with `records`, only that many bodies and no layers."""
         places = self.index.places(tape)
         ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
-        inside = [place for k, place in enumerate(places) if k <= ended and place.t in _IN_TAPE]
+        inside = [place for k, place in enumerate(places) if k <= ended and place.t in IN_TAPE]
         if not inside[:records] or inside[0].t != "begin":
             raise NotATape(f"tape {tape!r} has records but no begin in {self.path}")
         layers = sorted(set(places) - set(inside)) if records is None else []
@@ -310,10 +308,6 @@ class Store:
                 for place in group:
                     file.seek(place.offset)
                     yield parse_line(file.read(place.length)[:-1]).body
-
-    def layers(self, tape: str) -> list[Record]:
-        """The records that were added to the tape after its end."""
-        return self.tape(tape).layers
 
     def _names(self) -> list[str]:
         return segment_names(self.disk.names(self.folder))
@@ -383,23 +377,3 @@ class Store:
     def media(self) -> Media:
         """The run's media files."""
         return Media(self.folder / "media", disk=self.disk)
-
-    def collect_media(self) -> list[str]:
-        """Remove the media files that no record names; returns their names. StoreFailed while a writer is at work.
-
-        A writer puts a file before it records the reference, so a file without a reference may be one about to be used.
-        The folder's lock keeps a new writer from starting meanwhile.
-        """
-        with FolderLock(self.disk, self.folder):
-            for name in self._names():
-                handle = self.disk.edit(self.folder / f"{name}.jsonl")
-                free = self.disk.lock(handle)
-                self.disk.close(handle)
-                if not free:
-                    raise StoreFailed(
-                        f"segment {name} has a writer, which may be about to name a media file; close it first"
-                    )
-            return self.media.collect(stored.body for stored in self.records())
-
-
-__all__ = ["Cursor", "Durability", "Store", "Stored", "Summary"]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import NoRun
-from ..records import DIGEST_START, Begin, Parent, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Parent, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk
@@ -23,7 +23,6 @@ from .segment import Line, peek, segment_names
 from .writer import FolderLock
 
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
-_IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 
 class SegmentReport(Value):
@@ -100,7 +99,7 @@ class _Fold:
         except ValueError as error:
             self.broken.append(f"record {line.n} of segment {segment} can't be read: {_first_line(error)}")
             return
-        if tape is not None and t in _IN_TAPE and tape not in self.ended:
+        if tape is not None and t in IN_TAPE and tape not in self.ended:
             n, digest = self.digests.get(tape, (0, DIGEST_START))
             self.digests[tape] = n + 1, fold(digest, line.body)
             if t == "end":
@@ -283,7 +282,7 @@ def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -
     for name in names:
         for _, line, _ in SegmentReader(folder, name, disk=disk):
             t, tape = peek(line.body)
-            if tape in state and t in _IN_TAPE:
+            if tape in state and t in IN_TAPE:
                 n, digest = state[tape]
                 state[tape] = n + 1, fold(digest, line.body)
                 yield tape, n + 1, state[tape][1].hex()

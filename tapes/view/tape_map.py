@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 from ..errors import NotATape
 from ..messages import ENV
-from ..records import Begin, parse_record
+from ..records import IN_TAPE, Begin, parse_record
 from ..store.index import Place
 from ..store.segment import BadLine, read_body
 from ..store.store import Store
 
 _STEP = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"((?:[^"\\]|\\.)*)","role":"([a-z]+)"')
 _CALL = re.compile(rb'\{"t":"call","tape":"[^"]*","call":"([^"\\]*)"')
-IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 
 class TapeMap:

@@ -16,7 +16,7 @@ from tapereel.agents.runs.runner import RunConfig
 from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
 from tapereel.cli import main
 from tapereel.tapes.common.config import load_config
-from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.store import Store
 
 from .lab import DEADLY, NEXT, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
@@ -146,15 +146,15 @@ def test_what_ended_episodes_is_told_with_its_place_and_a_tape(tmp_path: Path, c
 
 
 def test_a_full_disk_is_told_once_however_many_episodes_meet_it(tmp_path: Path, capsys, caplog, monkeypatch):
-    room, write = [900_000], RealDisk.write
+    room, write = [900_000], Disk.write
 
-    def bounded(self: RealDisk, handle: int, data: memoryview) -> int:
+    def bounded(self: Disk, handle: int, data: memoryview) -> int:
         room[0] -= len(data)
         if room[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, handle, data)
 
-    monkeypatch.setattr(RealDisk, "write", bounded)
+    monkeypatch.setattr(Disk, "write", bounded)
     scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:WaitsForThree", "--tasks", f"{EXAMPLE}:tasks")
     told = refusal_of(capsys, "run", *scene, *SCRIPT, "--attempts", "4", "--out", str(tmp_path / "r"), code=1)
     assert told.count("No space left on device") == told.count("tapereel run: ") == 1

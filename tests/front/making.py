@@ -11,11 +11,10 @@ from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Action, Observation, Sampling, Status, Tape, Task, Text
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Reward
 from tapereel.tapes.steps import Answer
 from tapereel.tapes.store.store import Store
-from tapereel.tapes.tape import TapeLog
+from tapereel.tapes.tape import TapeLog, step_record
 
 
 class Hint(Observation, kind="front_hint"):

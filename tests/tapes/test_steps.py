@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes import Action, DuplicateKind, Observation, Text, Thought
+from tapereel.tapes import Action, Observation, Text, Thought
 from tapereel.tapes.errors import Unwritable
 from tapereel.tapes.records import StepRecord
 from tapereel.tapes.steps import UnknownAction, read_step, role_of
@@ -37,7 +37,7 @@ def test_a_step_is_frozen_and_closed():
 
 
 def test_two_classes_with_one_kind_are_an_error_that_names_both():
-    with pytest.raises(DuplicateKind, match=r"play_card.*test_steps\.PlayCard"):
+    with pytest.raises(TypeError, match=r"play_card.*test_steps\.PlayCard"):
         type("Other", (Action,), {"__module__": "elsewhere", "__qualname__": "Other"}, kind="play_card")
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, StillOpen, Tape, Task
-from tapereel.tapes.log import step_record
+from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, Tape, Task
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -22,7 +21,7 @@ from tapereel.tapes.records import (
     parse_record,
     trains,
 )
-from tapereel.tapes.tape import TapeLog
+from tapereel.tapes.tape import TapeLog, step_record
 
 
 class See(Observation, kind="tape_see"):
@@ -101,7 +100,7 @@ def test_an_edited_document_is_refused():
 
 
 def test_an_open_tape_is_no_document():
-    with pytest.raises(StillOpen, match="still running"):
+    with pytest.raises(NotATape, match="still running"):
         Tape(build(1, end=False)).model_dump_json()
 
 

@@ -24,8 +24,7 @@ from tapereel.finetune.interchange.story import story_of
 from tapereel.tapes import CauseType, Status, Tape, Task
 from tapereel.tapes.audit.auditor import audit_run
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.records import Reward
-from tapereel.tapes.scoring import total
+from tapereel.tapes.records import Reward, total_reward
 from tapereel.tapes.store.store import Store
 
 from ..scored import SPEAKER, Asks, said, scores, tapes
@@ -350,7 +349,7 @@ def test_what_an_environment_scored_beside_a_source_that_failed_is_no_reward(tmp
         assert {tape.reward for tape in store.tapes(min_reward=0.4)} == {1.5}
         own = failed[0].rewards[0]
         assert (own.name, own.value, own.weight) == ("reward", 0.5, 1.0)
-        assert total(failed[0].rewards[:1]) == 0.5
+        assert total_reward(failed[0].rewards[:1]) == 0.5
         _, told = audit_run(store)
     assert told.unscored == 4
     assert {(c.name, c.metric): (c.scores, c.total) for c in told.components}["reward", False] == (4, 2.0)
@@ -365,10 +364,10 @@ def test_what_an_environment_scored_beside_a_source_that_failed_is_no_reward(tmp
 def test_a_metric_that_is_nan_leaves_the_reward_as_it_is_and_a_reward_that_is_nan_does_not():
     (tape,) = tapes(["ab"], Task(public="q", private={"worth": 2.0}))
     of = {"tape": tape.id, "value": math.nan}
-    assert total([*tape.rewards, Reward(**of, weight=0.0)]) == 2.0
-    assert total([*tape.rewards, Reward(**of)]) is None
-    assert total([*tape.rewards, Reward(**of, weight=0.0, evidence={"failed": "it raised"})]) is None
-    assert total([Reward(tape=tape.id, value=1.0, weight=0.0)]) is None
+    assert total_reward([*tape.rewards, Reward(**of, weight=0.0)]) == 2.0
+    assert total_reward([*tape.rewards, Reward(**of)]) is None
+    assert total_reward([*tape.rewards, Reward(**of, weight=0.0, evidence={"failed": "it raised"})]) is None
+    assert total_reward([Reward(tape=tape.id, value=1.0, weight=0.0)]) is None
 
 
 def test_a_failed_layer_says_nothing_of_the_reward_on_the_tape_but_a_failed_comparison_does():

@@ -18,7 +18,6 @@ from tapereel.finetune.history.update_facts import items
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, NotATape, Sampling, Tape
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -32,6 +31,7 @@ from tapereel.tapes.records import (
     Task,
     Tokens,
 )
+from tapereel.tapes.tape import step_record
 
 from ..build import ledger
 from ..loop.lab import RENDERER, WORDS, Letters, Speaker, model

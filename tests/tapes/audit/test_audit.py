@@ -18,7 +18,6 @@ from tapereel.cli.console import Exit
 from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.audit.auditor import INHERITED, Anomaly, Audit, AuditFold, audit_run
 from tapereel.tapes.errors import NotATape
-from tapereel.tapes.log import step_record
 from tapereel.tapes.records import (
     Attempt,
     Begin,
@@ -39,7 +38,7 @@ from tapereel.tapes.steps import Action, Answer, Text
 from tapereel.tapes.store.books import bucket
 from tapereel.tapes.store.segment import peek
 from tapereel.tapes.store.store import Store
-from tapereel.tapes.tape import Tape
+from tapereel.tapes.tape import Tape, step_record
 
 
 class Look(Action, kind="audit_look"):

@@ -19,7 +19,7 @@ import pytest
 from tapereel.tapes.errors import Corrupt, StoreFailed
 from tapereel.tapes.journal import Durability
 from tapereel.tapes.records import Status
-from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.store import Cursor, Store
 from tapereel.tapes.store.verifier import verify
 
@@ -28,7 +28,7 @@ from .lab import Lab
 lab = Lab()
 
 
-class FaultyDisk(RealDisk):
+class FaultyDisk(Disk):
     """A real disk on which writes or syncs fail, are cut short, or wait, as a test says."""
 
     def __init__(self) -> None:
