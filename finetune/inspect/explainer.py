@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,10 +131,11 @@ class Explainer:
     _batches: dict[tuple[str, int, int], _Taken] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def uses(self) -> list[Use]:
+    def updates(self) -> list[_Update]:
         """Every update of every living lineage, in order."""
         lineages = self.store.lineages()
-        return [use for lineage in lineages.living for use in lineages.ledger(lineage).uses]
+        uses = (use for lineage in lineages.living for use in lineages.ledger(lineage).uses)
+        return [_Update(use, UpdateInfo.of(use)) for use in uses]
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -143,28 +144,27 @@ class Explainer:
 
     def newest(self, n: int) -> list[str]:
         """The last n tapes of the last update; in a run without updates the last n closed tapes."""
-        taken = [tape for use in self.uses[-1:] for tape in UpdateInfo.of(use).tapes]
+        taken = [tape for update in self.updates[-1:] for tape in update.info.tapes]
         return (taken or [summary.id for summary in self.store.summaries(closed=True)])[-n:]
 
     def explain(self, name: str) -> Explanation:
         """Explain the tape with this id, or with the only id that begins with `name`."""
         tape = self.store.tape(name)
         notes: list[str] = []
-        took = [use for use in self.uses if tape.id in Plan.of({"phase": "", "tapes": (), **use.info}).read]
-        lasts = _lasts(took)
+        took = [update for update in self.updates if update.read(tape.id)]
         try:
             found = rows(tape, renderer=self.renderer)
         except NotATape as error:
             found = []
             notes.append(str(error))
-        facts = self._facts(tape, lasts, notes)
+        facts = self._facts(tape, _lasts(took), notes)
         lines = tuple(self._row(tape, row, facts) for row in found)
         own = sum(line.own for line in lines)
         completions = sum(len(call.completion or ()) for call in tape.calls)
         return Explanation(
             tape=summarise(tape),
             verdict=_verdict(tape, took, facts),
-            uses=tuple(self._use(use, tape) for use in took),
+            uses=tuple(self._use(update, tape) for update in took),
             group_rewards=tuple(facts.group),
             rows=lines,
             forwarded=sum(len(line.tokens) for line in lines),
@@ -174,21 +174,19 @@ class Explainer:
             notes=tuple(notes),
         )
 
-    def _use(self, use: Use, tape: Tape) -> UseLine:
-        info = UpdateInfo.of(use)
-        phase = info.phase
-        recipe = self.recipes.get(phase)
-        skipped = info.skipped
+    def _use(self, update: _Update, tape: Tape) -> UseLine:
+        use, info = update
+        recipe = self.recipes.get(info.phase)
         return UseLine(
             lineage=use.lineage,
             update=use.update,
-            phase=phase,
+            phase=info.phase,
             recipe=recipe.name if recipe is not None else None,
             trained=sum(end - start for name, _, start, end, _ in use.items if name == tape.id),
-            skipped=str(skipped) if skipped else None,
+            skipped=info.skipped or None,
         )
 
-    def _facts(self, tape: Tape, uses: Sequence[Use], notes: list[str]) -> _Facts:
+    def _facts(self, tape: Tape, updates: Sequence[_Update], notes: list[str]) -> _Facts:
         scored = tape.closed and training_reward(tape) is not None
         facts = _Facts(turn_rewards=np.asarray(episode_of(tape).turn_rewards) if scored else None)
         for index, entry in enumerate(tape.entries):
@@ -196,33 +194,30 @@ class Explainer:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
         # Later fates overwrite earlier ones: FATES is in order of strength, so `trained` is written last.
         for fate in reversed(FATES):
-            for name, call, start, end in (entry for use in uses for entry in ranges(use, fate)):
+            for name, call, start, end in (entry for use, _ in updates for entry in ranges(use, fate)):
                 if name == tape.id:
                     facts.fates.update(dict.fromkeys(((call, k) for k in range(start, end)), fate))
-        for use in uses:
-            self._add_facts(facts, tape, use, notes)
+        group = tape.begin.group or tape.id
+        for use, info in updates:
+            for name, call, start, end, weight in use.items:
+                if name == tape.id:
+                    facts.weights.update(dict.fromkeys(((call, k) for k in range(start, end)), weight))
+            taken = self._taken(use, info)
+            facts.advantages |= {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
+            for name, rewards in taken.groups.items():
+                if name.partition("#")[0] == group:
+                    facts.group += rewards
+            if taken.problem:
+                notes.append(f"advantages of update {use.update}: {taken.problem}")
         return facts
 
-    def _add_facts(self, facts: _Facts, tape: Tape, use: Use, notes: list[str]) -> None:
-        for name, call, start, end, weight in use.items:
-            if name == tape.id:
-                facts.weights.update(dict.fromkeys(((call, k) for k in range(start, end)), weight))
-        taken = self._taken(use)
-        facts.advantages |= {(call, k): a for (name, call, k), a in taken.advantages.items() if name == tape.id}
-        group = tape.begin.group or tape.id
-        facts.group = facts.group + [
-            r for name, rewards in taken.groups.items() if name.partition("#")[0] == group for r in rewards
-        ]
-        if taken.problem:
-            notes.append(f"advantages of update {use.update}: {taken.problem}")
-
-    def _taken(self, use: Use) -> _Taken:
+    def _taken(self, use: Use, info: UpdateInfo) -> _Taken:
         key = (use.lineage, use.update, use.epoch)
         if key not in self._batches:
-            self._batches[key] = self._computed(use)
+            self._batches[key] = self._computed(use, info)
         return self._batches[key]
 
-    def _computed(self, use: Use) -> _Taken:
+    def _computed(self, use: Use, info: UpdateInfo) -> _Taken:
         history = History(
             self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer, renderer=self.renderer
         )
@@ -234,8 +229,8 @@ class Explainer:
         groups: dict[str, list[float | None]] = {}
         for episode in batch.episodes:
             groups.setdefault(episode.group, []).append(episode.reward)
-        recipe = self.recipes.get(plan.phase)
-        problem = _unknowable(recipe, plan.phase)
+        recipe = self.recipes.get(info.phase)
+        problem = _unknowable(recipe, info.phase)
         if problem or recipe is None or not recipe.surrogate.advantages:
             return _Taken({}, groups, problem)
         whole = Stream.of(batch.rows, batch.episodes)
@@ -283,21 +278,26 @@ class Explainer:
         }
 
 
-def _lasts(took: list[Use]) -> list[Use]:
+class _Update(NamedTuple):
+    use: Use
+    info: UpdateInfo
+
+    def read(self, tape: str) -> bool:
+        """True if the update read the tape: to train on it, to set it aside or to imitate it."""
+        return tape in (*self.info.tapes, *self.info.aside, *self.info.shown)
+
+
+def _lasts(took: list[_Update]) -> list[_Update]:
     """The last applied update that took the tape (else the last one), and the updates of other policies on the same
     batch: with several policies, each trains on its own tokens of one tape."""
-    last = next((use for use in reversed(took) if not UpdateInfo.of(use).skipped), took[-1] if took else None)
+    last = next((update for update in reversed(took) if not update.info.skipped), took[-1] if took else None)
+    if last is None:
+        return []
+    batch = (last.use.update, last.info.tapes)
     return [
-        use
-        for use in took
-        if last is not None
-        and (
-            use is last
-            or (
-                use.lineage != last.lineage
-                and (use.update, UpdateInfo.of(use).tapes) == (last.update, UpdateInfo.of(last).tapes)
-            )
-        )
+        one
+        for one in took
+        if one is last or (one.use.lineage != last.use.lineage and (one.use.update, one.info.tapes) == batch)
     ]
 
 
@@ -325,9 +325,9 @@ class _Facts:
     group: list[float | None] = field(default_factory=list)
 
 
-def _verdict(tape: Tape, took: list[Use], facts: _Facts) -> str:
+def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
     if took:
-        updates = list(dict.fromkeys(use.update for use in took))
+        updates = list(dict.fromkeys(use.update for use, _ in took))
         names = ", ".join(map(str, updates[-5:]))
         more = f" and {len(updates) - 5} earlier" if len(updates) > 5 else ""
         if not facts.weights:

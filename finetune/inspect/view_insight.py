@@ -5,7 +5,7 @@ An adapter from `Explainer` and `score` to the protocol `Insight` of `tapes/view
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ...tapes.store.store import Store
 from ..data.rows import rows
 from ..trainer.logprobs import score
-from .explainer import Explainer, Explanation, token_reader
+from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
 LONGEST = 20_000
@@ -52,7 +52,12 @@ class TrainingInsight:
         return {
             "verdict": found.verdict,
             "notes": list(found.notes),
-            "advantages": self._advantages(found),
+            "advantages": _by_call(
+                (token.call, token.offset, token.advantage)
+                for row in found.rows
+                for token in row.tokens
+                if token.call is not None and token.offset is not None and token.advantage is not None
+            ),
             "rows": [
                 {
                     "begins": row.begins,
@@ -72,23 +77,19 @@ class TrainingInsight:
         if self._policies is None or not isinstance(policy, Policy):
             return {}
         found = rows(self._store.tape(tape, refresh=False), renderer=self._renderer)
-        ratios: dict[str, list[float | None]] = {}
+        ratios: list[tuple[str, int, float | None]] = []
         for row in found:
             now = score(self._policies.model(policy), [row]).logprob.double().cpu().numpy()
-            every = np.exp(now - row.old)
-            for call, offset, ratio in zip(row.call.tolist(), row.offset.tolist(), every.tolist(), strict=True):
-                _put(ratios.setdefault(row.calls[call], []), offset, ratio if np.isfinite(ratio) else None)
-        return {"ratios": ratios, "weights": policy.name}
-
-    def _advantages(self, found: Explanation) -> dict[str, list[float | None]]:
-        known: dict[str, list[float | None]] = {}
-        for row in found.rows:
-            for token in row.tokens:
-                if token.call is not None and token.offset is not None and token.advantage is not None:
-                    _put(known.setdefault(token.call, []), token.offset, token.advantage)
-        return known
+            for call, offset, ratio in zip(row.call, row.offset, np.exp(now - row.old).tolist(), strict=True):
+                ratios.append((row.calls[call], int(offset), ratio if np.isfinite(ratio) else None))
+        return {"ratios": _by_call(ratios), "weights": policy.name}
 
 
-def _put(values: list[float | None], at: int, value: float | None) -> None:
-    values += [None] * (at + 1 - len(values))
-    values[at] = value
+def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
+    """call -> values by index in its completion, from (call, index, value); None where there is none."""
+    known: dict[str, list[float | None]] = {}
+    for call, at, value in values:
+        column = known.setdefault(call, [])
+        column += [None] * (at + 1 - len(column))
+        column[at] = value
+    return known
