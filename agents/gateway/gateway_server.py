@@ -276,7 +276,10 @@ class Gateway(HttpService):
                 if data and not await self._write(request, response, data):
                     return response
             answer = await asking
-            last = (*_taken(live, asked, response.prepared), *answer.chunks(live.sent, usage=asked.usage))
+            last = (
+                *_taken(live, asked, response.prepared),
+                *answer.chunks(live.sent, usage=bool(asked.stream_options.include_usage)),
+            )
             await self._write(request, response, _events(last) + b"data: [DONE]\n\n")
         except (Refused, StoreFailed) as error:
             if not response.prepared:

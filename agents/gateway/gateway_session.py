@@ -129,7 +129,7 @@ class Session:
             reply = await self._llm(
                 self._tape,
                 messages=messages,
-                tools=request.tools,
+                tools=tuple(request.tools) or None,
                 conversation=conversation,
                 sampling=sampling,
                 max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens),
@@ -238,10 +238,10 @@ class Session:
         if self._follow:
             asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
         if request.stop:
-            asked["extra"] = {**own.extra, "stop": list(request.stop)}
+            asked["extra"] = {**own.extra, "stop": request.stop}
         return own.model_copy(update=asked) if asked else own
 
-    def _logprobs(self, call: Call) -> list[dict[str, Any]] | None:
+    def _logprobs(self, call: Call) -> list[dict[str, object]] | None:
         renderer = self._renderer
         if call.completion is None or call.logprobs is None or renderer is None:
             return None

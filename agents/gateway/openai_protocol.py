@@ -7,11 +7,20 @@ is dropped silently. HTTP is in `gateway_server`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+)
 
 from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import TapereelError
@@ -22,7 +31,7 @@ _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
 """Fields for a hosted service that don't change what is sampled; they are ignored."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -33,7 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with these values only."""
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
@@ -63,34 +71,95 @@ def _bad(message: str, param: str | None = None) -> Refused:
     return Refused(400, message, param=param)
 
 
-def invalid(error: ValidationError) -> Refused:
-    """The refusal of a body that doesn't fit its model: the place and the problem of the first error."""
-    found = error.errors(include_input=False, include_url=False)[0]
-    place = ".".join(map(str, found["loc"]))
-    return _bad(f"{place or 'the body'}: {found['msg']}", place or None)
+def invalid(error: ValidationError, *within: str) -> Refused:
+    """The refusal of a body that doesn't fit its model: the place, the problem and the value of the first error."""
+    found = error.errors(include_url=False)[0]
+    place = [*within, *map(str, found["loc"])]
+    if found["type"] == "extra_forbidden":
+        return _bad(f"{'.'.join(place)}: not supported here; leave it out", place[0])
+    problem = found["msg"].removeprefix("Value error, ")
+    if found["type"] not in ("missing", "too_short", "too_long"):
+        problem += f", not {json.dumps(found['input'], default=str)[:100]}"
+    return _bad(f"{'.'.join(place) or 'the body'}: {problem}", place[0] if place else None)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
+class _Function(BaseModel):
+    name: str
+    arguments: str = ""
+
+
+class _ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message in a request. Fields that only a hosted service knows, as `refusal`, are left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        list[_TextPart],
+        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value or []),
+    ] = []
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    def plain(self) -> Message:
+        """The message with its content as one text, without empty fields."""
+        rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
+        if not self.tool_calls:
+            rest.pop("tool_calls", None)
+        return {"role": self.role, "content": "".join(part.text for part in self.content), **rest}
+
+
+_messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(Annotated[list[ChatMessage], Field(min_length=1)])
+
+
+def _tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('must be {"type": "function", "function": {"name": ...}}')
+    return tool
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(default=None, strict=True)
+    """Whether the stream ends with a chunk of token counts."""
+
+
+class ChatRequest(BaseModel):
     """One request for a completion."""
 
-    model: str
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    model: str = ""
     """The client's name for the model. The answer repeats it; it selects nothing."""
     messages: list[Message]
     """Each content is plain text; empty fields are left out."""
-    tools: tuple[dict[str, Any], ...] | None
-    temperature: float | None
+    tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
+    temperature: float | None = Field(default=None, strict=True, ge=0)
     """None if the client doesn't set it; the same holds for `top_p`, `max_tokens` and `seed`."""
-    top_p: float | None
-    max_tokens: int | None
-    seed: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    usage: bool
-    """Whether a stream ends with a chunk of token counts (`stream_options.include_usage`)."""
-    logprobs: bool
-    token_ids: bool
-    """Whether the answer contains prompt and completion ids (`return_token_ids`, an extension of vLLM)."""
+    top_p: float | None = Field(default=None, strict=True, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, strict=True, ge=1, lt=2**63)
+    seed: int | None = Field(default=None, strict=True, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=4),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = []
+    stream: bool = Field(default=False, strict=True)
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: bool = Field(default=False, strict=True)
+    token_ids: bool = Field(default=False, strict=True, validation_alias="return_token_ids")
+    """Whether the answer contains prompt and completion ids (an extension of vLLM)."""
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -109,119 +178,19 @@ def read_request(body: bytes) -> ChatRequest:
                 + (", and ask once for each answer" if name == "n" else ""),
                 name,
             )
-    options = left.pop("stream_options", {})
-    tools = tuple(_tool(tool, k) for k, tool in enumerate(_a(left, "tools", list, []))) or None
     if left.get("tool_choice") == "none":
-        tools = None
-    limits = [_number(left, name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
-    found = ChatRequest(
-        model=_a(left, "model", str, ""),
-        messages=_messages(left.pop("messages", None)),
-        tools=tools,
-        temperature=_number(left, "temperature", float, 0),
-        top_p=_number(left, "top_p", float, 0),
-        max_tokens=next((limit for limit in limits if limit is not None), None),
-        seed=_number(left, "seed", int, -(2**63)),
-        stop=_stop(left.pop("stop", ())),
-        stream=_a(left, "stream", bool, False),
-        usage=isinstance(options, dict) and options.get("include_usage") is True,
-        logprobs=_a(left, "logprobs", bool, False),
-        token_ids=_a(left, "return_token_ids", bool, False),
-    )
-    unknown = sorted(set(left) - set(_NEUTRAL))
-    if unknown:
-        raise _bad(f"{', '.join(unknown)}: not supported here; leave it out", unknown[0])
-    return found
-
-
-def _a(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Remove the field from `data` and return its value, or the default. Raises Refused for a value of another type."""
-    value = data.pop(name, default)
-    if not isinstance(value, kind):
-        raise _bad(f"{name} must be a JSON {_NAMES[kind]}, not {json.dumps(value)[:100]}", name)
-    return value
-
-
-_NAMES = {list: "array", str: "string", bool: "true or false", int: "integer", float: "number"}
-
-
-def _number(data: dict[str, Any], name: str, kind: type, least: float) -> Any:
-    """Remove a number from `data` and return it, or None. Raises Refused outside `least` to 2**63 (int64)."""
-    value = data.pop(name, None)
-    if value is None:
-        return None
-    fits = isinstance(value, int) if kind is int else isinstance(value, int | float)
-    if isinstance(value, bool) or not fits or not least <= value < 2**63:
-        raise _bad(f"{name} must be a {_NAMES[kind]} from {least} on, not {json.dumps(value)[:100]}", name)
-    if name == "top_p" and not 0 < value <= 1:
-        raise _bad(f"top_p must be above 0 and at most 1, not {value}", name)
-    return kind(value)
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or len(stops) > 4 or not all(isinstance(s, str) and s for s in stops):
-        raise _bad("stop must be a text, or at most 4 of them, none empty", "stop")
-    return tuple(stops)
-
-
-def _tool(tool: Any, k: int) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type") != "function" or not isinstance(function.get("name"), str):
-        raise _bad(f'tools[{k}] must be {{"type": "function", "function": {{"name": ...}}}}', "tools")
-    return tool
-
-
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise _bad("messages must be a JSON array with at least one message", "messages")
-    return [_message(message, k) for k, message in enumerate(value)]
-
-
-def _message(message: Any, k: int) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise _bad(f"messages[{k}] must be an object whose role is one of {', '.join(_ROLES)}", "messages")
-    clean: Message = {"role": message["role"], "content": _text(message.get("content"), k)}
-    for name in ("name", "tool_call_id"):
-        value = message.get(name)
-        if value is not None:
-            clean[name] = _string(value, f"messages[{k}].{name}")
-    if message.get("tool_calls"):
-        calls = message["tool_calls"]
-        if not isinstance(calls, list):
-            raise _bad(f"messages[{k}].tool_calls must be a JSON array", "messages")
-        clean["tool_calls"] = [_tool_call(call, k) for call in calls]
-    return clean
-
-
-def _tool_call(call: Any, k: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad(f"messages[{k}].tool_calls must be function calls", "messages")
-    arguments = _string(function.get("arguments", ""), f"messages[{k}].tool_calls.function.arguments")
-    return {
-        "id": _string(call.get("id", ""), f"messages[{k}].tool_calls.id"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _bad(f"{where} must be a string, not {json.dumps(value)[:100]}", "messages")
-    return value
-
-
-def _text(content: Any, k: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise _bad(f"messages[{k}].content must be a text or an array of text parts", "messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise _bad(f"messages[{k}] has a part of type {kind!r}; only text is taken here", "messages")
-    return "".join(part["text"] for part in content)
+        left.pop("tools", None)
+    if "max_completion_tokens" in left:
+        left["max_tokens"] = left.pop("max_completion_tokens")
+    fields = {name: value for name, value in left.items() if name not in _NEUTRAL}
+    try:
+        messages = _messages.validate_python(fields.get("messages"))
+    except ValidationError as error:
+        raise invalid(error, "messages") from None
+    try:
+        return ChatRequest.model_validate({**fields, "messages": [message.plain() for message in messages]})
+    except ValidationError as error:
+        raise invalid(error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +202,10 @@ class ChatAnswer:
     text: str
     finish: str
     """`stop`, `length` or `tool_calls`."""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[Message, ...] = ()
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    logprobs: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, object]] | None = None
     """OpenAI's entries, one per token; None if the request didn't ask for them or they are unknown."""
     prompt_ids: list[int] | None = None
     """Token ids of the prompt; None if the request didn't ask for them. The same holds for `ids` (the completion)."""
@@ -261,9 +230,9 @@ class ChatAnswer:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The JSON object of an answer that isn't streamed."""
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "index": 0,
             "message": self.message,
             "finish_reason": self.finish,
@@ -274,44 +243,44 @@ class ChatAnswer:
         whole = {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
         return whole if self.prompt_ids is None else {**whole, "prompt_token_ids": self.prompt_ids}
 
-    def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, object]]:
         """The last chunks of a stream: the text after `sent`, the tool calls, then the finish reason with log-probs and
         ids, then the usage. `sent` must be a prefix of `text` (see `Live.end`)."""
 
-        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        def chunk(choice: dict[str, object]) -> dict[str, object]:
             return {**self._head(CHUNK), "choices": [choice]}
 
         if len(self.text) > len(sent):
             yield chunk(delta({"content": self.text[len(sent) :]}))
         for k, call in enumerate(self.tool_calls):
             yield chunk(delta({"tool_calls": [{"index": k, **call}]}))
-        last: dict[str, Any] = {**delta({}), "finish_reason": self.finish, "logprobs": self._logprobs()}
+        last: dict[str, object] = {**delta({}), "finish_reason": self.finish, "logprobs": self._logprobs()}
         if self.ids is not None:
             last["token_ids"] = self.ids
         yield {**chunk(last), **({} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids})}
         if usage:
             yield {**self._head(CHUNK), "choices": [], "usage": self.usage}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _logprobs(self) -> dict[str, Any] | None:
+    def _logprobs(self) -> dict[str, object] | None:
         return None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
 
 
-def delta(more: dict[str, Any]) -> dict[str, Any]:
+def delta(more: Mapping[str, object]) -> dict[str, object]:
     """The choice of a chunk that adds `more` to the message."""
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
-def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+def read_calls(parsed: Sequence[Mapping[str, object]], text: str, name: str) -> tuple[str, tuple[Message, ...]]:
     """(text, function calls) of an answer. The text doesn't contain the calls.
 
     The calls are those that the engine parsed, or else those in the text: between <tool_call> tags or as one JSON
     object. A text that doesn't parse as calls stays text. `name` makes the ids of calls unique in the tape.
     """
     if parsed:
-        return text, tuple(_tool_call(call, 0) for call in parsed)
+        return text, tuple(_ToolCall.model_validate(call).model_dump() for call in parsed)
     try:
         calls = [read_tool_call(call, k) for k, call in enumerate(calls_in_text(text))]
     except ValueError:
@@ -329,7 +298,7 @@ def read_calls(parsed: Sequence[dict[str, Any]], text: str, name: str) -> tuple[
     return (TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
 
 
-def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
     """OpenAI's entries for tokens and their log-probs (natural logarithm). NaN stands for unknown and becomes null."""
     # `value == value` is false for NaN only; JSON has no NaN.
     return [

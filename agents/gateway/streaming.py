@@ -109,7 +109,7 @@ class Live:
             return ""
         if self._pieces is None:
             self._pieces = Pieces(
-                self._renderer.incremental_decoder(), self._request.stop, tools=self._request.tools is not None
+                self._renderer.incremental_decoder(), self._request.stop, tools=bool(self._request.tools)
             )
         new, self._new = self._new, array("i")
         text = self._pieces.feed(new)

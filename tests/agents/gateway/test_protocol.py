@@ -46,10 +46,16 @@ def test_what_clients_send_is_read():
         tool_choice="auto",
         parallel_tool_calls=True,
     )
-    assert (found.temperature, found.top_p, found.max_tokens, found.seed, found.stop) == (0.5, 0.9, 5, 3, ("\n",))
-    assert (found.stream, found.usage, found.logprobs, found.token_ids) == (True, True, True, True)
-    assert found.tools == (TOOL,)
-    assert read(tools=[TOOL], tool_choice="none").tools is None
+    assert (found.temperature, found.top_p, found.max_tokens, found.seed, found.stop) == (0.5, 0.9, 5, 3, ["\n"])
+    assert (found.stream, found.stream_options.include_usage, found.logprobs, found.token_ids) == (
+        True,
+        True,
+        True,
+        True,
+    )
+    assert found.tools == [TOOL]
+    assert read(tools=[TOOL], tool_choice="none").tools == []
+    assert read(stream_options={}, stream=True).stream_options.include_usage is None
     assert read(stop=None, seed=None, temperature=None).temperature is None
 
 
