@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -40,7 +41,6 @@ from .conversations import AUTHORED, Conversations, PendingCall
 from .limits import LimitReached, Limits, TokenBudget
 from .recorder import Recorder
 from .seeds import derive_seed, seed_stream
-from .stop_strings import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ class LLM:
         if not stops:
             return completion
         renderer = self._conversations.renderer
-        return cut(completion, stops, renderer.decode if renderer is not None else None)
+        return cut_at_stop(completion, stops, renderer.decode if renderer is not None else None)
 
     def _write(
         self, pending: PendingCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish
@@ -436,3 +436,37 @@ def tool_schema(tool: type[BaseModel] | dict[str, Any]) -> dict[str, Any]:
     description = schema.pop("description", None) or ""
     function = {"name": getattr(tool, "kind", tool.__name__), "description": description, "parameters": schema}
     return {"type": "function", "function": function}
+
+
+def cut_at_stop(
+    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
+) -> Completion:
+    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
+    engine of texts.
+
+    Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
+    text ends before the stop string; the ids include it, because the model chose them.
+    """
+    at = _first_stop(completion.text or "", stops)
+    if at is None:
+        return completion
+    text = (completion.text or "")[:at]
+    if completion.ids is None or decode is None:
+        return replace(completion, text=text, finish="stop")
+    ids = completion.ids
+    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
+    # is right.
+    lengths = range(1, len(ids))
+    n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
+    return replace(
+        completion,
+        text=text,
+        finish="stop",
+        ids=ids[:n],
+        logprobs=completion.logprobs[:n] if completion.logprobs is not None else None,
+        spans=tuple((version, start, min(end, n)) for version, start, end in completion.spans if start < n),
+    )
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import platform
 import random
+import sysconfig
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
+from ...envs.blocking import EnvironmentThread
 from ...envs.environment import (
     Environment,
     Outcome,
@@ -36,14 +40,15 @@ from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine
 from .agent import Agent, configuration, qualified
-from .environment_calls import Caller
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder
 from .seeds import derive_seed
-from .user_code import is_user_code
 
 log = logging.getLogger("tapereel.rollout")
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 EnvironmentFactory = Callable[[], Environment[Any]]
 
@@ -70,6 +75,7 @@ async def rollout(
     unverified: str | None = None,
     tape_id: str | None = None,
     retries: int = 2,
+    recorder: Callable[[Begin, Journal | None, Tape | None], Recorder] = Recorder,
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
@@ -79,93 +85,107 @@ async def rollout(
     Where the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
     reason to continue, which is recorded.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
-    is durable before it is carried out. Raises StoreFailed and CancelledError;
+    is durable before it is carried out. `recorder` may write other records. Raises StoreFailed and CancelledError;
     nothing else comes out of an episode.
     """
-    episode = Episode(
-        agent,
-        env if isinstance(env, Environment) else new_environment(env),
-        Task.of(task),
-        engine=engine,
-        seed=seed,
+    env = env if isinstance(env, Environment) else new_environment(env)
+    task, limits = Task.of(task), limits or Limits()
+    begin = Begin(
+        tape=tape_id or new_tape_id(),
+        task=task,
+        task_hash=task.hash,
+        agent=agent.identity(),
+        env=_environment_identity(env),
         env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
+        seed=seed,
         group=group,
         attempt=attempt,
         split=split,
-        limits=limits or Limits(),
+        parent=None if fork is None else parent_of(fork, unverified),
+        versions=_versions(engine),
         sampling=sampling or Sampling(),
-        journal=journal,
-        fork=fork,
-        unverified=unverified,
-        tape_id=tape_id or new_tape_id(),
-        retries=retries,
+        limits=_recorded_limits(limits, engine),
+        at=time.time(),
     )
+    episode = Episode(agent, env, recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
     return await episode.run()
 
 
+def parent_of(fork: Tape, unverified: str | None = None) -> Parent:
+    """How the tape that continues `fork` names it. unverified: why it may not be what the environment does now."""
+    return Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified)
+
+
+class Caller:
+    """`await caller("step", action)` calls the environment's method, for at most `seconds`.
+
+    A TimeoutError that the environment itself raises passes unchanged. A blocking environment runs in one daemon thread
+    for the whole episode. A call that exceeds its time leaves that thread running, because Python can't stop a thread.
+    """
+
+    def __init__(self, env: Environment[Any], seconds: float | None) -> None:
+        self._env = env
+        self._seconds = seconds
+        self._thread = EnvironmentThread(type(env).__qualname__) if env.blocking else None
+
+    async def __call__(self, method: str, *args: Any) -> Any:
+        coroutine: Coroutine[Any, Any, Any] = getattr(self._env, method)(*args)
+        if not inspect.isawaitable(coroutine):
+            raise TypeError(f"{type(self._env).__qualname__}.{method} is not async: write `async def {method}`")
+        if self._thread is not None:
+            coroutine = self._thread.run(coroutine)
+        timer = asyncio.timeout(self._seconds)
+        try:
+            async with timer:
+                return await coroutine
+        except SystemExit as error:  # would end the process, and every other episode with it
+            message = f"the environment raised SystemExit: {error}"
+            raise RuntimeError(message).with_traceback(error.__traceback__) from error
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise TimeoutError(
+                f"{type(self._env).__qualname__}.{method} did not return within {self._seconds} s "
+                "(Limits.environment_seconds)"
+            ) from error
+
+    def stop(self) -> None:
+        """Let the thread end after its current call. Called when the episode ends."""
+        if self._thread is not None:
+            self._thread.stop()
+
+
 class Episode:
-    """One episode of a rollout. `await episode.run()` once."""
+    """One episode, with the settings that its recorder's `begin` has. `await episode.run()` once."""
 
     def __init__(
         self,
         agent: Agent,
         env: Environment[Any],
-        task: Task,
+        recorder: Recorder,
         *,
         engine: Engine | None,
-        seed: int,
-        env_seed: int,
-        group: str | None,
-        attempt: int,
-        split: str,
         limits: Limits,
-        sampling: Sampling,
-        journal: Journal | None,
-        fork: Tape | None,
-        tape_id: str,
         retries: int,
-        recorder: Callable[..., Recorder] = Recorder,
-        unverified: str | None = None,
     ) -> None:
         self.agent = agent
         self.env = env
-        self.task = task
+        self.recorder = recorder
         self.limits = limits
-        self.fork = fork
-        self.unverified = unverified
+        self.log = recorder.log
+        self.begin = begin = recorder.log.begin
         self.started = time.perf_counter()
-        parent = None
-        if fork is not None:
-            parent = Parent(
-                tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified
-            )
-        begin = Begin(
-            tape=tape_id,
-            task=task,
-            task_hash=task.hash,
-            agent=agent.identity(),
-            env=_environment_identity(env),
-            env_seed=env_seed,
-            seed=seed,
-            group=group,
-            attempt=attempt,
-            split=split,
-            parent=parent,
-            versions=_versions(engine),
-            sampling=sampling,
-            limits=_recorded_limits(limits, engine),
-            at=time.time(),
+        self.llm = LLM(
+            recorder,
+            engine,
+            seed=begin.seed,
+            limits=limits,
+            sampling=begin.sampling or Sampling(),
+            retries=retries,
         )
-        self.recorder = recorder(begin, journal, fork)
-        self.llm = LLM(self.recorder, engine, seed=seed, limits=limits, sampling=sampling, retries=retries)
-        if fork is not None:
-            self.llm.inherit(fork)
+        if self.log.parent is not None:
+            self.llm.inherit(self.log.parent)
         self.call = Caller(env, limits.environment_seconds)
-        self.env_seed = env_seed
-
-    @property
-    def log(self) -> Any:
-        return self.recorder.log
 
     async def run(self) -> Tape:
         status, cause, cancelled = Status.ERROR, None, None
@@ -239,11 +259,11 @@ class Episode:
                 return ended
 
     async def _reset(self) -> tuple[Status, Cause | None] | None:
-        self.env.rng = random.Random(self.env_seed)
+        self.env.rng = random.Random(self.begin.env_seed)
         try:
-            if self.fork is not None:
-                return await self._restore(self.fork)
-            self._record(as_observation(await self.call("reset", self.task.given)), ENV, ())
+            if self.log.parent is not None:
+                return await self._restore(self.log.parent)
+            self._record(as_observation(await self.call("reset", self.begin.task.given)), ENV, ())
         except (StoreFailed, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -252,9 +272,9 @@ class Episode:
 
     async def _restore(self, fork: Tape) -> None:
         try:
-            await self.call("restore", self.task.given, fork)
+            await self.call("restore", self.begin.task.given, fork)
         except RestoreMismatch:
-            if self.unverified is None:
+            if self.begin.parent is None or self.begin.parent.unverified is None:
                 raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
@@ -398,9 +418,25 @@ def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line of the user's code: a library's error is corrected where the user called the library.
-    at = next((f for f in reversed(frames) if is_user_code(f.filename)), frames[-1] if frames else None)
+    at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user_code(file: str) -> bool:
+    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own.
+
+    Code typed into an interpreter or a notebook counts as the user's; `<string>` doesn't, because dataclasses compile
+    their methods under that name.
+    """
+    if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
+        return False
+    if file.startswith("<"):
+        return file.startswith(("<stdin", "<ipython"))
+    # The folder of a user's project may hold the virtual environment, so the project's path alone decides nothing.
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return not file.startswith(tuple(f"{path}/" for path in libraries))
 
 
 def _clean(text: str) -> str:

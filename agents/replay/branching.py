@@ -2,28 +2,41 @@
 
 The environment is restored first and compared with the record; continuations are rolled out only where it reaches the
 recorded state. Each continuation is a tape of its own; its `begin` names the parent's digest and the turn. A caller may
-force continuations of a prefix that can't be verified; each of them records the reason.
+force continuations of a prefix that can't be verified; each of them records the reason. `branch` takes a tape and
+objects; `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ...envs.checks.reexec_run import own_environment
 from ...envs.environment import Environment, RestoreMismatch, new_environment
+from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape
-from ...tapes.errors import TapereelError
+from ...tapes.common.config import load_config
+from ...tapes.common.run_async import run_async
+from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
+from ...tapes.records import Publish, total_reward
 from ...tapes.steps import Unknown
+from ...tapes.store.run_directory import recorded_settings
+from ...tapes.store.store import Store
 from ..engines.engine import Engine
 from ..episode.agent import Agent
-from ..episode.environment_calls import Caller
 from ..episode.limits import Limits
-from ..episode.rollout import rollout
+from ..episode.rollout import Caller, rollout
 from ..episode.seeds import derive_seed
 from ..runs.group import Group, fill
+from ..setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
+from ..setup.setup import EnvSource, load_env
+from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
 
 SPLIT = "branch"
 """The default split of continuations: they are for inspection, not for training."""
@@ -67,31 +80,65 @@ async def branch(
     """
     if n < 1 or concurrency < 1:
         raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
-    prefix = cut(tape, turn)
     begin = tape.begin
     limits = limits or recorded_limits(tape)
     env_seed = begin.env_seed if env_seed is None else env_seed
     doubt = await doubt_of(tape, turn, env, env_seed=env_seed, limits=limits)
     if doubt is not None and not unverified:
         raise doubt
-    group = Group(0, begin.task, n)
+    return await _continue(
+        tape,
+        turn,
+        agent,
+        env,
+        engine=engine,
+        n=n,
+        seed=begin.seed if seed is None else seed,
+        env_seed=env_seed,
+        sampling=sampling or begin.sampling,
+        limits=limits,
+        split=split,
+        journal=journal,
+        concurrency=concurrency,
+        doubt=doubt,
+    )
+
+
+async def _continue(
+    tape: Tape,
+    turn: int,
+    agent: Agent,
+    env: Callable[[], Environment[Any]],
+    *,
+    engine: Engine | None,
+    n: int,
+    seed: int,
+    env_seed: int,
+    sampling: Sampling | None,
+    limits: Limits,
+    split: str,
+    journal: Journal | None,
+    concurrency: int,
+    doubt: PrefixUnverified | None,
+) -> list[Tape]:
+    """Roll the continuations out. doubt: why the prefix is not verified."""
+    prefix = cut(tape, turn)
+    group = Group(0, tape.begin.task, n)
     name = f"branch/{prefix.id}/{turn}/{uuid.uuid4().hex[:8]}"
-    base = begin.seed if seed is None else seed
 
     async def one(attempt: int, again: int) -> Tape:
-        own = base if attempt == again == 0 else derive_seed(base, "branch", turn, attempt, again)
         return await rollout(
             agent,
             env,
-            begin.task,
+            tape.begin.task,
             engine=engine,
-            seed=own,
+            seed=seed if attempt == again == 0 else derive_seed(seed, "branch", turn, attempt, again),
             env_seed=env_seed,
             group=name,
             attempt=attempt,
             split=split,
             limits=limits,
-            sampling=sampling or begin.sampling,
+            sampling=sampling,
             journal=journal,
             fork=prefix,
             unverified=doubt.reason if doubt is not None else None,
@@ -160,3 +207,210 @@ async def doubt_of(
         finally:
             call.stop()
     return None
+
+
+# Branches of a recorded run: configuration, environment and weights come from the run
+
+
+class BranchConfig(RolloutConfig, AttemptsConfig):
+    """Settings of the continuations, which are the attempts of one group. The other defaults are the recorded values;
+    the split is `branch`."""
+
+    seed: int
+    """Sampling seed of the first continuation; the seeds of the others are derived from it."""
+    env_seed: int
+
+
+@dataclass(frozen=True)
+class Branched:
+    """A recorded tape and its continuations."""
+
+    recorded: Tape
+    turn: int
+    """The continuations keep the turns before this one."""
+    tapes: list[Tape]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the continuations that ended usably and were scored; None without any."""
+        rewards = self.rewards
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the continuations that ended usably and were scored."""
+        return [tape.reward for tape in self.tapes if tape.trains and tape.reward is not None]
+
+    @property
+    def recorded_reward(self) -> float | None:
+        """What the recorded tape earned from the branch on, which is comparable with a continuation's reward."""
+        return reward_since(self.recorded, self.tapes[0].inherited)
+
+
+def branch_run(
+    run: str | Path,
+    tape: str,
+    turn: int,
+    *,
+    agent: Agent | str | None = None,
+    env: EnvSource | None = None,
+    model: str | None = None,
+    sets: Sequence[str] = (),
+    unverified: bool = False,
+) -> Branched:
+    """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
+
+    tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
+    `module:name`; None: those of the run's configuration. model: a folder; None: the engine of the run's
+    configuration. sets: settings of `BranchConfig`, as `attempts=16` or `sampling.temperature=0.5`.
+
+    Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
+    PrefixUnverified where the environment doesn't return to the recorded state (`unverified` continues nevertheless).
+    """
+    settings = recorded_settings(run)
+    with Store.open(run) as store:
+        begin = store.tape(tape).begin
+        import_steps(run)
+        named = env or settings.get("env")
+        factory = load_env(named) if named is not None else own_environment(begin.env)
+        if factory is None:
+            raise UsageError(
+                f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give --env module:name"
+            )
+        # Read again: only now are the step classes imported that this tape's steps are made of.
+        recorded = store.tape(tape)
+    rewards = load_rewards(settings.get("rewards") or ())
+    factory = factory if rewards is None else rewarded(factory, rewards)
+    try:
+        cut(recorded, turn)
+    except ValueError as error:
+        raise UsageError(f"--at {turn}: {error}") from error
+    acting = recorded_agent(run, agent, begin.agent)
+    config = _config(str(run), settings, recorded, model, sets)
+    own = {name for name in config.players if not _is_set(name, sets)} | ({""} if _keeps_engine(model, sets) else set())
+    tapes = run_async(_branch(run, recorded, turn, acting, factory, config, own, unverified))
+    return Branched(recorded, turn, tapes)
+
+
+async def _branch(
+    run: str | Path,
+    tape: Tape,
+    turn: int,
+    agent: Agent,
+    env: Callable[[], Environment[Any]],
+    config: BranchConfig,
+    own: set[str],
+    unverified: bool,
+) -> list[Tape]:
+    """The continuations. The store is opened for writing only after every check has passed. own: as `_check_weights`
+    takes it."""
+    engine, publishes = await make_team(config.engine, config.players)
+    try:
+        _check_weights(tape, config, own, publishes)
+        doubt = await doubt_of(tape, turn, env, env_seed=config.env_seed, limits=config.limits)
+        if doubt is not None and not unverified:
+            raise doubt
+        with Store.open(run, write=True) as store:
+            store.record_weights(*publishes.values())
+            return await _continue(
+                tape,
+                turn,
+                agent,
+                env,
+                engine=engine,
+                n=config.attempts,
+                seed=config.seed,
+                env_seed=config.env_seed,
+                sampling=config.sampling,
+                limits=config.limits,
+                split=config.split,
+                journal=store.writer,
+                concurrency=config.concurrency,
+                doubt=doubt,
+            )
+    finally:
+        await engine.close()
+
+
+def reward_since(tape: Tape, step: int) -> float | None:
+    """The sum of a tape's rewards for the steps from `step` on and for the whole episode; None where there is none.
+
+    A fork doesn't repeat the rewards of its inherited steps, so those of its ancestors are counted as well.
+    """
+    rewards = [reward for reward in tape.rewards if reward.step is None or reward.step >= step]
+    above = tape.parent
+    while above is not None:
+        rewards += (reward for reward in above.rewards if reward.step is not None and reward.step >= step)
+        above = above.parent
+    return total_reward(rewards)
+
+
+def _config(run: str, settings: Mapping[str, Any], tape: Tape, model: str | None, sets: Sequence[str]) -> BranchConfig:
+    """The recorded settings, with `model` and `sets` on top."""
+    begin = tape.begin
+    engine = with_trainer_settings(settings.get("engine") or {}, settings.get("trainer") or {})
+    if not _keeps_engine(model, sets):
+        engine = {"renderer": engine["renderer"]} if "renderer" in engine else {}
+    base: dict[str, Any] = {
+        "engine": engine,
+        "players": _speaking(settings.get("players") or {}),
+        "sampling": (begin.sampling or Sampling()).model_dump(mode="json"),
+        "limits": recorded_limits(tape).model_dump(mode="json"),
+        "seed": begin.seed,
+        "env_seed": begin.env_seed,
+        "split": SPLIT,
+    }
+    below = [f"{key}={json.dumps(value)}" for key, value in base.items() if value != {}]
+    if model is not None:
+        below += ["engine.kind=embedded", f"engine.model={model}"]
+    elif any(text.startswith(("engine.answers", "engine.policy")) for text in sets):
+        below.append("engine.kind=scripted")
+    elif not engine and not any(text.startswith("engine") for text in sets):
+        raise UsageError(f"no model is named, and {run} has no configuration with an engine: give --model DIR")
+    return load_config(BranchConfig, None, [*below, *sets])
+
+
+def _keeps_engine(model: str | None, sets: Sequence[str]) -> bool:
+    """Whether the model is the one of the run's configuration."""
+    others = ("engine.kind", "engine.model", "engine.answers", "engine.policy")
+    return model is None and not any(text.startswith(others) for text in sets)
+
+
+def _is_set(player: str, sets: Sequence[str]) -> bool:
+    """Whether the settings name another engine for the player."""
+    return any(text.startswith(("players=", f"players.{player}=", f"players.{player}.engine")) for text in sets)
+
+
+def _speaking(players: dict[str, Any]) -> dict[str, Any]:
+    """The players' settings without those of their training, which a branch doesn't use."""
+    known = PartnerConfig.model_fields
+    return {
+        name: {key: value for key, value in own.items() if key in known}
+        | {"engine": with_trainer_settings(own["engine"], {} if own.get("frozen") else own.get("trainer", {}))}
+        for name, own in players.items()
+    }
+
+
+def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
+    """UsageError where the run's configuration names other weights than those that sampled the tape.
+
+    The configuration names the weights that training began with. A tape of a later update was sampled by a checkpoint,
+    and a branch from the first weights would compare two policies without saying so. own: players ("" is the run's
+    engine) whose model is the one of the run's configuration.
+    """
+    for name, publish in publishes.items():
+        if name not in own:
+            continue
+        versions = {
+            version
+            for call in tape.calls
+            if speaker_of(call.by, config.players) == name
+            for version, _, _ in call.spans
+        }
+        if versions and publish.version not in versions:
+            how = f"--set players.{name}.engine.model=RUN/checkpoints/{name}" if name else "--model RUN/checkpoints"
+            raise UsageError(
+                f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
+                f"configuration names other weights ({publish.version}): say which ones are meant, as in "
+                f"{how}/update-000080/hf"
+            )

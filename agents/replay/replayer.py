@@ -3,30 +3,40 @@
 The episode is an ordinary rollout. Its engine returns the recorded answers, its environment the recorded observations.
 Every request and every step is compared with the recorded one, in order within each agent's path. The first difference
 ends the replay. Agents never see rewards, so rewards are not compared; `rescore` and `reexec` check them.
+`replay` takes a tape and an agent; `replay_run` takes them from a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...envs.environment import Environment, Outcome
-from ...tapes import Action, Observation, Sampling, Status, Tape
-from ...tapes.audit.verdict import Likely, Verdict, differences, diverged, plain, unverifiable, verified
+from ...tapes import Action, Observation, Status, Tape
+from ...tapes.audit.checking import check_run
+from ...tapes.audit.verdict import Likely, Verdict, Verdicts, differences, diverged, plain, unverifiable, verified
+from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
+from ...tapes.errors import UsageError
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord
 from ...tapes.steps import Unknown
+from ...tapes.store.store import Store
 from ..engines.engine import Completion, Request
 from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.recorder import Recorder
-from ..episode.rollout import Episode
+from ..episode.rollout import Episode, parent_of
+from ..setup.recorded_setup import import_steps, recorded_agent, recorded_renderer
 from .replay_engine import Diverged, ReplayEngine, recorded_answer
 from .script import Script
 
 SECONDS = 60.0
-"""Wall clock limit of one tape's replay."""
+"""Wall clock that one tape may take."""
 NONDETERMINISM = (
     "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
     "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
@@ -70,6 +80,64 @@ async def replay(
     return diverged("replay", found, **more)
 
 
+def replay_run(
+    run: str | Path,
+    agent: Agent | str | None = None,
+    *,
+    imports: Sequence[str] = (),
+    tokenizer: str | None = None,
+    turn: int | None = None,
+    seconds: float = SECONDS,
+    tapes: Sequence[str] = (),
+    split: str | None = None,
+    jobs: int | None = None,
+    progress: Progress = silent,
+) -> Verdicts:
+    """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
+
+    agent: an object or `module:name`; None: the agent of the run's configuration. An object is replayed in this
+    process, since worker processes find agents by name. imports: `module:name` of anything else that
+    defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as
+    many as pay for their start.
+    """
+    if seconds <= 0:
+        raise UsageError(f"seconds is {seconds}; it must be above 0")
+    if agent is not None and not isinstance(agent, str):
+        jobs = 1
+    plan = ReplayPlan(str(run), agent, tuple(imports), tokenizer, turn, seconds)
+    return check_run(run, "replay", plan, tapes=tapes, split=split, turn=turn, jobs=jobs, progress=progress)
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What a worker process needs to replay tapes. It is pickled, unless `agent` is an object."""
+
+    run: str
+    agent: Agent | str | None
+    imports: tuple[str, ...]
+    tokenizer: str | None
+    turn: int | None
+    seconds: float
+
+    def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
+        first = next(iter(store.summaries()), None)
+        import_steps(self.run, self.imports)
+        begin = store.tape(first.id).begin if first is not None else None
+        agent = recorded_agent(self.run, self.agent, begin.agent if begin is not None else None)
+        renderer = recorded_renderer(self.run, self.tokenizer)
+
+        def check(tape: Tape) -> Verdict:
+            if tape.begin.agent.name != agent.path:
+                return unverifiable(
+                    "replay",
+                    tape.id,
+                    f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
+                )
+            return run_async(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
+
+        return check
+
+
 def _unable(tape: Tape, turn: int | None) -> str | None:
     """Why the tape, or its turn `turn`, can't be replayed; None where it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
@@ -98,7 +166,7 @@ async def _play(script: Script, agent: Agent, renderer: Any | None, seconds: flo
 
 def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
     """The rollout that runs the agent again, with the tape's settings."""
-    begin, tape = script.tape.begin, script.tape
+    begin = script.tape.begin
     if all(call.prompt is None for call in script.calls):
         renderer = None
     # Time limits are off: the replay runs at another speed than the recording.
@@ -109,24 +177,9 @@ def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
         script.notes["token ids: the recording's tokenizer is missing, so only messages are compared"] = None
     engine = _Engine(script, renderer)
     engine.patience = agent.patience
-    episode = _Episode(
-        agent,
-        _World(script),
-        begin.task,
-        engine=engine,
-        seed=begin.seed,
-        env_seed=begin.env_seed,
-        group=begin.group,
-        attempt=begin.attempt,
-        split=begin.split,
-        limits=Limits.model_validate(limits),
-        sampling=begin.sampling or Sampling(),
-        journal=None,
-        fork=script.prefix,
-        tape_id=tape.id,
-        retries=0,
-        recorder=lambda made, journal, parent: _Checker(made, script, parent),
-    )
+    parent = None if script.prefix is None else parent_of(script.prefix)
+    checker = _Checker(begin.model_copy(update={"parent": parent}), script)
+    episode = _Episode(agent, _World(script), checker, engine=engine, limits=Limits.model_validate(limits), retries=0)
     answers = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
     episode.llm.sampled = sum(
         len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in answers
@@ -202,8 +255,8 @@ class _World(Environment[Any]):
 class _Checker(Recorder):
     """Compares each record with the recorded one and gives it the recorded time, so that `llm.now` is repeated."""
 
-    def __init__(self, begin: Begin, script: Script, parent: Tape | None) -> None:
-        super().__init__(begin.model_copy(update={"at": script.tape.begin.at}), None, parent)
+    def __init__(self, begin: Begin, script: Script) -> None:
+        super().__init__(begin, None, script.prefix)
         self._script = script
         self._meant: dict[str, str] = {}
         """Call id of the replay -> id of the recorded call."""

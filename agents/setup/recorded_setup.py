@@ -25,7 +25,8 @@ def tokenizer_folder(run: str | Path) -> str | None:
     saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
     if saved:
         return str(saved[-1].parent)
-    folders = (recorded_settings(run).get(("engine", key)) for key in ("model", "tokenizer"))
+    engine = recorded_settings(run).get("engine") or {}
+    folders = (engine.get(key) for key in ("model", "tokenizer"))
     return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
 
 
@@ -37,11 +38,7 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
     from ..engines.embedded.pretrained import load_tokenizer
     from .engine_config import RendererConfig
 
-    recorded = {
-        keys[2]: value
-        for keys, value in recorded_settings(run).items()
-        if len(keys) == 3 and keys[:2] == ("engine", "renderer")
-    }
+    recorded = (recorded_settings(run).get("engine") or {}).get("renderer") or {}
     return RendererConfig.model_validate(recorded).make(load_tokenizer(folder))
 
 
@@ -52,7 +49,7 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
     """
     if isinstance(name, Agent):
         return name
-    recorded = name or recorded_settings(run).get(("agent",))
+    recorded = name or recorded_settings(run).get("agent")
     if isinstance(recorded, str):
         return load_agent(recorded)
     own = _own(identity) if identity is not None else None
@@ -65,7 +62,7 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
 def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
     """Import the objects with the given `names` and the environment of the run's configuration. Their modules define
     the step types on the tapes."""
-    env = recorded_settings(run).get(("env",))
+    env = recorded_settings(run).get("env")
     # An environment that Python code passed as an object has no name to import; its module is imported by that code.
     recorded = [env] if isinstance(env, str) and not is_unnamed(env) else []
     for name in (*names, *recorded):

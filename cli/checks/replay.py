@@ -129,7 +129,7 @@ def _set(**options: Any) -> dict[str, Any]:
 
 
 def _run_agent(args: argparse.Namespace) -> int:
-    from ...agents.replay.replay_run import replay_run
+    from ...agents.replay.replayer import replay_run
 
     with live_progress() as progress:
         verdicts = replay_run(

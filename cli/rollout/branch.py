@@ -15,7 +15,7 @@ from ..console import Exit, answer, say, table
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from ...agents.replay.branch_run import Branched
+    from ...agents.replay.branching import Branched
 
 EXAMPLE = """
 tapereel branch runs/demo 019a3c --at 2 --model runs/demo/checkpoints/update-000440/hf --n 16
@@ -71,8 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Roll out or draw, and print the result."""
-    from ...agents.replay.branch_run import branch_run
-    from ...agents.replay.branching import PrefixUnverified
+    from ...agents.replay.branching import PrefixUnverified, branch_run
 
     if args.tree is not None:
         with Store.open(args.run) as store:

@@ -46,7 +46,7 @@ def reexec_run(
     """
     if times < 1 or seconds <= 0:
         raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")
-    name = env or recorded_settings(run).get(("env",))
+    name = env or recorded_settings(run).get("env")
     plan = ReexecPlan(name if isinstance(name, str) else None, tuple((masks or {}).items()), times, seconds)
     plan.factory()  # a wrong name is refused here, before any process starts
     return check_run(run, "reexec", plan, tapes=tapes, split=split, jobs=jobs, progress=progress)

@@ -125,7 +125,7 @@ class Run:
         `agent`: an object or `module:name`; None: the agent that the run was made with. `tapes`: ids; empty: all closed
         tapes of the split. No model and no environment is needed.
         """
-        from ...agents.replay.replay_run import replay_run
+        from ...agents.replay.replayer import replay_run
 
         return replay_run(self.path, agent or self.agent, tapes=tapes, split=split, progress=progress)
 
@@ -155,7 +155,7 @@ class Run:
         of answers; None: the recorded model. Raises PrefixUnverified where the environment does not return to the
         recorded state; `unverified` continues nevertheless.
         """
-        from ...agents.replay.branch_run import branch_run
+        from ...agents.replay.branching import branch_run
 
         sets = [f"attempts={n}", *engine_settings(model)]
         name = tape if isinstance(tape, str) else tape.id

@@ -165,8 +165,10 @@ def requery_run(
 
 def _begun(run: str | Path) -> list[str]:
     """The model folders that the run began with, those of its players included."""
-    models = {keys: value for keys, value in recorded_settings(run).items() if keys[-2:] == ("engine", "model")}
-    return [folder for keys, folder in models.items() if keys[0] in ("engine", "players") and isinstance(folder, str)]
+    settings = recorded_settings(run)
+    policies = (settings, *(settings.get("players") or {}).values())
+    folders = ((policy.get("engine") or {}).get("model") for policy in policies)
+    return [folder for folder in folders if isinstance(folder, str)]
 
 
 def requery(

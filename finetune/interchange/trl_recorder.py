@@ -36,7 +36,7 @@ from ...agents import Agent, Limits
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.episode.recorder import Recorder
-from ...agents.episode.rollout import Episode
+from ...agents.episode.rollout import rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.rendering.renderer import Renderer
 from ...envs.environment import Environment
@@ -236,10 +236,10 @@ class TRLRecorder:
             return recorders[0]
 
         sampling = _sampling(trainer.args)
-        episode = Episode(
+        await rollout(
             self.agent,
             self.env(),
-            Task.of(self.task(prompt)),
+            self.task(prompt),
             engine=self._engine,
             # The seed depends on names and counters, not on the order in which concurrent episodes start. Attempts of a
             # group share the environment's seed, so their rewards are comparable.
@@ -251,12 +251,8 @@ class TRLRecorder:
             limits=self.limits or Limits(turns=8, tokens=sampling.max_tokens),
             sampling=sampling,
             journal=self.store.writer,
-            fork=None,
-            tape_id=new_tape_id(),
-            retries=2,
             recorder=recorder,
         )
-        await episode.run()
         return _Sample(recorders[0], self._renderer)
 
     async def _publish(self, trainer: Any) -> None:

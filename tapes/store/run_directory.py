@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..common.config import ConfigError, dump_config, load_config
-from ..common.config_yaml import YamlProblem, nested, read_yaml, settings_of
+from ..common.config_yaml import YamlProblem, nested, read_yaml
 from ..common.renamed import translate_config
 from ..errors import RunExists, UsageError
 from ..value import Value
@@ -206,13 +206,10 @@ def open_run(
         yield run
 
 
-def recorded_settings(path: str | Path) -> dict[tuple[str, ...], Any]:
-    """The configuration of the run at `path`, by path of keys, with the present names (`translate_config`).
-
-    The run may be of any kind. Empty where it has no readable configuration.
-    """
+def recorded_settings(path: str | Path) -> dict[str, Any]:
+    """As `recorded_config`, of a run of any kind. Empty where it has no readable configuration."""
     try:
-        return dict(settings_of(recorded_config(path)))
+        return recorded_config(path)
     except (FileNotFoundError, NotADirectoryError, YamlProblem):
         return {}
 

@@ -117,19 +117,20 @@ def overview_of(
     books = _books(store)
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
     settings = recorded_settings(path)
+    loop = settings.get("loop") or {}
     if results is None:
         results = Results.read(path) if (path / RESULTS).exists() else Results()
     if seconds is None:
         seconds = parts_of_time(results)
     if recipe is None:
-        recipe = str(settings.get(("loop", "recipe")) or settings.get(("algo",)) or "reward")
+        recipe = str(loop.get("recipe") or settings.get("algo") or "reward")
     trained = bool(lines or results.lineage)
     config = path / CONFIG
     return Overview(
         title=path.resolve().name if title is None else title,
         subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
         notes=(*notes, *_accounting(books)),
-        facts=_facts(results, lines, books, seconds, settings.get(("loop", "updates"))),
+        facts=_facts(results, lines, books, seconds, loop.get("updates")),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),
         seconds=dict(seconds),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import Completion
-from tapereel.agents.episode.stop_strings import cut
+from tapereel.agents.episode.llm import cut_at_stop
 from tapereel.agents.gateway.openai_protocol import ChatRequest, read_calls, read_request
 from tapereel.agents.gateway.streaming import Live
 from tapereel.agents.rendering.renderer import Renderer
@@ -82,7 +82,7 @@ def whole(name: str, ids: list[int], asked: ChatRequest) -> str:
     """The text of the answer, as the door and the protocol make it."""
     renderer = RENDERERS[name]
     made = Completion(text=renderer.decode(ids), ids=array("i", ids))
-    text = (cut(made, asked.stop, renderer.decode) if asked.stop else made).text or ""
+    text = (cut_at_stop(made, asked.stop, renderer.decode) if asked.stop else made).text or ""
     return read_calls((), text, "n")[0] if asked.tools else text
 
 

@@ -119,7 +119,7 @@ def test_a_tape_without_a_configuration_names_its_own_agent_and_environment(
 
 
 def test_recorded_settings_have_the_present_names(recorded: Path):
-    assert recorded_settings("trained")["env",] == current_path("tapereel.envs.calculator:Calculator")
+    assert recorded_settings("trained")["env"] == current_path("tapereel.envs.calculator:Calculator")
 
 
 def test_a_user_who_writes_an_old_path_gets_the_present_one():
