@@ -43,7 +43,6 @@ from ...envs.environment import Environment
 from ...tapes import Sampling, Tape, TapereelError, Task
 from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
 from ...tapes.store.store import Store
-from ...tapes.tape import new_tape_id
 from ..data.provenance import Range, known, own_ranges
 from ..data.rows import Row, rows
 from ..data.staleness import version_name
