@@ -33,7 +33,7 @@ from ..data.stream import Stream
 from ..data.update_info import UpdateInfo
 from ..history.history import History, Plan, as_read
 from ..objective import Context, Running
-from ..objective.batches import prepare
+from ..objective.loss import prepare_batches
 from ..objective.recipe import Recipe
 from ..recipes.recipe_files import read_recipes
 
@@ -234,7 +234,7 @@ class Explainer:
         if problem or recipe is None or not recipe.surrogate.advantages:
             return _Taken({}, groups, problem)
         whole = Stream.of(batch.rows, batch.episodes)
-        computed = prepare(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
+        computed = prepare_batches(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
         stream = computed.stream
         offsets = np.concatenate([row.offset for row in batch.rows])
         every = zip(

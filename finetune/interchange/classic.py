@@ -73,11 +73,11 @@ class RLConfig(Value):
 
 
 def prepare_rl_fields(
-    encoding: Mapping[str, Any],
+    encoding: Mapping[str, Sequence[float]],
     reward: float | None,
     old_logprobs: Sequence[float],
     ref_logprobs: Sequence[float] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Sequence[float]]:
     """The encoding with the RL columns. A target of `labels` gets its log-prob, in order; other tokens get NaN.
 
     BadBatch if the number of log-probs isn't the number of targets.
@@ -113,33 +113,24 @@ def span_labels(
 def to_dataset(rows: Sequence[Row], episodes: Sequence[Episode]) -> Dataset:
     """Rows as a Hugging Face dataset with the columns above, and `turn`, `version` and `temperature` per token."""
     reward = {episode.tape: episode.reward for episode in episodes}
-    data: dict[str, list[Any]] = {
-        name: []
-        for name in ("input_ids", "labels", *TOKEN_COLUMNS, "group_id", "tape_id", "turn", "version", "temperature")
-    }
+    lines = []
     for row in rows:
-        unknown = np.full(len(row), np.nan)
-        r = reward[row.tape]
         versions = np.full(len(row), "", dtype=object)
         versions[row.own] = [row.versions[v] if v >= 0 else "" for v in row.version]
         turn = np.full(len(row), -1, dtype=np.int32)
         turn[row.own] = row.turn
-        values = (
-            row.input_ids,
-            row.labels(),
-            np.full(len(row), np.nan if r is None else r),
-            unknown,
-            row.aligned(row.old),
-            unknown,
-            row.group,
-            row.tape,
-            turn,
-            versions,
-            row.aligned(row.temperature),
+        encoding = {"input_ids": row.input_ids.tolist(), "labels": row.labels().tolist()}
+        lines.append(
+            {
+                **prepare_rl_fields(encoding, reward[row.tape], row.old.tolist()),
+                "group_id": row.group,
+                "tape_id": row.tape,
+                "turn": turn.tolist(),
+                "version": versions.tolist(),
+                "temperature": row.aligned(row.temperature).tolist(),
+            }
         )
-        for name, value in zip(data, values, strict=True):
-            data[name].append(value.tolist() if isinstance(value, np.ndarray) else value)
-    return Dataset.from_dict(data)
+    return Dataset.from_list(lines)
 
 
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
@@ -274,7 +265,7 @@ def _numbered(column: pa.ChunkedArray) -> tuple[tuple[str, ...], NDArray[np.int6
 
 
 def collate(
-    features: Sequence[Mapping[str, Any]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
+    features: Sequence[Mapping[str, Sequence[float]]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
 ) -> dict[str, Tensor]:
     """Rows as one padded batch. Padding: `labels` -100, RL columns NaN (never a valid log-prob), `attention_mask` 0."""
     longest = max(len(row["input_ids"]) for row in features)

@@ -62,8 +62,8 @@ class _Held(Recorder):
 
     __slots__ = ("held",)
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.held: End | None = None
 
     def write(self, record: Record) -> None:
@@ -80,7 +80,7 @@ class _Held(Recorder):
 
 
 class _Sample:
-    """One episode, and the token sequence that TRL trains on."""
+    """One episode, and its token sequence; `mask` is 1 for each completion id that TRL may train on."""
 
     def __init__(self, recorder: _Held, renderer: Renderer) -> None:
         self.recorder = recorder
@@ -98,30 +98,15 @@ class _Sample:
             )
         self.row: Row | None = found[0] if found and self.trains else None
         self.id = tape.id
-        self._end = renderer.end_ids[0]
-
-    @property
-    def first(self) -> int:
-        """Index of the first token of the completion."""
-        return int(self.row.own[0]) if self.row is not None else 1
-
-    @property
-    def ids(self) -> list[int]:
-        return self.row.input_ids.tolist() if self.row is not None else [self._end, self._end]
-
-    @property
-    def mask(self) -> list[int]:
-        """1 for each completion id that TRL may train on, else 0."""
-        mask = np.zeros(len(self.ids), dtype=int)
+        # TRL takes no empty sequence: an episode without a token to train on is two end tokens, masked out.
+        first, self.ids, self.mask, self.logprobs = 1, [renderer.end_ids[0]] * 2, [0], [0.0]
         if self.row is not None:
-            mask[self.row.own] = 1
-        return mask[self.first :].tolist()
-
-    @property
-    def logprobs(self) -> list[float]:
-        if self.row is None:
-            return [0.0]
-        return np.nan_to_num(self.row.aligned(self.row.old, 0.0)[self.first :], nan=0.0).tolist()
+            first, self.ids = int(self.row.own[0]), self.row.input_ids.tolist()
+            own = np.zeros(len(self.ids), dtype=int)
+            own[self.row.own] = 1
+            self.mask = own[first:].tolist()
+            self.logprobs = np.nan_to_num(self.row.aligned(self.row.old, 0.0)[first:], nan=0.0).tolist()
+        self.prompt_ids, self.completion_ids = self.ids[:first], self.ids[first:]
 
 
 class TRLRecorder:
@@ -180,8 +165,8 @@ class TRLRecorder:
         self._batch = {sample.id: sample for sample in samples}
         self._seen, self._passed, self._trained = Counter(), 0, set()
         return {
-            "prompt_ids": [sample.ids[: sample.first] for sample in samples],
-            "completion_ids": [sample.ids[sample.first :] for sample in samples],
+            "prompt_ids": [sample.prompt_ids for sample in samples],
+            "completion_ids": [sample.completion_ids for sample in samples],
             "logprobs": [sample.logprobs for sample in samples],
             "env_mask": [sample.mask for sample in samples],
             "tape": [sample.id for sample in samples],
@@ -230,8 +215,8 @@ class TRLRecorder:
     async def _episode(self, prompt: Any, group: str, attempt: int, split: str, trainer: Any) -> _Sample:
         recorders: list[_Held] = []
 
-        def recorder(*given: Any) -> _Held:
-            recorders.append(_Held(*given))
+        def recorder(*arguments: Any) -> _Held:
+            recorders.append(_Held(*arguments))
             return recorders[0]
 
         sampling = _sampling(trainer.args)

@@ -24,7 +24,6 @@ from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import KL, Context, Moments, Sums
 from ..objective import loss as objective
-from ..objective.batches import prepare
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from .critic import CriticTrainer
@@ -163,7 +162,7 @@ class Trainer:
             now = self._score(self.model, rows, entropy=top)
             stream = stream.having(anchor=now.logprob, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
-        batch = prepare(recipe, rows, episodes, stream, context, batches)
+        batch = objective.prepare_batches(recipe, rows, episodes, stream, context, batches)
         return Prepared(
             rows=rows, batch=batch, sums=context.sums, demonstrations=self.demonstrations_of(demonstrations)
         )
