@@ -341,14 +341,13 @@ class Call(Sampled):
         return self
 
 
-def unscores(value: Any, weight: float, evidence: JsonValue) -> bool:
+def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
     """Whether a component with these fields leaves its whole tape unscored.
 
     It does when it counts (weight not 0) and is NaN, or when it records the failure of its source. A metric that is NaN
     doesn't affect the reward.
     """
-    known = value == value and value != "NaN"  # raw bodies write NaN as text, since JSON has no NaN
-    return not known and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
+    return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):

@@ -20,9 +20,9 @@ from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.records import Status
-from ...tapes.store.attempts import attempts_of, counts
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
+from ...tapes.store.summary import attempts_of
 from ..engines.engine import Engine
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
@@ -154,7 +154,7 @@ class _Attempts:
         """Episodes of this process."""
         for summary in directory.store.summaries(split=config.split, closed=True):
             if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
-                self.usable.setdefault((summary.group, summary.attempt), []).append(counts(summary))
+                self.usable.setdefault((summary.group, summary.attempt), []).append(summary.trainable)
 
     def group(self, task: Task) -> str:
         """The id of a task's group. It doesn't depend on the order of the tasks."""
@@ -224,7 +224,7 @@ async def _compare(run: _Attempts, store: Store) -> None:
     if rewards is None or not rewards.relative:
         return
     for attempts in attempts_of(store.summaries(split=run.config.split, closed=True)).values():
-        tapes = [store.tape(attempt.id, refresh=False) for attempt in attempts if counts(attempt)]
+        tapes = [store.tape(attempt.id, refresh=False) for attempt in attempts if attempt.trainable]
         await compared(rewards, tapes, store.append_layer)
 
 
@@ -246,7 +246,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
         error=standard_error(rewards_of(store, config.split)),
         scores=scores,
         scored=scores.attempts - scores.unscored,
-        usable=sum(map(counts, found)),
+        usable=sum(summary.trainable for summary in found),
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens={"sampled": books.sampled, "authored": books.authored},
         seconds=round(seconds, 3),
@@ -256,7 +256,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
     """task hash -> the reward of each attempt's last usable episode; None where that is unscored or missing."""
     return {
-        task: [s.reward if counts(s) else None for s in attempts]
+        task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
     }
 

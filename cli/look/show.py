@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from ...tapes.store.store import Store, Summary
+    from ...tapes.store.store import Store
+    from ...tapes.store.summary import Summary
 
 EXAMPLE = """
 tapereel show runs/demo

@@ -13,7 +13,7 @@ from ...tapes.audit.checking import check_run, chosen_tapes
 from ...tapes.audit.verdict import Failure, Verdict, Verdicts
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
-from ...tapes.store.attempts import GROUP_LAYER
+from ...tapes.store.summary import GROUP_LAYER
 from ...tapes.value import Value
 from ..rewards.reward_names import load_reward
 from .rescore import Disagreement, Opinion, disagreement, opinion, rescore

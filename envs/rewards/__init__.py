@@ -6,7 +6,7 @@ other attempts of a group (`relative`) and mathematics (`mathematics`). Judges n
 `tapereel.agents.runs.judge`. Imports `envs` and `tapes`, and no optional package before it is used.
 """
 
-from ...tapes.store.attempts import GROUP_LAYER
+from ...tapes.store.summary import GROUP_LAYER
 from .reward_names import as_rewards, load_rewards
 from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ...tapes import Tape
 from ...tapes.records import Record, Reward, total_reward
-from ...tapes.store.attempts import GROUP_LAYER
+from ...tapes.store.summary import GROUP_LAYER
 from .sources import Rewards, RewardSource
 
 

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
 from ...tapes.records import Reward
-from ...tapes.store.attempts import GROUP_LAYER
+from ...tapes.store.summary import GROUP_LAYER
 from ..environment import Environment, Outcome, TapeScorer, check_factory, new_environment
 
 SubjectT = TypeVar("SubjectT")

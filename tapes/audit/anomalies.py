@@ -25,11 +25,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from ..arrays import decode
-from ..records import Status
+from ..records import Status, Use
+from ..store.summary import CallFacts, RewardFacts, Summary, TapeFold, column_length
 from ..value import Value
 
 OFTEN = 0.1
@@ -43,16 +43,27 @@ ROUNDING = 1e-6
 """Nats. A log-softmax in float32 may exceed 0 by this much."""
 
 
-class Scored(NamedTuple):
-    """One reward of a tape."""
+class Component(Value):
+    """One reward component."""
 
     name: str
-    kind: str | None
-    """Of the action that earned it; None for the episode as a whole."""
-    value: float
-    weight: float
-    evidence: bool
-    """Whether the reward has evidence."""
+    layer: str | None
+    """None for what was recorded with the tapes."""
+    metric: bool
+    """Has weight 0: reported, never part of a reward."""
+    scores: int
+    unknown: int
+    """Scores that are NaN or infinite; they are in no sum."""
+    evidence: int
+    """Scores with evidence."""
+    low: float | None
+    mean: float | None
+    """Mean of the values without their weights."""
+    high: float | None
+    total: float
+    """Sum of weight * value."""
+    share: float | None
+    """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
 
 
 class Anomaly(Value):
@@ -110,8 +121,8 @@ class Anomalies:
         self._bare: dict[str, list[str]] = {}
         self._oldest: dict[str, list[str]] = {}
         """call -> the versions that sampled it."""
-        self._uses: list[tuple[str, int, float, list[str], list[str]]] = []
-        """(lineage, update, mismatch in nats, its tapes, its calls)."""
+        self._uses: list[tuple[Use, float, list[str]]] = []
+        """(update, mismatch in nats, its tapes)."""
         self._ended = self._completions = self._tokens = self._calls = self._updates = 0
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
@@ -129,35 +140,34 @@ class Anomalies:
 
     # Feeding
 
-    def begun(self, group: str | None, attempt: int, tape: str) -> None:
+    def begun(self, tape: Summary) -> None:
         """A tape began."""
-        if group is not None:
-            of = self._groups.setdefault(group, _Group())
-            of.running[attempt] = of.running.get(attempt, 0) + 1
-            self._name(of.first, [tape])
+        if tape.group is not None:
+            of = self._groups.setdefault(tape.group, _Group())
+            of.running[tape.attempt] = of.running.get(tape.attempt, 0) + 1
+            self._name(of.first, [tape.id])
 
-    def call(self, tape: str, body: Mapping[str, Any]) -> None:
-        """A call, as plain values."""
+    def call(self, tape: str, call: CallFacts) -> None:
+        """A call of a tape."""
         self._calls += 1
-        tries = body.get("attempts") or []
-        for error in (str(one["error"]).partition(":")[0] for one in tries if one.get("error")):
-            self._note("failed tries", error, [tape])
-        if len(tries) > 1:
-            self._note("retries", "", [tape], n=1, most=len(tries))
-        if tries and tries[-1].get("error"):
+        errors = [one.get("error") for one in call.attempts]
+        for error in filter(None, errors):
+            self._note("failed tries", str(error).partition(":")[0], [tape])
+        if len(errors) > 1:
+            self._note("retries", "", [tape], n=1, most=len(errors))
+        if errors and errors[-1]:
             self._note("failed calls", "", [tape])
-        if body.get("spans") or body.get("logprobs") is not None:
+        if call.sampled:
             self._completions += 1
-            if body.get("finish") == "length":
+            if call.finish == "length":
                 self._note("cut completions", "", [tape])
-            self._logprobs(tape, body)
-            self._oldest[str(body.get("call"))] = [str(version) for version, _, _ in body.get("spans") or ()]
+            self._logprobs(tape, call)
+            self._oldest[call.call] = [str(version) for version, _, _ in call.spans]
 
-    def _logprobs(self, tape: str, body: Mapping[str, Any]) -> None:
-        text = body.get("logprobs")
-        n = len(decode("i", body["completion"])) if body.get("completion") else 0
+    def _logprobs(self, tape: str, call: CallFacts) -> None:
+        n = column_length(call.completion)
         self._tokens += n
-        values = decode("f", text) if text is not None else None
+        values = decode("f", call.logprobs) if call.logprobs is not None else None
         # NaN is an unknown log-prob. A sum is NaN iff a value is: the slow count runs only where there is one.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
@@ -166,54 +176,43 @@ class Anomalies:
         if high:
             self._note("impossible log-probs", "", [tape], n=len(high), most=max(high))
 
-    def update(self, body: Mapping[str, Any], only: Container[str] | None) -> None:
-        """A `use` record; counted when it trained on a tape in `only` (None: on any)."""
-        tapes = [
-            tape for tape in dict.fromkeys(item[0] for item in body.get("items") or ()) if only is None or tape in only
-        ]
-        mismatch = (body.get("info") or {}).get("mismatch")
+    def update(self, use: Use, only: Container[str] | None) -> None:
+        """An update; counted when it trained on a tape in `only` (None: on any)."""
+        tapes = [tape for tape in dict.fromkeys(item[0] for item in use.items) if only is None or tape in only]
+        mismatch = use.info.get("mismatch")
         if not isinstance(mismatch, int | float) or not tapes:
             return
         self._updates += 1
         if mismatch > MISMATCH:
-            calls = [item[1] for item in body.get("items") or ()]
-            self._uses.append((str(body.get("lineage")), int(body.get("update") or 0), mismatch, tapes, calls))
+            self._uses.append((use, mismatch, tapes))
 
     def _mismatches(self) -> None:
         """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on."""
-        for lineage, update, mismatch, tapes, calls in self._uses:
-            ages = (_age(version, lineage, update) for call in calls for version in self._oldest.get(call, ()))
+        for use, mismatch, tapes in self._uses:
+            versions = (version for item in use.items for version in self._oldest.get(item[1], ()))
+            ages = (_age(version, use.lineage, use.update) for version in versions)
             if mismatch > MISMATCH + PER_UPDATE * max(ages, default=0):
-                self._note("log-prob mismatch", lineage, tapes, most=mismatch)
+                self._note("log-prob mismatch", use.lineage, tapes, most=mismatch)
         self._uses.clear()
 
-    def ended(
-        self,
-        tape: str,
-        group: str | None,
-        attempt: int,
-        status: Status,
-        usable: bool,
-        actions: int,
-        repeats: tuple[int, str],
-        rewards: Sequence[Scored],
-    ) -> None:
+    def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:
         """A tape ended; `repeats` is the length of its longest row of equal actions, and their kind."""
+        name = tape.begun.id
         self._ended += 1
-        if status in (Status.TRUNCATED, Status.LIMIT):
-            self._note("cut episodes", "", [tape])
+        if tape.status in (Status.TRUNCATED, Status.LIMIT):
+            self._note("cut episodes", "", [name])
         if repeats[0] >= self._repeats:
-            self._note("repeated actions", repeats[1], [tape], most=repeats[0])
+            self._note("repeated actions", repeats[1], [name], most=repeats[0])
         sums: dict[str, float] = {}
         for one in rewards:
             if one.weight:
-                self._reward(tape, one, actions)
+                self._reward(name, one, tape.actions)
                 sums[one.name] = sums.get(one.name, 0.0) + one.weight * one.value
-        if group is not None:
+        if tape.begun.group is not None:
             whole = sum(one.weight * one.value for one in rewards if one.weight)
-            self._group(self._groups[group], attempt, usable, sums, whole)
+            self._group(self._groups[tape.begun.group], tape.begun.attempt, tape.trainable, sums, whole)
 
-    def _reward(self, tape: str, one: Scored, actions: int) -> None:
+    def _reward(self, tape: str, one: RewardFacts, actions: int) -> None:
         self._name(self._tapes_of.setdefault(one.name, []), [tape])
         if not one.evidence:
             self._name(self._bare.setdefault(one.name, []), [tape])
@@ -232,55 +231,33 @@ class Anomalies:
 
     # The result
 
-    def found(self, components: Mapping[tuple[str | None, str, bool], Mapping[str, Any]]) -> tuple[Anomaly, ...]:
-        """All anomalies; `components` has the sums of each (layer, name, whether it is a metric)."""
-        recorded = {name: of for (layer, name, metric), of in components.items() if layer is None and not metric}
+    def found(self, components: Iterable[Component]) -> tuple[Anomaly, ...]:
+        """All anomalies; `components` are those of the run's rewards."""
         self._mismatches()
+        recorded = [one for one in components if one.layer is None and not one.metric]
         made = [*self._rewards(recorded), *self._noted(), *self._unclosed_groups()]
         return tuple(sorted(made, key=lambda one: (one.kind, one.what)))
 
-    def _rewards(self, components: Mapping[str, Mapping[str, Any]]) -> list[Anomaly]:
+    def _rewards(self, components: Iterable[Component]) -> list[Anomaly]:
         made = []
-        for name, of in components.items():
-            tapes = self._tapes_of.get(name, [])
-            n = of["scores"] - of["unknown"]
-            if n > 1 and of["low"] == of["high"]:
-                made.append(_anomaly("constant reward", name, n, of["scores"], f"always {of['low']:g}", tapes))
-            elif (compared := self._compared(name)) and all(compared):
-                made.append(
-                    _anomaly(
-                        "flat in groups",
-                        name,
-                        len(compared),
-                        len(compared),
-                        "the same on all tapes of each group, other in other groups",
-                        tapes,
-                    )
-                )
-            if 0 < of["evidence"] < of["scores"]:
-                made.append(
-                    _anomaly(
-                        "reward without evidence",
-                        name,
-                        of["scores"] - of["evidence"],
-                        of["scores"],
-                        "other scores of this component have evidence",
-                        self._bare.get(name, []),
-                    )
-                )
+        for one in components:
+            tapes = self._tapes_of.get(one.name, [])
+            n = one.scores - one.unknown
+            compared = self._compared(one.name)
+            if n > 1 and one.low == one.high:
+                made.append(_anomaly("constant reward", one.name, n, one.scores, f"always {one.low:g}", tapes))
+            elif compared and all(compared):
+                detail = "the same on all tapes of each group, other in other groups"
+                made.append(_anomaly("flat in groups", one.name, len(compared), len(compared), detail, tapes))
+            if 0 < one.evidence < one.scores:
+                detail, bare = "other scores of this component have evidence", self._bare.get(one.name, [])
+                missing = one.scores - one.evidence
+                made.append(_anomaly("reward without evidence", one.name, missing, one.scores, detail, bare))
         compared = [group for group in self._groups.values() if group.equal is not None and group.equal[1] > 1]
         flat = [group for group in compared if group.equal is not None and group.equal[2]]
         if flat:
-            made.append(
-                _anomaly(
-                    "flat groups",
-                    "",
-                    len(flat),
-                    len(compared),
-                    "all their tapes have the same reward",
-                    self._first(flat),
-                )
-            )
+            detail = "all their tapes have the same reward"
+            made.append(_anomaly("flat groups", "", len(flat), len(compared), detail, self._first(flat)))
         return made
 
     def _compared(self, name: str) -> list[bool]:

@@ -16,20 +16,21 @@ The audit doesn't decide whether an anomaly is a fault: a person looks at the ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotATape
-from ..records import IN_TAPE, CauseType, Status, trains, unscores
-from ..store.books import bucket
-from ..store.index import column_length
-from ..store.segment import read_body
+from ..records import Use
+from ..store.books import Books, BooksFold, Lost, bucket
+from ..store.summary import CallFacts, EndFacts, Facts, RewardFacts, StepFacts, Summary, TapeFold, read_facts
 from ..value import Value
-from .anomalies import Anomalies, Anomaly, Scored
+from .anomalies import Anomalies, Anomaly, Component
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from ..common.progress import Progress
-    from ..store.books import Books
     from ..store.store import Store
 
 EXAMPLES = 5
@@ -38,24 +39,15 @@ INHERITED = "(before the fork)"
 """Stands for the kind of an action that a fork inherited from its parent."""
 
 
-class Ended(Value):
-    """Episodes that ended the same way."""
+class Ended(Lost):
+    """The same, with what only an audit sums up. `sampled` includes authored completions that have token ids."""
 
-    status: str
-    cause: str | None
-    trainable: bool
-    """Whether such an end may be trained on."""
-    episodes: int
     unscored: int
     """Episodes among these that have no reward."""
-    sampled: int
-    """Completion tokens of the calls whose engine returned token ids."""
     seconds: float
     """Sum over the episodes, as their `end` records state it."""
-    turns: dict[str, int]
-    """Episodes by length in actions: `0`, `1`, `2-3`, ... -> how many."""
     tokens: dict[str, int]
-    """Episodes by completion tokens, in the same buckets."""
+    """Episodes by completion tokens, in the buckets of `turns`."""
     tapes: tuple[str, ...]
     """Some of these episodes."""
 
@@ -82,29 +74,6 @@ class Spent(Value):
     cost: float | None
     """US dollars; None when no call has a known cost."""
     unpriced: int
-
-
-class Component(Value):
-    """One reward component."""
-
-    name: str
-    layer: str | None
-    """None for what was recorded with the tapes."""
-    metric: bool
-    """Has weight 0: reported, never part of a reward."""
-    scores: int
-    unknown: int
-    """Scores that are NaN or infinite; they are in no sum."""
-    evidence: int
-    """Scores with evidence."""
-    low: float | None
-    mean: float | None
-    """Mean of the values without their weights."""
-    high: float | None
-    total: float
-    """Sum of weight * value."""
-    share: float | None
-    """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
 
 
 class Earned(Value):
@@ -147,47 +116,77 @@ class Audit(Value):
         return dict(sorted(found.items(), key=lambda item: int(item[0].partition("-")[0])))
 
 
-class _Tape:
-    """A tape that has not ended."""
+class _Tape(TapeFold):
+    """A tape that has not ended, with its actions and rewards."""
 
-    __slots__ = ("actions", "attempt", "failed", "group", "id", "last", "repeats", "rewards", "sampled", "steps")
+    __slots__ = ("kinds", "last", "repeats", "rewards")
 
-    def __init__(self, body: dict[str, Any], inherited: int) -> None:
-        self.id: str = body["tape"]
-        self.group: str | None = body.get("group")
-        self.attempt: int = body.get("attempt") or 0
-        self.steps: list[str] = [INHERITED] * inherited
+    def __init__(self, begun: Summary, inherited: int) -> None:
+        super().__init__(begun)
+        self.kinds: list[str] = [INHERITED] * inherited
         """The kind of every step."""
-        self.actions = self.sampled = 0
-        self.last: dict[str, tuple[str, Any, int]] = {}
+        self.last: dict[str, tuple[str, JsonValue, int]] = {}
         """Path -> kind and content of its last action, and how often in a row the path did it."""
         self.repeats: tuple[int, str] = 0, ""
         """Length of the longest row of equal actions, and their kind."""
-        self.rewards: list[Scored] = []
-        self.failed = False
-        """True when a reward source failed: the tape is then unscored, and its other components are only reported."""
+        self.rewards: list[RewardFacts] = []
 
-    def reward(self, body: dict[str, Any]) -> None:
-        self.rewards.append(_scored(body, self.kind(body.get("step"))))
-        self.failed |= unscores(self.rewards[-1].value, self.rewards[-1].weight, body.get("evidence"))
-
-    def step(self, body: dict[str, Any]) -> None:
-        kind, by = str(body.get("kind")), str(body.get("by"))
-        self.steps.append(kind)
-        if body.get("role") != "action":
-            return
-        self.actions += 1
-        before = self.last.get(by)
-        same = before is not None and before[:2] == (kind, body.get("content"))
+    def act(self, step: StepFacts) -> None:
+        """Compare an action with the path's last one."""
+        content = step.content
+        before = self.last.get(step.by)
+        same = before is not None and before[:2] == (step.kind, content)
         times = before[2] + 1 if before is not None and same else 1
-        self.last[by] = kind, body.get("content"), times
-        self.repeats = max(self.repeats, (times, kind))
+        self.last[step.by] = step.kind, content, times
+        self.repeats = max(self.repeats, (times, step.kind))
 
     def kind(self, step: int | None) -> str | None:
         """The kind of the action at that index."""
         if step is None:
             return None
-        return self.steps[step] if 0 <= step < len(self.steps) else "(no such step)"
+        return self.kinds[step] if 0 <= step < len(self.kinds) else "(no such step)"
+
+
+@dataclass(slots=True)
+class _Scores:
+    """The values of one component so far."""
+
+    scores: int = 0
+    unknown: int = 0
+    evidence: int = 0
+    low: float | None = None
+    high: float | None = None
+    sum: float = 0.0
+    total: float = 0.0
+
+    def add(self, one: RewardFacts) -> None:
+        self.scores += 1
+        self.evidence += one.evidence
+        if not math.isfinite(one.value):
+            self.unknown += 1
+            return
+        self.low = one.value if self.low is None else min(self.low, one.value)
+        self.high = one.value if self.high is None else max(self.high, one.value)
+        self.sum += one.value
+        self.total += one.weight * one.value
+
+
+@dataclass(slots=True)
+class _Earnings:
+    """What one kind of action earned from one component so far."""
+
+    scores: int = 0
+    total: float = 0.0
+    most: list[tuple[float, str]] = field(default_factory=list)
+    """(reward, tape) of the tapes that earned most, the most first."""
+
+    def add(self, tape: str, earned: float) -> None:
+        self.scores += 1
+        self.total += earned
+        if len(self.most) < EXAMPLES or earned > self.most[-1][0]:
+            best = max([earned, *(old for old, at in self.most if at == tape)])
+            others = [(old, at) for old, at in self.most if at != tape]
+            self.most = sorted([*others, (best, tape)], key=lambda pair: -pair[0])[:EXAMPLES]
 
 
 class AuditFold:
@@ -206,53 +205,57 @@ class AuditFold:
         self._tapes = self._unscored = 0
         self._ends: dict[tuple[str, str | None], dict[str, Any]] = {}
         self._spent: dict[tuple[str, str, str | None], dict[str, Any]] = {}
-        self._components: dict[tuple[str | None, str, bool], dict[str, Any]] = {}
-        self._earned: dict[tuple[str, str | None], dict[str, Any]] = {}
+        self._components: dict[tuple[str | None, str, bool], _Scores] = {}
+        self._earned: dict[tuple[str, str | None], _Earnings] = {}
         self._odd = Anomalies(EXAMPLES, repeats)
 
     def add(self, t: str, tape: str | None, body: bytes) -> None:
         """One record, by its `t` and `tape`. NotATape when it can't be read."""
-        name = tape or ""
-        if t == "use" or (t in IN_TAPE and (self._only is None or name in self._only)):
-            try:
-                self._add(t, name, read_body(body))
-            except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise NotATape(
-                    f"a {t} of tape {tape} can't be audited: {error}; `tapereel verify` lists all that can't be read"
-                ) from error
+        if t == "use" or self._only is None or (tape or "") in self._only:
+            self.take(tape or "", read_facts(t, body))
 
-    def _add(self, t: str, name: str, body: dict[str, Any]) -> None:
-        if t == "use":
-            self._odd.update(body, self._only)
-        elif t == "begin":
-            self._tapes += 1
-            parent = body.get("parent") is not None
-            if parent and self._inherited is None:
-                raise ValueError("the tape is a fork: construct AuditFold with `inherited`")
-            steps = self._inherited(name) if parent and self._inherited is not None else 0
-            self._open[name] = tape = _Tape(body, steps)
-            self._odd.begun(tape.group, tape.attempt, name)
-        elif t == "reward" and (body.get("layer") is not None or name not in self._open):
-            self._component(_scored(body, None), body.get("layer") or "")
-        elif (tape := self._open.get(name)) is None:
-            return  # after its end, or of a tape that never began: the books report both
-        elif t == "step":
-            tape.step(body)
-        elif t == "reward":
-            tape.reward(body)
-        elif t == "call":
-            self._call(tape, body)
-        else:
-            self._end(self._open.pop(name), body)
+    def take(self, name: str, facts: Facts | None) -> None:
+        """The same by the record's facts."""
+        if isinstance(facts, Use):
+            self._odd.update(facts, self._only)
+        elif self._only is not None and name not in self._only:
+            return
+        elif isinstance(facts, Summary):
+            self._begin(facts)
+        elif isinstance(facts, RewardFacts) and (facts.layer is not None or name not in self._open):
+            self._component(facts, facts.layer or "")
+        elif (tape := self._open.get(name)) is not None and facts is not None:
+            self._add_to(tape, facts)
+        # The rest is after its tape's end, or of a tape that never began: the books report both.
 
-    def _end(self, tape: _Tape, body: dict[str, Any]) -> None:
-        cause = body["cause"]["type"] if body.get("cause") else None
-        status = Status(body.get("status"))
-        usable = trains(status, CauseType(cause) if cause else None)
+    def _begin(self, begun: Summary) -> None:
+        self._tapes += 1
+        steps = 0
+        if begun.parent is not None:
+            if self._inherited is None:
+                raise NotATape(f"tape {begun.id} is a fork: construct AuditFold with `inherited`")
+            steps = self._inherited(begun.id)
+        self._open[begun.id] = _Tape(begun, steps)
+        self._odd.begun(begun)
+
+    def _add_to(self, tape: _Tape, facts: Facts) -> None:
+        tape.add(facts)
+        if isinstance(facts, StepFacts):
+            tape.kinds.append(facts.kind)
+            if facts.role == "action":
+                tape.act(facts)
+        elif isinstance(facts, CallFacts):
+            self._call(tape, facts)
+        elif isinstance(facts, RewardFacts):
+            tape.rewards.append(facts._replace(kind=tape.kind(facts.step)))
+        elif isinstance(facts, EndFacts):
+            self._end(self._open.pop(tape.begun.id), facts)
+
+    def _end(self, tape: _Tape, end: EndFacts) -> None:
         of = self._ends.setdefault(
-            (status.value, cause),
+            (end.status, end.cause),
             {
-                "trainable": usable,
+                "trainable": tape.trainable,
                 "episodes": 0,
                 "unscored": 0,
                 "sampled": 0,
@@ -262,51 +265,43 @@ class AuditFold:
                 "tapes": [],
             },
         )
-        scored = not tape.failed and any(one.weight for one in tape.rewards)
+        unscored = tape.reward is None
         rewards = [
             one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one for one in tape.rewards
         ]
-        self._unscored += not scored
+        self._unscored += unscored
         of["episodes"] += 1
-        of["unscored"] += not scored
+        of["unscored"] += unscored
         of["sampled"] += tape.sampled
-        of["seconds"] += body.get("seconds") or 0.0
+        of["seconds"] += end.seconds
         for length, n in (("turns", tape.actions), ("tokens", tape.sampled)):
             of[length][bucket(n)] = of[length].get(bucket(n), 0) + 1
         if len(of["tapes"]) < EXAMPLES:
-            of["tapes"].append(tape.id)
+            of["tapes"].append(tape.begun.id)
         for one in rewards:
             self._component(one, None)
-            self._earn(tape.id, one)
-        self._odd.ended(tape.id, tape.group, tape.attempt, status, usable, tape.actions, tape.repeats, rewards)
+            if one.weight and math.isfinite(one.value):
+                earned = self._earned.setdefault((one.name, one.kind), _Earnings())
+                earned.add(tape.begun.id, one.weight * one.value)
+        self._odd.ended(tape, tape.repeats, rewards)
 
-    def _call(self, tape: _Tape, body: dict[str, Any]) -> None:
-        usage = body.get("usage") or {}
-        tries = body.get("attempts") or []
-        ids = body.get("completion")
-        n = column_length(ids) if ids is not None else usage.get("completion_tokens")
-        ids_of_prompt = body.get("prompt")  # without the tokens that the call keeps of its base
-        prompt = (
-            body.get("keep", 0) + column_length(ids_of_prompt)
-            if ids_of_prompt is not None
-            else usage.get("prompt_tokens")
-        )
-        tape.sampled += column_length(ids)
-        seconds = math.fsum(one["seconds"] for one in tries) if tries else None
-        spans: list[Any] = body.get("spans") or [[None, 0, n]]
-        whole = sum(end - start for _, start, end in spans) if body.get("spans") else 0
+    def _call(self, tape: _Tape, call: CallFacts) -> None:
+        n, prompt = call.completion_tokens, call.prompt_tokens
+        seconds = math.fsum(one["seconds"] for one in call.attempts) if call.attempts else None
+        spans: Sequence[tuple[str | None, int, int]] = call.spans or [(None, 0, n or 0)]
+        whole = sum(end - start for _, start, end in call.spans)
         for k, (version, start, end) in enumerate(spans):
             # An answer without tokens has no proportion to divide by: its spans share its cost equally.
             part = (end - start) / whole if whole else 1 / len(spans)
             self._spend(
-                (str(body.get("by")), body.get("engine") or "", version),
+                (call.by, call.engine or "", version),
                 k == 0,
                 prompt=0 if k and prompt is not None else prompt,
                 completion=None if n is None else end - start,
                 seconds=_part(seconds, part),
-                cost=_part(usage.get("cost"), part),
+                cost=_part(call.usage.get("cost"), part),
             )
-        self._odd.call(tape.id, body)
+        self._odd.call(tape.begun.id, call)
 
     def _spend(self, key: tuple[str, str, str | None], first: bool, **amounts: float | None) -> None:
         of = self._spent.setdefault(
@@ -331,37 +326,14 @@ class AuditFold:
             if value is not None:
                 of[name] = (of[name] or 0) + value
 
-    def _component(self, one: Scored, layer: str | None) -> None:
-        of = self._components.setdefault(
-            (layer, one.name, not one.weight),
-            {"scores": 0, "unknown": 0, "evidence": 0, "low": None, "high": None, "sum": 0.0, "total": 0.0},
-        )
-        of["scores"] += 1
-        of["evidence"] += one.evidence
-        if not math.isfinite(one.value):
-            of["unknown"] += 1
-            return
-        of["low"] = one.value if of["low"] is None else min(of["low"], one.value)
-        of["high"] = one.value if of["high"] is None else max(of["high"], one.value)
-        of["sum"] += one.value
-        of["total"] += one.weight * one.value
-
-    def _earn(self, tape: str, one: Scored) -> None:
-        if not one.weight or not math.isfinite(one.value):
-            return
-        of = self._earned.setdefault((one.name, one.kind), {"scores": 0, "total": 0.0, "most": []})
-        earned = one.weight * one.value
-        of["scores"] += 1
-        of["total"] += earned
-        if len(of["most"]) < EXAMPLES or earned > of["most"][-1][0]:
-            best = max([earned, *(old for old, at in of["most"] if at == tape)])
-            others = [(old, at) for old, at in of["most"] if at != tape]
-            of["most"] = sorted([*others, (best, tape)], key=lambda pair: -pair[0])[:EXAMPLES]
+    def _component(self, one: RewardFacts, layer: str | None) -> None:
+        self._components.setdefault((layer, one.name, not one.weight), _Scores()).add(one)
 
     # The account
 
     def audit(self) -> Audit:
         """The audit of the records so far."""
+        components = self._all_components()
         return Audit(
             tapes=self._tapes,
             open=len(self._open),
@@ -373,61 +345,48 @@ class AuditFold:
             spent=tuple(
                 Spent(by=by, engine=engine, version=version, **of) for (by, engine, version), of in self._spent.items()
             ),
-            components=self._all_components(),
+            components=components,
             earned=self._all_earned(),
-            anomalies=self._odd.found(self._components),
+            anomalies=self._odd.found(components),
         )
 
     def _all_components(self) -> tuple[Component, ...]:
-        whole = math.fsum(abs(of["total"]) for (layer, _, _), of in self._components.items() if layer is None)
-        made = []
-        for (layer, name, metric), of in sorted(
-            self._components.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
-        ):
-            n = of["scores"] - of["unknown"]
-            made.append(
-                Component(
-                    name=name,
-                    layer=layer,
-                    metric=metric,
-                    scores=of["scores"],
-                    unknown=of["unknown"],
-                    evidence=of["evidence"],
-                    low=of["low"],
-                    mean=of["sum"] / n if n else None,
-                    high=of["high"],
-                    total=of["total"],
-                    share=abs(of["total"]) / whole if whole and layer is None and not metric else None,
-                )
+        whole = math.fsum(abs(of.total) for (layer, _, _), of in self._components.items() if layer is None)
+        return tuple(
+            Component(
+                name=name,
+                layer=layer,
+                metric=metric,
+                scores=of.scores,
+                unknown=of.unknown,
+                evidence=of.evidence,
+                low=of.low,
+                mean=of.sum / n if (n := of.scores - of.unknown) else None,
+                high=of.high,
+                total=of.total,
+                share=abs(of.total) / whole if whole and layer is None and not metric else None,
             )
-        return tuple(made)
+            for (layer, name, metric), of in sorted(
+                self._components.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
+            )
+        )
 
     def _all_earned(self) -> tuple[Earned, ...]:
         whole: dict[str, float] = {}
         for (name, _), of in self._earned.items():
-            whole[name] = whole.get(name, 0.0) + abs(of["total"])
+            whole[name] = whole.get(name, 0.0) + abs(of.total)
         return tuple(
             Earned(
                 name=name,
                 kind=kind,
-                scores=of["scores"],
-                mean=of["total"] / of["scores"],
-                total=of["total"],
-                share=abs(of["total"]) / whole[name] if whole[name] else None,
-                tapes=tuple(tape for _, tape in of["most"]),
+                scores=of.scores,
+                mean=of.total / of.scores,
+                total=of.total,
+                share=abs(of.total) / whole[name] if whole[name] else None,
+                tapes=tuple(tape for _, tape in of.most),
             )
             for (name, kind), of in sorted(self._earned.items(), key=lambda item: (item[0][0], item[0][1] or ""))
         )
-
-
-def _scored(body: dict[str, Any], kind: str | None) -> Scored:
-    return Scored(
-        name=str(body.get("name", "reward")),
-        kind=kind,
-        value=float(body["value"]),
-        weight=float(body.get("weight", 1.0)),
-        evidence=body.get("evidence") is not None,
-    )
 
 
 def _part(value: float | None, part: float) -> float | None:
@@ -451,8 +410,6 @@ def audit_run(
     `split`: audit the tapes of this split only. `limit`: audit the newest `limit` of these, and the other tapes of
     their groups, without which comparisons within a group would be wrong.
     """
-    from ..store.books import BooksFold
-
     store.refresh()
     only = None if split is None and limit is None else _chosen(store, split, limit)
     books = BooksFold()
@@ -460,8 +417,15 @@ def audit_run(
     records = sum(segment.n for segment in store.index.segments())
     done = 0
     for done, stored in enumerate(store.records(), start=1):
-        books.add(stored.body)
-        fold.add(stored.t, stored.tape, stored.body)
+        try:
+            facts = read_facts(stored.t, stored.body)
+            books.take(stored.t, stored.tape, facts)
+            fold.take(stored.tape or "", facts)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise NotATape(
+                f"a {stored.t} of tape {stored.tape} can't be audited: {error}; `tapereel verify` lists all that can't "
+                "be read"
+            ) from error
         if progress is not None and done % _EVERY == 0:
             progress("audit", done, max(done, records), "records")
     if progress is not None and done >= _EVERY:

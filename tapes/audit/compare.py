@@ -17,14 +17,15 @@ from pydantic import JsonValue, computed_field
 from ..common.progress import Progress, silent
 from ..records import Reward
 from ..steps import Step, Unknown
-from ..store.attempts import attempts_of, counts
+from ..store.summary import attempts_of
 from ..tape import Tape
 from ..transcript import StepLine, TapeSummary, kind_of, step_lines, summarise
 from ..value import Value
 from .verdict import clipped, diff_lines, differences, plain
 
 if TYPE_CHECKING:
-    from ..store.store import Store, Summary
+    from ..store.store import Store
+    from ..store.summary import Summary
 
 
 class Setting(Value):
@@ -343,7 +344,7 @@ def _task(task: str, a: Sequence[Summary], b: Sequence[Summary], first: Store, s
 
 
 def _reward(summary: Summary) -> float | None:
-    return summary.reward if counts(summary) else None
+    return summary.reward if summary.trainable else None
 
 
 def _mean(attempts: Sequence[Summary]) -> float | None:

@@ -17,15 +17,25 @@ This module reads no files: feed it records.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 from ..errors import NotATape
-from ..records import CauseType, Status, Use, Void, trains, unscores
+from ..records import Status, Use, Void
 from ..value import Value
-from .attempts import GROUP_LAYER
-from .index import column_length
 from .ledger import FATES, Fate, Lineages, ranges
-from .segment import peek, read_body
+from .segment import peek
+from .summary import (
+    GROUP_LAYER,
+    CallFacts,
+    EndFacts,
+    Facts,
+    RewardFacts,
+    Summary,
+    TapeFold,
+    TokensFacts,
+    column_length,
+    read_facts,
+)
 
 PLACES = (
     "trained",
@@ -81,30 +91,32 @@ class Books(Value):
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
 
 
-class _Tape:
-    __slots__ = ("actions", "authored", "calls", "cause", "ended", "failed", "sampled", "scored", "split", "status")
+class _Tape(TapeFold):
+    """One tape with its calls and the rewards that were added after its end."""
 
-    def __init__(self, split: str) -> None:
-        self.split = split
-        self.status: Status | None = None
-        self.cause: CauseType | None = None
-        self.ended = False
-        self.scored = False
-        self.failed = False
-        """True once a reward source failed, of the tape or of its group: the tape is then unscored as a whole."""
-        self.actions = 0
-        self.calls: dict[str, int] = {}
+    __slots__ = ("authored", "completions", "group_failed", "layered", "policy")
+
+    def __init__(self, begun: Summary) -> None:
+        super().__init__(begun)
+        self.layered = False
+        """Whether a layer scores the tape."""
+        self.group_failed = False
+        """Whether a comparison with its group failed: the tape is then unscored as a whole."""
+        self.completions: dict[str, int] = {}
         """Sampled call -> its completion tokens."""
         self.authored: dict[str, int] = {}
-        self.sampled = 0
+        self.policy = 0
+        """Tokens that a policy sampled."""
 
     @property
-    def held_out(self) -> bool:
-        return self.split not in ("train", "demo")
+    def usable(self) -> bool:
+        """Whether its tokens may be trained on, once the tape is scored."""
+        return self.trainable and not self.held_out
 
     @property
-    def trainable(self) -> bool:
-        return trains(self.status, self.cause)
+    def scored(self) -> bool:
+        """Whether it has a reward, of its own or of a layer, and no failure makes it unscored."""
+        return not (self.failed or self.group_failed) and (self.layered or self.reward is not None)
 
 
 class BooksFold:
@@ -120,62 +132,54 @@ class BooksFold:
 
     def add(self, body: bytes) -> None:
         """One record body. NotATape when it can't be read."""
-        try:
-            self._add(body)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise NotATape(f"a record can't be read: {error}: {body[:80]!r}…") from error
-
-    def _add(self, body: bytes) -> None:
         t, name = peek(body)
-        if t in ("open", "commit", "seal", "publish"):
-            return
-        record = read_body(body)
-        if t == "use":
-            self._lineages.add(Use.model_validate_json(body))
-        elif t == "void":
-            self._lineages.add(Void.model_validate_json(body))
-        elif t == "begin":
+        try:
+            self.take(t, name, read_facts(t, body))
+        except (TypeError, AttributeError) as error:
+            raise NotATape(f"a {t} can't be read: {error}: {body[:80]!r}…") from error
+
+    def take(self, t: str, name: str | None, facts: Facts | None) -> None:
+        """One record, by its type, its tape and its facts."""
+        if isinstance(facts, Summary):
             self._begun += 1
             if name in self._tapes:
                 self._odd.append(f"tape {name} begins twice")
-            self._tapes[name or ""] = _Tape(record.get("split", "train"))
-        elif (tape := self._tapes.get(name or "")) is None:
-            self._odd.append(f"a {t} of tape {name}, which never began")
-        else:
-            self._add_to(tape, t, record, name or "")
+            self._tapes[facts.id] = _Tape(facts)
+        elif isinstance(facts, (Use, Void)):
+            self._lineages.add(facts)
+        elif facts is not None:
+            tape = self._tapes.get(name or "")
+            if tape is None:
+                self._odd.append(f"a {t} of tape {name}, which never began")
+            else:
+                self._add_to(tape, t, facts)
 
-    def _add_to(self, tape: _Tape, t: str, record: dict[str, Any], name: str) -> None:
-        if tape.ended and t in ("step", "call", "end"):
-            self._odd.append(f"a {t} of tape {name} after its end")
-        if t == "step":
-            tape.actions += record.get("role") == "action"
-        elif t == "call":
-            self._call(tape, record, name)
-        elif t == "tokens":
-            tape.authored[str(record.get("call"))] = column_length(record.get("completion"))
-        elif t == "reward":
-            tape.scored = tape.scored or bool(record.get("weight", 1.0))
-            failed = unscores(record.get("value"), record.get("weight", 1.0), record.get("evidence"))
-            tape.failed |= failed and record.get("layer") in (None, GROUP_LAYER)
-        elif t == "end":
-            cause = record.get("cause")
-            tape.status = Status(record.get("status"))
-            tape.cause = CauseType(cause.get("type")) if cause is not None else None
-            tape.ended = True
-            self._ended += 1
+    def _add_to(self, tape: _Tape, t: str, facts: Facts) -> None:
+        closed = tape.status is not None
+        if closed and t in ("step", "call", "end"):
+            self._odd.append(f"a {t} of tape {tape.begun.id} after its end")
+        if isinstance(facts, CallFacts):
+            self._call(tape, facts)
+        elif isinstance(facts, TokensFacts):
+            tape.authored[facts.call] = facts.completion
+        elif isinstance(facts, RewardFacts) and closed:
+            tape.layered |= bool(facts.weight)
+            tape.group_failed |= facts.failed and facts.layer in (None, GROUP_LAYER)
+        self._ended += isinstance(facts, EndFacts)
+        tape.add(facts)
 
-    def _call(self, tape: _Tape, record: dict[str, Any], name: str) -> None:
-        call, n = str(record.get("call")), column_length(record.get("completion"))
-        if call in tape.calls or call in tape.authored:
-            self._odd.append(f"call {call} stands twice on tape {name}")
-        if record.get("completion") is None:
+    def _call(self, tape: _Tape, call: CallFacts) -> None:
+        if call.call in tape.completions or call.call in tape.authored:
+            self._odd.append(f"call {call.call} stands twice on tape {tape.begun.id}")
+        n = column_length(call.completion)
+        if call.completion is None:
             self._textual += 1
-        elif record.get("spans") or record.get("logprobs") is not None:
-            tape.calls[call] = n
-            tape.sampled += n
+        elif call.sampled:
+            tape.completions[call.call] = n
+            tape.policy += n
             self._sampled += n
         else:
-            tape.authored[call] = n
+            tape.authored[call.call] = n
 
     # The account
 
@@ -188,16 +192,16 @@ class BooksFold:
             "stale": self._by_fate(marks, 1),
             "filtered": self._by_fate(marks, 2),
             "context": self._by_fate(marks, 3),
-            "unscored": self._unscored(marks),
-            "errored": self._errored(),
-            "cancelled": self._cancelled(),
-            "held_out": self._held_out(),
-            "unused": self._unused(marks),
-            "in_flight": self._in_flight(),
+            "unscored": self._unnamed(marks, scored=False),
+            "errored": self._sampled_on(lambda tape: _lost(tape) and tape.status != Status.CANCELLED),
+            "cancelled": self._sampled_on(lambda tape: _lost(tape) and tape.status == Status.CANCELLED),
+            "held_out": self._sampled_on(lambda tape: tape.status is not None and tape.held_out),
+            "unused": self._unnamed(marks, scored=True),
+            "in_flight": self._sampled_on(lambda tape: tape.status is None),
         }
         if sum(tokens.values()) != self._sampled:
             odd.append(f"{self._sampled} tokens were sampled, {sum(tokens.values())} are accounted for")
-        still = sum(not tape.ended for tape in self._tapes.values())
+        still = sum(tape.status is None for tape in self._tapes.values())
         if self._begun != self._ended + still:
             odd.append(f"{self._begun} episodes began, {self._ended} ended and {still} are open")
         return Books(
@@ -256,7 +260,7 @@ class BooksFold:
         count = 0
         for name, call, start, end in ranges(use, fate):
             tape = self._tapes.get(name)
-            n = None if tape is None else tape.calls.get(call, tape.authored.get(call))
+            n = None if tape is None else tape.completions.get(call, tape.authored.get(call))
             if n is None or not 0 <= start <= end <= n:
                 odd.append(
                     f"update {use.update} of {use.lineage} names tokens [{start}, {end}) of call {call} of tape "
@@ -277,8 +281,8 @@ class BooksFold:
         for (name, call), mark in marks.items():
             tape = self._tapes[name]
             trained = sum(m & 1 for m in mark)
-            if trained and (tape.held_out or not tape.ended or not tape.trainable):
-                why = f"held out ({tape.split})" if tape.held_out else tape.status or "open"
+            if trained and not tape.usable:
+                why = f"held out ({tape.begun.split})" if tape.held_out else tape.status or "open"
                 odd.append(f"{trained} tokens of call {call} were trained on, but tape {name} is {why}")
 
     def _by_fate(self, marks: dict[tuple[str, str], bytearray], bit: int) -> int:
@@ -287,7 +291,7 @@ class BooksFold:
         return sum(
             sum(1 for m in mark if m & (1 << bit) and not m & below)
             for (name, call), mark in marks.items()
-            if call in self._tapes[name].calls
+            if call in self._tapes[name].completions
         )
 
     def _authored_trained(self, marks: dict[tuple[str, str], bytearray]) -> int:
@@ -299,52 +303,36 @@ class BooksFold:
         """Tokens that no update named, of tapes that may be trained on."""
         total = 0
         for name, tape in self._tapes.items():
-            if tape.ended and (tape.scored and not tape.failed) == scored and not tape.held_out and tape.trainable:
-                for call, n in tape.calls.items():
+            if tape.usable and tape.scored == scored:
+                for call, n in tape.completions.items():
                     mark = marks.get((name, call))
                     total += n if mark is None else mark.count(0)
         return total
 
-    def _unused(self, marks: dict[tuple[str, str], bytearray]) -> int:
-        return self._unnamed(marks, scored=True)
-
-    def _unscored(self, marks: dict[tuple[str, str], bytearray]) -> int:
-        return self._unnamed(marks, scored=False)
-
-    def _held_out(self) -> int:
-        return sum(tape.sampled for tape in self._tapes.values() if tape.held_out and tape.ended)
-
-    def _cancelled(self) -> int:
-        return sum(
-            tape.sampled for tape in self._tapes.values() if not tape.held_out and tape.status == Status.CANCELLED
-        )
-
-    def _errored(self) -> int:
-        return sum(
-            tape.sampled
-            for tape in self._tapes.values()
-            if tape.ended and not tape.held_out and tape.status != Status.CANCELLED and not tape.trainable
-        )
-
-    def _in_flight(self) -> int:
-        return sum(tape.sampled for tape in self._tapes.values() if not tape.ended)
+    def _sampled_on(self, belongs: Callable[[_Tape], bool]) -> int:
+        return sum(tape.policy for tape in self._tapes.values() if belongs(tape))
 
     def _ends(self) -> tuple[Lost, ...]:
-        groups: dict[tuple[Status | None, CauseType | None], list[_Tape]] = {}
+        groups: dict[tuple[str, str | None], list[_Tape]] = {}
         for tape in self._tapes.values():
-            if tape.ended:
+            if tape.status is not None:
                 groups.setdefault((tape.status, tape.cause), []).append(tape)
         return tuple(
             Lost(
-                status=status or "",
+                status=status,
                 cause=cause,
                 trainable=tapes[0].trainable,
                 episodes=len(tapes),
-                turns=dict(Counter(bucket(tape.actions) for tape in sorted(tapes, key=lambda tape: tape.actions))),
-                sampled=sum(tape.sampled for tape in tapes),
+                turns=dict(Counter(bucket(n) for n in sorted(tape.actions for tape in tapes))),
+                sampled=sum(tape.policy for tape in tapes),
             )
-            for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0] or "", item[0][1] or ""))
+            for (status, cause), tapes in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] or ""))
         )
+
+
+def _lost(tape: _Tape) -> bool:
+    """Whether the tape ended in a way that is never trained on, though its split would be."""
+    return tape.status is not None and not tape.held_out and not tape.trainable
 
 
 def bucket(length: int) -> str:

@@ -10,7 +10,8 @@ from ..value import Value
 
 if TYPE_CHECKING:
     from ..records import Begin
-    from .store import Store, Summary
+    from .store import Store
+    from .summary import Summary
 
 
 class Fork(Value):

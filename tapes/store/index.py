@@ -7,7 +7,6 @@ can't be written or is busy, the index lives in memory.
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import sys
 import threading
@@ -17,12 +16,13 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from ..records import IN_TAPE, unscores
+from ..records import IN_TAPE
 from .disk import REAL, Disk
 from .reader import Break, SegmentReader
-from .segment import BadLine, Line, parse_line, peek, read_body, segment_names
+from .segment import BadLine, Line, parse_line, peek, segment_names
+from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin, read_facts
 
-_FORMAT = 4
+_FORMAT = 5
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -42,31 +42,7 @@ create index if not exists tapes_by_status on tapes (status);
 create index if not exists tapes_by_group on tapes (group_id);
 create index if not exists tapes_by_task on tapes (task_hash);
 """
-_COLUMNS = (
-    "id",
-    "segment",
-    "n",
-    "split",
-    "task_hash",
-    "task",
-    "group_id",
-    "attempt",
-    "agent",
-    "env",
-    "effect",
-    "parent",
-    "begun",
-    "status",
-    "cause",
-    "ended",
-    "reward",
-    "calls",
-    "actions",
-    "sampled",
-    "failed",
-)
 _BATCH = 20_000
-_ACTION = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"(?:[^"\\]|\\.)*","role":"action"')
 
 
 class Segment(NamedTuple):
@@ -88,39 +64,6 @@ class Segment(NamedTuple):
     next: str | None
     pins: str
     """JSON of `open.pins`."""
-
-
-class Summary(NamedTuple):
-    """A tape as a list of tapes shows it, without reading the tape."""
-
-    id: str
-    segment: str
-    """The segment that it begins in."""
-    n: int
-    """The ordinal of its `begin` there."""
-    split: str
-    task_hash: str
-    task: str
-    """The task's name; empty when it has none."""
-    group: str | None
-    attempt: int
-    agent: str
-    env: str
-    effect: str | None
-    parent: str | None
-    """The tape that it was forked from."""
-    begun: float
-    """Seconds since 1970."""
-    status: str | None
-    """None while it is open."""
-    cause: str | None
-    ended: float | None
-    reward: float | None
-    """As recorded with the tape; None when nothing was scored, or when a component failed."""
-    calls: int
-    actions: int
-    sampled: int
-    """Completion tokens of its own calls whose engine returned token ids."""
 
 
 class Place(NamedTuple):
@@ -154,7 +97,9 @@ class Index:
         self.folder, self.disk = folder, disk
         self._db = _connect(path)
         self._path = path
-        self._tapes: dict[str, dict[str, Any]] = {}
+        self._tapes: dict[str, TapeFold] = {}
+        """Those with new records; `_flush` writes them."""
+        self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -268,9 +213,9 @@ class Index:
         if tape is not None and t in IN_TAPE:
             try:
                 self._summarise(tape, t, line, segment)
-            except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
                 if t == "begin":
-                    self._tapes[tape] = self._begin(tape, {}, segment, line.n)
+                    self._tapes[tape] = TapeFold(Summary(tape, segment, line.n))
                 self._db.execute(
                     "insert or replace into unread values (?,?,?,?,?)",
                     (segment, line.n, tape, t, str(error).splitlines()[0][:300]),
@@ -278,71 +223,31 @@ class Index:
         return tape or "", segment, line.n, t, at, length
 
     def _summarise(self, tape: str, t: str, line: Line, segment: str) -> None:
-        row = self._tapes.get(tape) or self._stored(tape)
         if t == "begin":
-            row = _stores(self._begin(tape, read_body(line.body), segment, line.n))
-        if row is None:
+            self._tapes[tape] = TapeFold(_storable(read_begin(line.body, segment, line.n)))
+            return
+        fold = self._tapes.get(tape) or self._stored(tape)
+        if fold is None:
             return  # a record of a tape that never began: `verify` reports it
-        self._tapes[tape] = row
+        self._tapes[tape] = fold
         if t == "step":
-            row["actions"] += _ACTION.match(line.body) is not None
-        elif t == "call":
-            self._call(row, read_body(line.body))
-        elif t == "reward" and row["status"] is None:
-            body = read_body(line.body)
-            value, weight = body.get("value"), body.get("weight", 1.0)
-            if row["failed"] or unscores(value, weight, body.get("evidence")):
-                row["failed"], row["reward"] = True, None  # for good: a partial sum is not a reward (`scoring.total`)
-            elif weight and isinstance(value, int | float):
-                row["reward"] = (row["reward"] or 0.0) + float(weight * value)
-        elif t == "end":
-            body = read_body(line.body)
-            cause = (body.get("cause") or {}).get("type")
-            row.update(_stores({"status": body.get("status"), "ended": body.get("at"), "cause": cause}))
+            fold.actions += is_action(line.body)
+        elif (facts := read_facts(t, line.body)) is not None:
+            fold.add(facts)
+            if isinstance(facts, CallFacts):
+                self._versions.update((str(version), tape) for version, _, _ in facts.spans)
 
-    def _begin(self, tape: str, body: dict[str, Any], segment: str, n: int) -> dict[str, Any]:
-        task, agent, env = body.get("task") or {}, body.get("agent") or {}, body.get("env") or {}
-        return {
-            "id": tape,
-            "segment": segment,
-            "n": n,
-            "split": body.get("split", ""),
-            "task_hash": body.get("task_hash", ""),
-            "task": task.get("id", ""),
-            "group_id": body.get("group"),
-            "attempt": body.get("attempt"),
-            "agent": agent.get("name", ""),
-            "env": env.get("name", ""),
-            "effect": env.get("effect"),
-            "parent": (body.get("parent") or {}).get("tape"),
-            "begun": body.get("at"),
-            "status": None,
-            "cause": None,
-            "ended": None,
-            "reward": None,
-            "calls": 0,
-            "actions": 0,
-            "sampled": 0,
-            "failed": False,
-        }
-
-    def _call(self, row: dict[str, Any], body: dict[str, Any]) -> None:
-        row["calls"] += 1
-        row["sampled"] += column_length(body.get("completion"))
-        versions = [(str(span[0]), row["id"]) for span in body.get("spans") or ()]
-        self._db.executemany("insert or ignore into versions values (?, ?)", versions)
-
-    def _stored(self, tape: str) -> dict[str, Any] | None:
+    def _stored(self, tape: str) -> TapeFold | None:
         found = self._db.execute("select * from tapes where id = ?", (tape,)).fetchone()
-        return dict(zip(_COLUMNS, found, strict=True)) if found else None
+        return TapeFold(Summary(*found[:-1]), bool(found[-1])) if found else None
 
     def _flush(self, places: list[tuple[Any, ...]]) -> None:
         self._db.executemany("insert or replace into records values (?,?,?,?,?,?)", places)
-        marks = ",".join("?" * len(_COLUMNS))
-        self._db.executemany(
-            f"insert or replace into tapes values ({marks})", [tuple(row.values()) for row in self._tapes.values()]
-        )
+        self._db.executemany("insert or ignore into versions values (?,?)", self._versions)
+        marks = ",".join("?" * (len(Summary._fields) + 1))
+        self._db.executemany(f"insert or replace into tapes values ({marks})", map(_row, self._tapes.values()))
         self._tapes.clear()
+        self._versions.clear()
 
     # Questions
 
@@ -426,24 +331,22 @@ class Index:
             return self._db.execute(query, values).fetchall()
 
 
-def _stores(values: dict[str, Any]) -> dict[str, Any]:
-    """`values`, checked: TypeError names the first that SQLite can't hold (text, a float or a 64-bit integer)."""
-    for name, value in values.items():
+def _storable(summary: Summary) -> Summary:
+    """The same, checked: TypeError names the first value that SQLite can't hold (text, a float, a 64-bit integer)."""
+    for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")
-    return values
+    return summary
+
+
+def _row(fold: TapeFold) -> tuple[object, ...]:
+    end = (fold.status, fold.cause, fold.ended)
+    return (*fold.begun[:BEGUN], *end, fold.reward, fold.calls, fold.actions, fold.sampled, fold.failed)
 
 
 def read_pins(opened: dict[str, Any]) -> str:
     """`open.pins` as JSON."""
     return to_json(opened.get("pins") or {}).decode()
-
-
-def column_length(column: Any) -> int:
-    """How many 4-byte values a base64 column holds."""
-    if not isinstance(column, str):
-        return 0
-    return (len(column) * 3 // 4 - column.count("=", -2)) // 4
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:

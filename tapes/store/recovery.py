@@ -26,9 +26,10 @@ from pydantic_core import from_json
 from ..errors import Corrupt
 from ..records import Cause, CauseType, End, Status
 from .disk import REAL, Disk, put_file
-from .index import Index, Place, Segment, Summary
+from .index import Index, Place, Segment
 from .reader import PINS, Break, SegmentReader, read_pin_file
 from .segment import ZERO, parse_line, read_body, segment_names
+from .summary import Summary
 from .writer import FolderLock, SegmentWriter, new_segment
 
 

@@ -23,12 +23,13 @@ from ..records import IN_TAPE, Publish, Record, Status, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
-from .index import Index, Place, Summary
+from .index import Index, Place
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import PINS, Break, SegmentReader
 from .recovery import Recovered, start_writer
 from .segment import parse_line, peek, segment_names
+from .summary import Summary
 from .writer import SegmentWriter
 
 

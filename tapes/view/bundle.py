@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
 from ..errors import TapereelError, UsageError
-from ..store.index import Summary
+from ..store.summary import Summary
 from .overview import Overview, overview_of
 from .run_view import PAGE, RunView
 from .table import SHARD

@@ -18,9 +18,9 @@ from ..errors import TapereelError
 from ..records import End as EndRecord
 from ..records import Status, parse_record
 from ..store.books import Books
-from ..store.index import Summary
 from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings
 from ..store.store import Store
+from ..store.summary import Summary
 from ..value import Value
 from .curves import Plot, loss_plots, reward_plot
 

@@ -17,9 +17,9 @@ from ..audit.verdict_files import Checks
 from ..common.text import safe
 from ..errors import NoSuchTape, NotATape, TapereelError
 from ..records import Call, parse_record
-from ..store.index import Summary
 from ..store.media import references
 from ..store.store import Store
+from ..store.summary import Summary
 from ..store.verifier import verify
 from .calls import call_detail
 from .integrity import quick, whole

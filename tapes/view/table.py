@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..store.index import Summary
+from ..store.summary import Summary
 
 SHARD = 8_192
 """Tapes in one piece of the table."""

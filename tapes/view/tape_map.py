@@ -16,8 +16,8 @@ from ..records import IN_TAPE, Begin, parse_record
 from ..store.index import Place
 from ..store.segment import BadLine, read_body
 from ..store.store import Store
+from ..store.summary import StepFacts, read_reward, read_step
 
-_STEP = re.compile(rb'\{"t":"step","tape":"[^"]*","by":"((?:[^"\\]|\\.)*)","role":"([a-z]+)"')
 _CALL = re.compile(rb'\{"t":"call","tape":"[^"]*","call":"([^"\\]*)"')
 
 
@@ -121,14 +121,17 @@ class TapeMap:
         self.steps.append(step)
 
     def _step(self, record: int, body: bytes) -> int:
-        by, role = _author(body)
-        own = by != ENV.encode()
+        try:
+            facts = read_step(body)
+        except BadLine:
+            facts = StepFacts("", "", "", body)  # an unreadable record stays an item, which is shown as a hole
+        own = facts.by != ENV
         if own:
             self._speak()
         step = len(self.step_items)
         self.step_items.append(len(self.items))
         self._item(record)
-        if own and role == b"action":
+        if own and facts.role == "action":
             self._in_turn = False
             self.actions[-1] = record
         return step
@@ -146,16 +149,13 @@ class TapeMap:
 
     def _reward(self, record: int, body: bytes) -> None:
         try:
-            read = read_body(body)
-            at, earned = (
-                read.get("step"),
-                (str(read.get("name", "reward")), float(read["value"]), float(read.get("weight", 1.0))),
-            )
-        except (BadLine, KeyError, TypeError, ValueError):
+            reward = read_reward(body)
+        except (TypeError, ValueError, LookupError):
             self._item(record)  # shown as a hole
             return
-        if isinstance(at, int) and 0 <= at < len(self.step_items):
-            self.rewards.setdefault(at, []).append(earned)
+        earned = reward.name, reward.value, reward.weight
+        if isinstance(reward.step, int) and 0 <= reward.step < len(self.step_items):
+            self.rewards.setdefault(reward.step, []).append(earned)
         else:
             self.episode.append(earned)
 
@@ -164,14 +164,3 @@ class TapeMap:
         record = self.actions[turn]
         earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
         return sum(earned) if earned else None
-
-
-def _author(body: bytes) -> tuple[bytes, bytes]:
-    match = _STEP.match(body)
-    if match is not None:
-        return match[1], match[2]
-    try:
-        read = read_body(body)
-    except BadLine:
-        return b"", b""  # an unreadable record stays an item, which the transcript shows as a hole
-    return str(read.get("by")).encode(), str(read.get("role")).encode()

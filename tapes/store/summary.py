@@ -1,0 +1,316 @@
+"""What the records of a tape add up to. The index, the books, the audit and the viewer read records here.
+
+`read_facts` reads the fields of one record that a fold needs, typed, without validating the record as a whole: an index
+of a million records can't afford that. `Summary` folds the facts of one tape. So a failed reward, a scored tape and a
+sampled token mean the same to every reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import NotATape
+from ..records import CauseType, Status, Use, Void, trains, unscores
+from .segment import read_body
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+GROUP_LAYER = "group"
+"""The layer of rewards that compare a tape with its group. Training adds them to the reward on the tape."""
+_STEP = re.compile(rb'\{"t":"step","tape":"[^"\\]*","by":"([^"\\]*)","role":"([a-z]+)","kind":"([^"\\]*)"')
+
+
+class StepFacts(NamedTuple):
+    """One step."""
+
+    by: str
+    role: str
+    kind: str
+    body: bytes
+
+    @property
+    def content(self) -> JsonValue:
+        """Its fields, or its text."""
+        return read_body(self.body).get("content")
+
+
+class CallFacts(NamedTuple):
+    """One model call. Its columns of token ids and log-probs are base64, as on the tape; they are not decoded here."""
+
+    call: str
+    by: str
+    engine: str | None
+    finish: str | None
+    spans: list[tuple[str, int, int]]
+    """(version, start, end) over the completion."""
+    keep: int
+    """Prompt tokens that the call shares with its base."""
+    prompt: str | None
+    """The prompt's other ids; None when the engine took text only."""
+    completion: str | None
+    logprobs: str | None
+    usage: dict[str, Any]
+    """As the engine reports it."""
+    attempts: list[dict[str, Any]]
+    """`seconds` and `error` of each request."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a policy sampled the completion; an authored one has neither versions nor log-probs."""
+        return bool(self.spans) or self.logprobs is not None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Counted, or as the engine reports it; None where unknown."""
+        return self.usage.get("prompt_tokens") if self.prompt is None else self.keep + column_length(self.prompt)
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """Counted, or as the engine reports it; None where unknown."""
+        return self.usage.get("completion_tokens") if self.completion is None else column_length(self.completion)
+
+
+class RewardFacts(NamedTuple):
+    """One reward component."""
+
+    name: str
+    step: int | None
+    value: float
+    weight: float
+    layer: str | None
+    evidence: bool
+    """Whether the reward has evidence."""
+    failed: bool
+    """Whether it leaves its tape unscored."""
+    kind: str | None = None
+    """Of the action that earned it, where a reader looked it up; None for the episode as a whole."""
+
+
+class EndFacts(NamedTuple):
+    """The end of a tape."""
+
+    status: Status
+    cause: CauseType | None
+    seconds: float
+    at: float
+
+
+class TokensFacts(NamedTuple):
+    """Token ids of an authored answer."""
+
+    call: str
+    completion: int
+
+
+class Summary(NamedTuple):
+    """A tape as a list of tapes shows it, without reading the tape."""
+
+    id: str
+    segment: str
+    """The segment that it begins in."""
+    n: int
+    """The ordinal of its `begin` there."""
+    split: str = ""
+    task_hash: str = ""
+    task: str = ""
+    """The task's name; empty when it has none."""
+    group: str | None = None
+    attempt: int = 0
+    agent: str = ""
+    env: str = ""
+    effect: str | None = None
+    parent: str | None = None
+    """The tape that it was forked from."""
+    begun: float = 0.0
+    """Seconds since 1970."""
+    status: str | None = None
+    """None while it is open."""
+    cause: str | None = None
+    ended: float | None = None
+    reward: float | None = None
+    """As recorded with the tape; None when nothing was scored, or when a component failed."""
+    calls: int = 0
+    actions: int = 0
+    sampled: int = 0
+    """Completion tokens of its own calls whose engine returned token ids."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the episode's reward measures the agent: no fault of the environment, model or machine ended it."""
+        return trains(Status(self.status) if self.status else None, CauseType(self.cause) if self.cause else None)
+
+
+BEGUN = Summary._fields.index("status")
+"""Number of fields of a summary that the `begin` states; the others change with each record."""
+
+
+class TapeFold:
+    """The sum of a tape's records so far. Give it every record after the `begin`, in order."""
+
+    __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
+
+    def __init__(self, begun: Summary, failed: bool = False) -> None:
+        """`begun`: the summary to go on from; `failed`: whether a component of its reward failed."""
+        self.begun = begun
+        self.status = Status(begun.status) if begun.status is not None else None
+        self.cause = CauseType(begun.cause) if begun.cause is not None else None
+        self.ended, self.reward, self.failed = begun.ended, begun.reward, failed
+        self.calls, self.actions, self.sampled = begun.calls, begun.actions, begun.sampled
+
+    def add(self, facts: Facts) -> None:
+        """Add one record. A reward after the end is a layer, which changes no sum."""
+        if isinstance(facts, StepFacts):
+            self.actions += facts.role == "action"
+        elif isinstance(facts, CallFacts):
+            self.calls += 1
+            self.sampled += column_length(facts.completion)
+        elif isinstance(facts, RewardFacts) and self.status is None:
+            # A failure is for good: a sum without the failed component is not a reward (`total_reward`).
+            if self.failed or facts.failed:
+                self.failed, self.reward = True, None
+            elif facts.weight:
+                self.reward = (self.reward or 0.0) + facts.weight * facts.value
+        elif isinstance(facts, EndFacts):
+            self.status, self.cause, self.ended = facts.status, facts.cause, facts.at
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its end allows to score the tape and to train on it."""
+        return trains(self.status, self.cause)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether its split is never trained on."""
+        return self.begun.split not in ("train", "demo")
+
+
+Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | TokensFacts | Use | Void
+
+
+def read_facts(t: str, body: bytes) -> Facts | None:
+    """The facts of a record of type `t`; None for a type that no fold needs. NotATape when it can't be read.
+
+    A `begin` gives the first summary, for a `TapeFold`.
+    """
+    reader = _READERS.get(t)
+    try:
+        return reader(body) if reader is not None else None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise NotATape(f"a {t} can't be read: {error}: {body[:80]!r}…") from error
+
+
+def is_action(body: bytes) -> bool:
+    """Whether a step is an action. Half of a run's records are steps, and a summary needs no more of them."""
+    match = _STEP.match(body)
+    return match[2] == b"action" if match is not None else read_step(body).role == "action"
+
+
+def column_length(column: object) -> int:
+    """How many 4-byte values a base64 column holds."""
+    if not isinstance(column, str):
+        return 0
+    return (len(column) * 3 // 4 - column.count("=", -2)) // 4
+
+
+def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
+    """The summary after a `begin`, which is line `n` of `segment`."""
+    read = read_body(body).get
+    env = read("env") or {}
+    return Summary(
+        str(read("tape")),
+        segment,
+        n,
+        read("split", "train"),
+        read("task_hash", ""),
+        (read("task") or {}).get("id", ""),
+        read("group"),
+        read("attempt") or 0,
+        (read("agent") or {}).get("name", ""),
+        env.get("name", ""),
+        env.get("effect"),
+        (read("parent") or {}).get("tape"),
+        read("at", 0.0),
+    )
+
+
+def read_step(body: bytes) -> StepFacts:
+    """The facts of a step, as a rule without reading its content: most bytes of a run are contents of steps."""
+    match = _STEP.match(body)
+    if match is not None:
+        return StepFacts(match[1].decode(), match[2].decode(), match[3].decode(), body)
+    read = read_body(body)
+    return StepFacts(str(read.get("by")), str(read.get("role")), str(read.get("kind")), body)
+
+
+def _call(body: bytes) -> CallFacts:
+    read = read_body(body).get
+    return CallFacts(
+        str(read("call")),
+        str(read("by")),
+        read("engine"),
+        read("finish"),
+        read("spans") or [],
+        read("keep", 0),
+        read("prompt"),
+        read("completion"),
+        read("logprobs"),
+        read("usage") or {},
+        read("attempts") or [],
+    )
+
+
+def read_reward(body: bytes) -> RewardFacts:
+    """The facts of a reward."""
+    read = read_body(body)
+    value, weight, evidence = float(read["value"]), float(read.get("weight", 1.0)), read.get("evidence")
+    return RewardFacts(
+        str(read.get("name", "reward")),
+        read.get("step"),
+        value,
+        weight,
+        read.get("layer"),
+        evidence is not None,
+        unscores(value, weight, evidence),
+    )
+
+
+def _end(body: bytes) -> EndFacts:
+    read = read_body(body)
+    cause = (read.get("cause") or {}).get("type")
+    return EndFacts(
+        Status(read.get("status")),
+        CauseType(cause) if cause is not None else None,
+        read.get("seconds") or 0.0,
+        read.get("at", 0.0),
+    )
+
+
+def _tokens(body: bytes) -> TokensFacts:
+    read = read_body(body)
+    return TokensFacts(str(read.get("call")), column_length(read.get("completion")))
+
+
+_READERS = {
+    "begin": read_begin,
+    "step": read_step,
+    "call": _call,
+    "reward": read_reward,
+    "end": _end,
+    "tokens": _tokens,
+    "use": Use.model_validate_json,
+    "void": Void.model_validate_json,
+}
+
+
+def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
+    """task hash -> for each attempt its last episode that counts (`Summary.trainable`), else its first one."""
+    found: dict[str, dict[tuple[str, int], Summary]] = {}
+    for s in closed:
+        place = (s.group or s.id, s.attempt)
+        attempts = found.setdefault(s.task_hash, {})
+        if s.trainable or place not in attempts:
+            attempts[place] = s
+    return {task: list(attempts.values()) for task, attempts in found.items()}
