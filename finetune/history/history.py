@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from ..trainer.checkpoint import (
     save_checkpoint,
     weights_digest,
 )
-from ..trainer.updates import PolicyTrainer, UpdateStats, together
+from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .plan import Batch, Plan, Source
 from .update_facts import computed_on, items, left_out
 
@@ -276,7 +276,7 @@ class History:
         if "rng" in state:
             torch.set_rng_state(state["rng"])
         if checkpoint.state["phase"]:
-            self.enter(checkpoint.state["phase"]).load_state_dict(state)
+            self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
         """BrokenHistory where the restored weights differ from those that were published under their version.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from pydantic import Field
@@ -117,6 +117,16 @@ class Critic(nn.Module):
         self.head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
         self.mean.fill_(mean)
         self.std.fill_(std)
+
+
+class CriticState(TypedDict):
+    """The state of a critic's trainer, the critic's weights included."""
+
+    critic: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    steps: int
+    skips: int
+    moments: list[float]
 
 
 class CriticTrainer:
@@ -231,7 +241,7 @@ class CriticTrainer:
         else:
             self.critic.rescale(self.moments.mean, self.moments.std)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CriticState:
         """Everything the next update depends on, the critic's weights included."""
         return {
             "critic": self.critic.state_dict(),
@@ -241,7 +251,7 @@ class CriticTrainer:
             "moments": [self.moments.n, self.moments.mean, self.moments.m2],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CriticState) -> None:
         """Continues from `state_dict`."""
         self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
         self.ranks.load(self.optimizer, state["optimizer"])

@@ -26,12 +26,10 @@ from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Context, Sums
 from ..objective import loss as objective
-from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks
-from .schedule import Schedule
 from .trainer import Trainer
-from .updates import PolicyTrainer, Prepared, Skip, UpdateStats, take_updates
+from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats
 
 _Share = tuple[Tensor, Tensor, Sums, float, Skip | None]
 """One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, skip."""
@@ -184,10 +182,10 @@ class Processes:
             self.model.load_state_dict(self.ranks.whole(dict(self.work.state_dict())))
         return stats, self.ranks.all_gather((self.places, stats.weight, stats.sums, stats.loss, stats.skipped))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> TrainerState:
         return self.member.state_dict()
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: TrainerState) -> None:
         self._fetch()
         self.member.load_state_dict(state)
 
@@ -200,7 +198,7 @@ class _WholeBatch(Prepared):
     """Counts the batches of one trainer: the ranks hold only the latest."""
 
 
-class DistributedTrainer:
+class DistributedTrainer(PolicyTrainer):
     """Rank 0's trainer: it takes whole batches and returns whole statistics, as one process would.
 
     What all ranks have in common (model, recipe, schedule, count of steps) is read from this rank's own trainer.
@@ -208,32 +206,10 @@ class DistributedTrainer:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._member = processes.member
+        self._member = own = processes.member
         self._number = 0
-
-    @property
-    def model(self) -> nn.Module:
-        return self._member.model
-
-    @property
-    def recipe(self) -> Recipe:
-        return self._member.recipe
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._member.ranks
-
-    @property
-    def lr(self) -> float:
-        return self._member.lr
-
-    @property
-    def schedule(self) -> Schedule:
-        return self._member.schedule
-
-    @property
-    def steps(self) -> int:
-        return self._member.steps
+        self.model, self.recipe, self.ranks = own.model, own.recipe, own.ranks
+        self.lr, self.schedule, self.steps = own.lr, own.schedule, own.steps
 
     def prepare(
         self,
@@ -278,6 +254,7 @@ class DistributedTrainer:
             )
         imitated = prepared.demonstrations[0] if prepared.demonstrations is not None else ()
         stats, found = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
+        self.steps = self._member.steps
         sums = Sums()
         for _, _, part, _, _ in found:
             sums.merge(part)
@@ -295,27 +272,12 @@ class DistributedTrainer:
             shown=prepared.imitated,
         )
 
-    def updates(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        epochs: int = 1,
-        minibatches: int = 1,
-        seed: int | None = None,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Iterator[UpdateStats]:
-        """As `Trainer.updates`, on all ranks."""
-        return take_updates(self, rows, episodes, epochs, minibatches, seed, batches, demonstrations)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `Trainer.state_dict`: whole tensors, also where weights are sharded."""
+    def state_dict(self) -> TrainerState:
         return self._processes.on_all("state")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Trainer.load_state_dict`, on all ranks."""
+    def load_state_dict(self, state: TrainerState) -> None:
         self._processes.on_all("load", state=state)
+        self.steps = self._member.steps
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:

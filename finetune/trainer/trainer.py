@@ -12,7 +12,7 @@ the same order give bit-equal weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 from typing import Any, Literal
@@ -45,12 +45,12 @@ from .logprobs import (
 from .ranks import Ranks
 from .router import Load, load, probabilities, routed
 from .schedule import Schedule
-from .updates import Accumulated, Prepared, Skip, UpdateStats, observe, take_updates
+from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, observe
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
 
-class Trainer:
+class Trainer(PolicyTrainer):
     """Trains `model` by `recipe`. Not safe to share between threads."""
 
     def __init__(
@@ -99,7 +99,6 @@ class Trainer:
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self.steps = 0
-        """Updates applied."""
         self.skips: dict[str, int] = {}
         """Updates skipped, by reason."""
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,25 +116,6 @@ class Trainer:
         """One optimiser step on a rollout batch of whole groups. demonstrations: for a recipe with an `nll` term."""
         return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
 
-    def updates(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        epochs: int = 1,
-        minibatches: int = 1,
-        seed: int | None = None,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Iterator[UpdateStats]:
-        """Several optimiser steps on one rollout batch; advantages are computed once, over the whole.
-
-        Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
-        in `prepare`.
-        """
-        return take_updates(self, rows, episodes, epochs, minibatches, seed, batches, demonstrations)
-
     def prepare(
         self,
         rows: Sequence[Row],
@@ -145,12 +125,6 @@ class Trainer:
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
-        """Advantages and everything else that is computed once per rollout batch.
-
-        several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
-        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
-        compares within one of them.
-        """
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
         if recipe.needs_reference:
@@ -168,8 +142,7 @@ class Trainer:
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Cross-entropy on demonstrations: a mean over their own tokens, which leaves the weights of the batch's tokens
-        as they are."""
+        # A mean over their own tokens, which leaves the weights of the batch's tokens as they are.
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
@@ -209,7 +182,6 @@ class Trainer:
         return self.recipe.score.head == "float32"
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
         batch = prepared.batch
         lr = self.lr * self.schedule.factor(self.steps)
         part, done, norm = self._gradient(prepared, episodes, self.grad_clip)
@@ -436,23 +408,20 @@ class Trainer:
                 for name, p in self.parameters.items():
                     self.averaged[name].lerp_(p, 1 - self.ema)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state besides the weights that the next update depends on: tensors, numbers and strings only."""
+    def state_dict(self) -> TrainerState:
         moments = self.moments
-        return self.ranks.whole(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "steps": self.steps,
-                "skips": dict(self.skips),
-                "betas": list(self.betas),
-                "moments": [moments.n, moments.mean, moments.m2],
-                "averaged": dict(self.averaged),
-                "critic": self.critic.state_dict() if self.critic else None,
-            }
+        state = TrainerState(
+            optimizer=self.optimizer.state_dict(),
+            steps=self.steps,
+            skips=dict(self.skips),
+            betas=list(self.betas),
+            moments=[moments.n, moments.mean, moments.m2],
+            averaged=dict(self.averaged),
+            critic=self.critic.state_dict() if self.critic else None,
         )
+        return self.ranks.whole(state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict`, bit for bit if the model has the weights that belong to it."""
+    def load_state_dict(self, state: TrainerState) -> None:
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self.skips = dict(state["skips"])
@@ -465,4 +434,5 @@ class Trainer:
         for name, tensor in self.ranks.part(state["averaged"], self.averaged).items():
             self.averaged[name].copy_(tensor)
         if self.critic is not None:
+            assert state["critic"] is not None
             self.critic.load_state_dict(state["critic"])

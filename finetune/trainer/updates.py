@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,22 @@ from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
 from ..objective.loss import Batch, Part
 from ..objective.recipe import Recipe
+from .critic import CriticState
 from .ranks import Ranks
 from .schedule import Schedule
+
+
+class TrainerState(TypedDict):
+    """The state of a trainer besides the weights."""
+
+    optimizer: dict[str, Any]
+    steps: int
+    skips: dict[str, int]
+    betas: list[float]
+    moments: list[float]
+    averaged: dict[str, Tensor]
+    critic: CriticState | None
+
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
 
@@ -109,24 +124,18 @@ class Prepared:
         return rows, part.batch.stream, self.batch.recipe.imitation * part.weight
 
 
-class PolicyTrainer(Protocol):
+class PolicyTrainer(ABC):
     """What a training run uses of a trainer: of one process (`Trainer`) or of several (`DistributedTrainer`)."""
 
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def steps(self) -> int:
-        """Updates applied."""
-        ...
+    model: nn.Module
+    recipe: Recipe
+    ranks: Ranks
+    lr: float
+    schedule: Schedule
+    steps: int
+    """Updates applied."""
 
+    @abstractmethod
     def prepare(
         self,
         rows: Sequence[Row],
@@ -135,11 +144,30 @@ class PolicyTrainer(Protocol):
         several: bool = False,
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
-    ) -> Prepared: ...
+    ) -> Prepared:
+        """Advantages and everything else that is computed once per rollout batch.
 
-    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None: ...
+        several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
+        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
+        compares within one of them.
+        """
 
-    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats: ...
+    @abstractmethod
+    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None:
+        """The demonstrations with the weights of their tokens' cross-entropy; None without any."""
+
+    @abstractmethod
+    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
+        """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
+
+    @abstractmethod
+    def state_dict(self) -> TrainerState:
+        """All state besides the weights that the next update depends on: tensors, numbers and strings only. Tensors are
+        whole, also where weights are sharded."""
+
+    @abstractmethod
+    def load_state_dict(self, state: TrainerState) -> None:
+        """Continues from `state_dict`, bit for bit if the model has the weights that belong to it."""
 
     def updates(
         self,
@@ -151,33 +179,22 @@ class PolicyTrainer(Protocol):
         seed: int | None = None,
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
-    ) -> Iterator[UpdateStats]: ...
+    ) -> Iterator[UpdateStats]:
+        """Several optimiser steps on one rollout batch, one at a time; advantages are computed once, over the whole.
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def take_updates(
-    trainer: PolicyTrainer,
-    rows: Sequence[Row],
-    episodes: Sequence[Episode],
-    epochs: int,
-    minibatches: int,
-    seed: int | None,
-    batches: Sequence[int],
-    demonstrations: Sequence[Row],
-) -> Iterator[UpdateStats]:
-    """The optimiser steps of `Trainer.updates`, one at a time."""
-    imitated = cut_rows(demonstrations, minibatches)
-    prepared = trainer.prepare(
-        rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=imitated[0]
-    )
-    beside = [prepared.demonstrations, *map(trainer.demonstrations_of, imitated[1:])]
-    for _ in range(epochs):
-        cuts = cut_episodes(len(episodes), minibatches, seed, trainer.steps)
-        for part, own in zip(cuts, beside, strict=True):
-            yield trainer.step(replace(prepared, demonstrations=own), episodes=part)
+        Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
+        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
+        in `prepare`.
+        """
+        imitated = cut_rows(demonstrations, minibatches)
+        prepared = self.prepare(
+            rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=imitated[0]
+        )
+        beside = [prepared.demonstrations, *map(self.demonstrations_of, imitated[1:])]
+        for _ in range(epochs):
+            cuts = cut_episodes(len(episodes), minibatches, seed, self.steps)
+            for part, own in zip(cuts, beside, strict=True):
+                yield self.step(replace(prepared, demonstrations=own), episodes=part)
 
 
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:

@@ -12,13 +12,13 @@ import argparse
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from ..errors import UsageError
 from .config_yaml import YamlProblem, nested, read_value, read_yaml, write_yaml
@@ -91,14 +91,12 @@ class ConfigError(UsageError):
     """Invalid settings; the message has one line for each."""
 
 
-@dataclass
-class _Layers:
-    """Settings of all sources so far, with the origin of each."""
+class _Layers(dict[Keys, tuple[Any, str]]):
+    """The settings of all sources so far: path of keys -> (value, origin)."""
 
-    data: dict[str, Any] = field(default_factory=dict)
-    origin: dict[Keys, str] = field(default_factory=dict)
-    raw: dict[Keys, str] = field(default_factory=dict)
-    """The text of a setting as typed on a command line, for fields of type text: `--set name=123` is "123" there."""
+    def __init__(self) -> None:
+        self.typed: dict[Keys, str] = {}
+        """The text of a setting on a command line, for fields of type text: `--set name=123` is "123" there."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
         """Set one value. A mapping is merged into the present one, any other value replaces it."""
@@ -106,24 +104,22 @@ class _Layers:
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)
             return
-        node = self.data
-        for i, key in enumerate(keys[:-1], start=1):
-            below = node.setdefault(key, {})
-            if not isinstance(below, dict):
-                # A file may turn `x: null` into `x: {...}`: the old value is replaced, like any other.
-                node[key] = below = {}
-                self.origin.pop(keys[:i], None)
-            node = below
-        node[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
-        self.origin = {key: o for key, o in self.origin.items() if key[: len(keys)] != keys} | {keys: origin}
-        self.raw.pop(keys, None)
+        # Settings inside the new value, and a value that is a group from now on (`x: null`, then `x.y`), are replaced.
+        for other in [k for k in self if k != keys and (k[: len(keys)] == keys or keys[: len(k)] == k)]:
+            del self[other]
+        self[keys] = value, origin
+        self.typed.pop(keys, None)
+
+    def data(self) -> dict[str, Any]:
+        """The settings as groups in groups."""
+        return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
         """The origin of a key, else of the nearest group above it, else of the settings inside it."""
         for n in range(len(keys), 0, -1):
-            if keys[:n] in self.origin:
-                return self.origin[keys[:n]]
-        inside = {origin for key, origin in self.origin.items() if key[: len(keys)] == keys}
+            if keys[:n] in self:
+                return self[keys[:n]][1]
+        inside = {origin for key, (_, origin) in self.items() if key[: len(keys)] == keys}
         return ", ".join(sorted(inside)) or "nowhere"
 
 
@@ -209,33 +205,31 @@ def _add_set(layers: _Layers, text: str) -> None:
     except YamlProblem as error:
         raise ConfigError(f"--set {text}: {error}") from None
     layers.put(keys, value, f"--set {text}")
-    layers.raw[keys] = raw
+    layers.typed[keys] = raw
 
 
 def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
+    data = layers.data()
     try:
-        return cls.model_validate(layers.data)
+        return cls.model_validate(data)
     except ValidationError as error:
         first = error
-    texts = [
-        keys
-        for e in first.errors()
-        if (keys := _path(layers.data, e["loc"])) in layers.raw
-        and e["type"] in ("string_type", "enum", "literal_error")
-    ]
-    for keys in texts:  # `--set name=123` means the text where the field is text
-        layers.put(keys, layers.raw[keys], layers.where(keys))
+    for e in first.errors():  # `--set name=123` means the text where the field is text
+        keys = _path(data, e["loc"])
+        if keys in layers.typed and e["type"] in ("string_type", "enum", "literal_error"):
+            layers.put(keys, layers.typed[keys], layers.where(keys))
+    data = layers.data()
     try:
-        return cls.model_validate(layers.data)
+        return cls.model_validate(data)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(cls, layers, e) for e in error.errors())
+        lines = dict.fromkeys(_explain(cls, layers, data, e) for e in error.errors())
     if len(lines) == 1:
         raise ConfigError(next(iter(lines)))
     raise ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _explain(cls: type[BaseModel], layers: _Layers, error: Any) -> str:
-    keys = _path(layers.data, error["loc"])
+def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error: ErrorDetails) -> str:
+    keys = _path(data, error["loc"])
     name = ".".join(keys) or "the configuration"
     if error["type"] == "extra_forbidden":
         present = moved_key(name)
