@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .declared import Declared, Undeclared
     from .env_client import RemoteEnvironment
-    from .env_service import Service
+    from .env_service import Service, ServiceLimits
     from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
     from .openenv_service import add_openenv
     from .pool import Pool
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Unreachable,
         WrongEnvironment,
     )
-    from .sessions import ServiceLimits
 
 _HOME = {
     "RemoteEnvironment": "env_client",
@@ -46,7 +45,7 @@ _HOME = {
     "add_openenv": "openenv_service",
     "Pool": "pool",
     "Service": "env_service",
-    "ServiceLimits": "sessions",
+    "ServiceLimits": "env_service",
 }
 
 __all__ = [

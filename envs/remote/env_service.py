@@ -2,18 +2,27 @@
 
 By default it listens on loopback; any other address requires a token. Requests with an `Origin` header are refused, so
 a web page can't reach a server on its reader's machine. `ServiceLimits` bounds the resources of clients; a client over
-a limit is refused before it costs resources. Messages are JSON and become steps of declared kinds only. Sessions are in
-`sessions.py`; `openenv_service.py` adds OpenEnv's protocol.
+a limit is refused before it costs resources. Messages are JSON and become steps of declared kinds only.
+`openenv_service.py` adds OpenEnv's protocol.
+
+A session is one episode, with one environment. Its calls are numbered from 1. The next number is carried out. The last
+number again, with the same content, gets the same answer and is not carried out twice, also while it still runs. Other
+numbers are refused. A session without a connection waits for a new one, and is closed after `window_seconds`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
+import secrets
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from pydantic import Field
 
 from ...tapes.common.http_service import (
     SHORTEST_TOKEN,
@@ -24,16 +33,110 @@ from ...tapes.common.http_service import (
     require_token,
     web,
 )
+from ...tapes.value import Value
 from ..environment import Environment
 from .declared import Declared
 from .env_client import ROUTE, SESSION
-from .env_protocol import PROTOCOL, CloseCall, Fault, Welcome, read_call
+from .env_protocol import PROTOCOL, Call, CloseCall, Fault, Welcome, read_call
+from .host import Host
 from .remote_errors import BadAnswer
-from .sessions import ServiceLimits, Session, Sessions
 
 log = logging.getLogger("tapereel.service")
 _AT_ONCE = 4
 """Unanswered calls of one connection; a correct client has one, and one more to close."""
+
+
+class ServiceLimits(Value):
+    """Limits of a service for its clients."""
+
+    sessions: int = Field(default=1000, ge=1)
+    """Concurrent episodes, including those without a connection; further clients get status 503 and may try later."""
+    message_bytes: int = Field(default=1 << 20, ge=1024)
+    """Size limit of a message, in bytes."""
+    call_seconds: float = Field(default=60.0, gt=0)
+    """Time limit of a call; after it the session ends."""
+    idle_seconds: float = Field(default=900.0, gt=0)
+    """Longest time between two calls of a session; the model samples in between."""
+    window_seconds: float = Field(default=30.0, gt=0)
+    """How long a session waits for its client after a connection broke."""
+    heartbeat_seconds: float = Field(default=20.0, gt=0)
+    """Time between two pings; a client that doesn't answer a ping is considered gone."""
+    retry_after: int = Field(default=1, ge=0)
+    """Seconds after which a client that found no free place may try again."""
+    grace_seconds: float = Field(default=5.0, ge=0)
+    """How long running calls may continue when the service ends."""
+
+
+class Session:
+    """One episode."""
+
+    def __init__(self, host: Host) -> None:
+        self.id = secrets.token_hex(16)
+        """A secret: a client that sends it may continue the episode."""
+        self.connection: object | None = None
+        """The current connection; None between two connections."""
+        self.expires: asyncio.TimerHandle | None = None
+        self._host = host
+        self._last = 0
+        self._digest = b""
+        self.work: asyncio.Task[str] | None = None
+        """The last call."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is running."""
+        return self.work is not None and not self.work.done()
+
+    @property
+    def dead(self) -> bool:
+        """Whether its environment hung, or was closed."""
+        return self._host.dead
+
+    async def answer(self, call: Call, text: str) -> str:
+        """Carry out the call, or return the answer that its number already has. BadAnswer for a wrong number.
+
+        A client that repeats a call after a broken connection gets its answer: a retry doesn't act twice.
+        """
+        digest = hashlib.sha256(text.encode()).digest()
+        if call.id == self._last and self.work is not None:
+            if digest != self._digest:
+                raise BadAnswer(f"call {call.id} differs from the call that was sent with this number before")
+            return await asyncio.shield(self.work)
+        if call.id != self._last + 1:
+            raise BadAnswer(f"call {call.id} can't follow call {self._last}")
+        if self.busy:
+            if not isinstance(call, CloseCall):
+                raise BadAnswer(f"call {call.id} came before the answer to call {self._last}")
+            await self.stop()
+        self._last, self._digest = call.id, digest
+        return await self.carry_out(call)
+
+    async def carry_out(self, call: Call) -> str:
+        """Carry out the call in its own task, shielded from the connection's. A broken connection doesn't stop it."""
+
+        async def work() -> str:
+            return (await self._host.answer(call)).encoded()
+
+        self.work = asyncio.create_task(work())
+        return await asyncio.shield(self.work)
+
+    async def again(self, host: Host) -> None:
+        """Begin another episode in a fresh environment; its calls are numbered from 1."""
+        try:
+            await self.close()
+        finally:
+            self._host, self._last, self._digest, self.work = host, 0, b"", None
+
+    async def stop(self) -> None:
+        """Cancel the running call."""
+        if self.work is not None and not self.work.done():
+            self.work.cancel()
+            await asyncio.wait({self.work}, timeout=5.0)
+
+    async def close(self) -> None:
+        """Cancel the running call and release the environment."""
+        await self.stop()
+        await self._host.close()
 
 
 class Service(HttpService):
@@ -59,9 +162,12 @@ class Service(HttpService):
         most = getattr(make, "places", None)
         if isinstance(most, int):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
-        self.sessions = Sessions(make, self.declared, self.limits, self._unclosed)
+        self.sessions: dict[str, Session] = {}
+        """Id -> open session."""
         self.more_routes: list[tuple[str, Handler]] = []
         """Further GET routes, to be added before `serving`."""
+        self._make = make
+        self._closing: set[asyncio.Task[None]] = set()
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
         self._ending = False
 
@@ -76,17 +182,78 @@ class Service(HttpService):
         return [web.get(path, handler) for path, handler in routes]
 
     async def stop(self) -> None:
-        """Let running calls finish, and close every instance."""
+        """Wait up to `grace_seconds` for running calls, then close every instance."""
         self._ending = True
-        await self.sessions.close()
+        running = [session.work for session in self.sessions.values() if session.work is not None]
+        if running:
+            await asyncio.wait(running, timeout=self.limits.grace_seconds)
+        for session in list(self.sessions.values()):
+            self.end(session)
+        if self._closing:
+            await asyncio.wait(set(self._closing))
         await asyncio.gather(*(self._bye(socket) for socket in list(self._sockets)))
+
+    # Sessions
+
+    @property
+    def occupied(self) -> int:
+        """The places that are taken. Closing sessions count: their environments still hold resources."""
+        return len(self.sessions) + len(self._closing)
 
     def place(self) -> web.Response | None:
         """The refusal of a client if no place is free; else None."""
-        if not self._ending and not self.sessions.full:
+        if not self._ending and self.occupied < self.limits.sessions:
             return None
         why = "the service is shutting down" if self._ending else f"all {self.limits.sessions} places are taken"
         return web.Response(status=503, text=why, headers={"Retry-After": str(self.limits.retry_after)})
+
+    def host_environment(self) -> Host:
+        """A host for a fresh environment, which it makes at the first call."""
+        return Host(self._make, self.declared, self.limits.call_seconds)
+
+    def begin(self) -> Session:
+        """Open a session."""
+        session = Session(self.host_environment())
+        self.sessions[session.id] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """End the episode; the environment is released in the background, and its place is free after that."""
+        if self.sessions.pop(session.id, None) is None:
+            return
+        if session.expires is not None:
+            session.expires.cancel()
+        task = asyncio.create_task(self._release(session))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _release(self, session: Session) -> None:
+        try:
+            async with asyncio.timeout(self.limits.call_seconds):
+                await session.close()
+        except Exception as error:
+            kind = type(error).__qualname__
+            log.warning("an instance of %s could not be closed: %s: %s", self.declared.name, kind, str(error)[:500])
+
+    @contextmanager
+    def _connected(self, session: Session) -> Iterator[None]:
+        """Inside the block the session has this connection, which replaces any other.
+
+        Afterwards the session waits `window_seconds` for a new connection.
+        """
+        connection = session.connection = object()
+        if session.expires is not None:
+            session.expires.cancel()
+            session.expires = None
+        try:
+            yield
+        finally:
+            if session.connection is connection and session.id in self.sessions:
+                session.connection = None
+                loop = asyncio.get_running_loop()
+                session.expires = loop.call_later(self.limits.window_seconds, self.end, session)
+
+    # Connections
 
     async def open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
         """Accept a WebSocket."""
@@ -111,7 +278,7 @@ class Service(HttpService):
                 if session.busy:
                     continue
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"idle for too long")
-                self.sessions.end(session)
+                self.end(session)
                 return None
             if message.type is WSMsgType.TEXT:
                 return message.data
@@ -136,7 +303,7 @@ class Service(HttpService):
                 "status": "healthy",
                 "environment": self.declared.name,
                 "protocol": PROTOCOL,
-                "sessions": len(self.sessions),
+                "sessions": self.occupied,
                 "places": self.limits.sessions,
             }
         )
@@ -145,17 +312,15 @@ class Service(HttpService):
         if PROTOCOL not in [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]:
             return web.Response(status=426, text=f"this address needs a WebSocket with the protocol {PROTOCOL}")
         name = request.headers.get(SESSION)
-        session = self.sessions.known(name) if name is not None else None
+        session = self.sessions.get(name) if name is not None else None
         if name is not None and session is None:
             return web.Response(status=410, text="the session no longer exists")
         if session is None:
             refused = self.place()
             if refused is not None:
                 return refused
-            session = self.sessions.begin()
-        connection = object()
-        self.sessions.attach(session, connection)
-        try:
+            session = self.begin()
+        with self._connected(session):
             socket = await self.open(request, PROTOCOL)
             welcome = Welcome.to(
                 self.declared, session.id, resumed=name is not None, message_bytes=self.limits.message_bytes
@@ -163,8 +328,6 @@ class Service(HttpService):
             await socket.send_str(welcome.encoded())
             await self.converse(socket, session, functools.partial(self._reply, socket, session))
             return socket
-        finally:
-            self.sessions.detach(session, connection)
 
     async def converse(
         self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[Any, Any, None]]
@@ -192,7 +355,7 @@ class Service(HttpService):
         try:
             call = read_call(text)
             number = call.id
-            if self.sessions.known(session.id) is None:
+            if session.id not in self.sessions:
                 answer = Fault(id=number, code="lost", message="the episode has ended").encoded()
             else:
                 answer = await session.answer(call, text)
@@ -200,7 +363,7 @@ class Service(HttpService):
         except BadAnswer as error:
             answer = Fault(id=number, code="refused", error="BadAnswer", message=str(error)).encoded()
         if over or session.dead:
-            self.sessions.end(session)
+            self.end(session)
         await socket.send_str(answer)
 
     def _replied(self, replies: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
@@ -213,11 +376,3 @@ class Service(HttpService):
 
     async def _bye(self, socket: web.WebSocketResponse) -> None:
         await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is shutting down")
-
-    def _unclosed(self, error: Exception) -> None:
-        log.warning(
-            "an instance of %s could not be closed: %s: %s",
-            self.declared.name,
-            type(error).__qualname__,
-            str(error)[:500],
-        )

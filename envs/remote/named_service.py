@@ -8,10 +8,9 @@ from typing import Any
 
 from ...tapes.errors import UsageError
 from ..load_named import load_named
-from .env_service import Service
+from .env_service import Service, ServiceLimits
 from .openenv_service import add_openenv
 from .pool import Pool
-from .sessions import ServiceLimits
 
 PROCESS_SHARE = 0.9
 """Share of a call's seconds after which its process is killed. It is below 1 so that the client gets the error of the

@@ -35,10 +35,9 @@ from .env_protocol import (
     StepCall,
     read_answer,
 )
-from .env_service import Service
+from .env_service import Service, Session
 from .openenv import ROUTE
 from .remote_errors import BadAnswer
-from .sessions import Session
 
 
 class _Reset(BaseModel):
@@ -91,15 +90,14 @@ class _Routes:
             await socket.send_str(_problem("CAPACITY_REACHED", f"all {most} places are taken"))
             await socket.close()
             return socket
-        session, connection = service.sessions.begin(), object()
-        service.sessions.attach(session, connection)
+        session = service.begin()
         try:
             socket = await service.open(request)
             episodes = _Episodes(service, session, self._tasks)
             await service.converse(socket, session, functools.partial(episodes.reply, socket))
             return socket
         finally:
-            service.sessions.end(session)
+            service.end(session)
 
 
 class _Episodes:
@@ -109,7 +107,7 @@ class _Episodes:
         self._service, self._session, self._tasks = service, session, tasks
         self._declared: Declared = service.declared
         self._turn = asyncio.Lock()
-        self._number = 0
+        self._begun = False
         self._steps = 0
         self._id: str | None = None
 
@@ -138,12 +136,12 @@ class _Episodes:
         return _problem("UNKNOWN_TYPE", f"unknown message type {asked.type[:80]!r}")
 
     async def _reset(self, asked: _Reset) -> str:
-        if self._number:
-            await self._session.again(self._service.sessions.host())
-        self._number, self._steps, self._id = 0, 0, asked.episode_id
+        if self._begun:
+            await self._session.again(self._service.host_environment())
+        self._begun, self._steps, self._id = True, 0, asked.episode_id
         rng = random.Random(asked.seed)
         task = asked.task if asked.task is not None or not self._tasks else rng.choice(self._tasks)
-        call = ResetCall(id=self._next(), task=Task.of(task), rng=RandomState.of(rng))
+        call = ResetCall(id=1, task=Task.of(task), rng=RandomState.of(rng))
         answer = await self._carried_out(call)
         return _seen(self._declared, answer.observation, None, False) if isinstance(answer, Shown) else _fault(answer)
 
@@ -155,7 +153,7 @@ class _Episodes:
             return _problem("VALIDATION_ERROR", f"an action needs a `kind`, one of {', '.join(sorted(actions))}")
         if kind in actions and "metadata" not in actions[kind].model_fields:
             fields.pop("metadata", None)  # OpenEnv's clients add it to every action
-        answer = await self._carried_out(StepCall(id=self._next(), action=Item(kind=kind, content=fields)))
+        answer = await self._carried_out(StepCall(id=1, action=Item(kind=kind, content=fields)))
         if not isinstance(answer, Led):
             return _fault(answer)
         self._steps += 1
@@ -163,21 +161,18 @@ class _Episodes:
         done = answer.terminated or answer.truncated
         if done:
             status = Status.FINISHED if answer.terminated else Status.TRUNCATED
-            last = await self._carried_out(FinishCall(id=self._next(), status=status))
+            last = await self._carried_out(FinishCall(id=1, status=status))
             if isinstance(last, Fault):
                 return _fault(last)
             values += _parts(last) if isinstance(last, Led) else []
         return _seen(self._declared, answer.observation, sum(values) if values else None, done)
 
     async def _carried_out(self, call: Call) -> Any:
-        answer = read_answer(await self._session.answer(call, str(call.id)))
+        # OpenEnv's messages have no numbers, and the connection is not resumed.
+        answer = read_answer(await self._session.carry_out(call))
         if self._session.dead:
-            self._service.sessions.end(self._session)
+            self._service.end(self._session)
         return answer
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
 
 def _parts(led: Led) -> list[float]:

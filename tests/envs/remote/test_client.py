@@ -45,7 +45,7 @@ async def served(
     """A factory of clients of a service in this process."""
     async with Service(make, limits=ServiceLimits(**(limits or {}))).serving() as service:
         yield lambda: RemoteEnvironment(service.url, here or make, **options)
-        assert len(service.sessions) == 0 or options.get("left", True)
+        assert service.occupied == 0 or options.get("left", True)
 
 
 EPISODES = [("5", "8", "7"), ("7",), ("1", "x"), ("2", "0"), ("2", "word")]
@@ -240,14 +240,14 @@ def test_a_call_that_is_cut_off_is_given_up_there():
         async with Service(Waiting).serving() as service:
             env = await begun(RemoteEnvironment(service.url, Waiting))
             step = asyncio.create_task(env.step(Guess(number=1)))
-            await until(lambda: any(session.busy for session in service.sessions.every()))
+            await until(lambda: any(session.busy for session in service.sessions.values()))
             step.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await step
             with pytest.raises(SessionLost, match="state of the environment is unknown"):
                 await env.step(Guess(number=7))
             await env.close()
-            assert not service.sessions.every()
+            assert not service.sessions.values()
 
     asyncio.run(check())
 

@@ -57,7 +57,7 @@ def test_an_episode_over_openenv_s_protocol():
         assert [r.value for r in tape.rewards] == [-0.1, 1.25]
         assert isinstance(tape.observations[0], OpenEnvObservation)
         assert tape.observations[0].data["text"] == "a number from 1 to 9"
-        await until(lambda: len(service.sessions) == 0)
+        await until(lambda: service.occupied == 0)
 
     serve(check)
 
@@ -95,7 +95,7 @@ def test_one_connection_plays_one_episode_after_the_other():
                 assert last["data"] == {"observation": {}, "reward": 1.5, "done": True}
                 assert (await ask(type="state"))["data"]["step_count"] == 1
             assert GuessNumber.closed == closed + 1
-            assert len(service.sessions) == 1
+            assert service.occupied == 1
             await socket.send_json({"type": "close"})
             assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
         await until(lambda: GuessNumber.closed == closed + 2)
@@ -186,7 +186,7 @@ def test_a_connection_that_breaks_ends_the_episode():
     async def check(service: Service) -> None:
         env = OpenEnvironment(service.url)
         await env.reset({"task": 7})
-        (session,) = service.sessions.every()
+        (session,) = service.sessions.values()
         for socket in list(service._sockets):
             socket._req.transport.abort()  # type: ignore[union-attr]
         with pytest.raises(ConnectionError, match="can't resume an episode"):

@@ -88,7 +88,7 @@ def test_a_session_waits_for_its_client_and_no_longer():
             env.rng = random.Random(0)
             await env.reset(7)
             await env._hang_up()
-            await until(lambda: GuessNumber.closed > closed and len(service.sessions) == 0)
+            await until(lambda: GuessNumber.closed > closed and service.occupied == 0)
             with pytest.raises(SessionLost, match="no longer has the episode"):
                 await env.step(Guess(number=7))
             await env.close()
@@ -118,7 +118,7 @@ def test_a_call_that_runs_when_the_server_ends_has_its_grace():
             env = RemoteEnvironment(service.url, Waiting)
             await env.reset(7)
             step = asyncio.create_task(env.step(Guess(number=1)))
-            await until(lambda: any(session.busy for session in service.sessions.every()))
+            await until(lambda: any(session.busy for session in service.sessions.values()))
         with pytest.raises(SessionLost, match="shut down"):
             await step
         await env.close()

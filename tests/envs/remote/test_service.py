@@ -66,7 +66,7 @@ def test_who_may_not_come_in_is_told_before_anything_is_made(headers: dict[str, 
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with http.get(service.url + ROUTE, headers={**GOOD, **headers}) as answer:
             assert answer.status == status
-        assert len(service.sessions) == 0
+        assert service.occupied == 0
 
     serve(check)
 
@@ -155,7 +155,7 @@ def test_more_episodes_than_places_all_come_to_their_end():
 def test_a_client_that_says_nothing_for_too_long_is_let_go():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         env = await begun(service.url)
-        await until(lambda: len(service.sessions) == 0)
+        await until(lambda: service.occupied == 0)
         with pytest.raises((PermissionError, SessionLost)):
             await env.step(Guess(number=7))
         await env.close()
@@ -181,7 +181,7 @@ def test_a_client_that_answers_no_ping_is_gone():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with http.ws_connect(service.url + ROUTE, protocols=(PROTOCOL,), autoping=False) as socket:
             assert read_welcome(await socket.receive_str()).session
-            await until(lambda: len(service.sessions) == 0)
+            await until(lambda: service.occupied == 0)
 
     serve(check, limits={"heartbeat_seconds": 0.05, "window_seconds": 0.05})
 
@@ -190,7 +190,7 @@ def test_a_session_that_was_never_used_is_not_kept_either():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with http.ws_connect(service.url + ROUTE, protocols=(PROTOCOL,)) as socket:
             assert read_welcome(await socket.receive_str()).resumed is False
-        await until(lambda: len(service.sessions) == 0)
+        await until(lambda: service.occupied == 0)
 
     serve(check, limits={"window_seconds": 0.01})
 
@@ -305,7 +305,7 @@ def test_an_instance_that_can_not_be_closed_is_told_to_the_log(caplog: pytest.Lo
         async with Wire(service.port, [("up", 3, 0)]).laid() as wire:
             env = await begun(wire.url, Sticky)
             await env._hang_up()
-            await until(lambda: len(service.sessions) == 0)
+            await until(lambda: service.occupied == 0)
         assert "an instance of Sticky could not be closed: OSError: it sticks" in caplog.text
 
     serve(check, Sticky, limits={"window_seconds": 0.01})
