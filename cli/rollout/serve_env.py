@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...envs.load_named import listed_tasks
+from ...envs.load_named import listed_tasks, load_named
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
 from ..signals import stop_event
+from .serve import variable_value
 
 if TYPE_CHECKING:
     from ...envs.remote import Service
@@ -32,6 +32,9 @@ LEAST = {
     "idle_seconds": 0,
 }
 """The least value of each option; 0 means above 0."""
+PROCESS_SHARE = 0.9
+"""Share of a call's seconds after which its process is killed. It is below 1 so that the client gets the error of the
+killed process, and not the service's bare timeout."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal."""
-    from ...envs.remote import ServiceLimits
-    from ...envs.remote.named_service import named_service
+    from ...envs.remote import Pool, Service, ServiceLimits, add_openenv
 
     if args.tasks is not None and not args.openenv:
         raise UsageError("--tasks is only for OpenEnv's clients: add --openenv, or remove --tasks")
@@ -91,33 +93,29 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and not (value >= least if least else value > 0):
             wanted = f"{least:,} or more" if least else "more than 0"
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
-    service = named_service(
-        args.env,
-        host=args.host,
-        token=_token(args.key),
-        limits=ServiceLimits(
-            sessions=args.sessions,
-            message_bytes=args.message_bytes,
-            call_seconds=args.call_seconds,
-            window_seconds=args.window_seconds,
-            idle_seconds=args.idle_seconds,
-        ),
-        processes=args.processes,
-        openenv=args.openenv,
-        tasks=_tasks(args.tasks),
+    limits = ServiceLimits(
+        sessions=args.sessions,
+        message_bytes=args.message_bytes,
+        call_seconds=args.call_seconds,
+        window_seconds=args.window_seconds,
+        idle_seconds=args.idle_seconds,
     )
-    with service as made, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(args, made))
+    token, tasks = variable_value(args.key), _tasks(args.tasks)
+    make = load_named(args.env)
+    with contextlib.ExitStack() as stack:
+        try:
+            if args.processes is not None:
+                seconds = PROCESS_SHARE * limits.call_seconds
+                pool = Pool(args.env, processes=args.processes, seconds=seconds, largest=limits.message_bytes)
+                make = stack.enter_context(pool)
+            service = Service(make, host=args.host, token=token, limits=limits)
+            if args.openenv:
+                add_openenv(service, tasks)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(args, service))
     return Exit.HOLDS
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable)
-    if not token:
-        raise UsageError(f"the environment variable {variable} with the token is not set")
-    return token
 
 
 def _tasks(text: str | None) -> Sequence[Any] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
 from ..signals import stop_event
+from .serve import variable_value
 
 if TYPE_CHECKING:
     from ...agents.engines.servers.launch import LocalServer
@@ -178,9 +178,7 @@ def _embedded(args: argparse.Namespace) -> int:
                 f"--{name.replace('_', '-')} is only for vLLM: remove it. The embedded engine receives weights by "
                 "its own routes"
             )
-    token = os.environ.get(args.key) if args.key is not None else None
-    if args.key is not None and not token:
-        raise UsageError(f"the environment variable {args.key} with the API key is not set")
+    token = variable_value(args.key)
     try:
         model = load_pretrained(args.model, device=args.device).model
         server = EngineServer(model, str(args.model), host=args.host, token=token, slots=args.slots)

@@ -1,51 +1,40 @@
 """Environments in other processes: on a server, in a local process pool, or behind OpenEnv's protocol.
 
-Imports `envs` and `tapes`. Names are imported when they are used, so that aiohttp is loaded only to connect or serve.
+Imports `envs` and `tapes`. Names that need aiohttp are imported when they are used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .declared import Declared, Undeclared
+from .pool import Pool
+from .remote_errors import (
+    BadAnswer,
+    Busy,
+    Hung,
+    Refused,
+    RemoteError,
+    RemoteFault,
+    SessionLost,
+    Unreachable,
+    WrongEnvironment,
+)
 
 if TYPE_CHECKING:
-    from .declared import Declared, Undeclared
     from .env_client import RemoteEnvironment
     from .env_service import Service, ServiceLimits
     from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
     from .openenv_service import add_openenv
-    from .pool import Pool
-    from .remote_errors import (
-        BadAnswer,
-        Busy,
-        Hung,
-        Refused,
-        RemoteError,
-        RemoteFault,
-        SessionLost,
-        Unreachable,
-        WrongEnvironment,
-    )
 
 _HOME = {
     "RemoteEnvironment": "env_client",
-    "Declared": "declared",
-    "Undeclared": "declared",
-    "BadAnswer": "remote_errors",
-    "Busy": "remote_errors",
-    "Hung": "remote_errors",
-    "Refused": "remote_errors",
-    "RemoteError": "remote_errors",
-    "RemoteFault": "remote_errors",
-    "SessionLost": "remote_errors",
-    "Unreachable": "remote_errors",
-    "WrongEnvironment": "remote_errors",
+    "Service": "env_service",
+    "ServiceLimits": "env_service",
     "OpenEnvAction": "openenv",
     "OpenEnvObservation": "openenv",
     "OpenEnvironment": "openenv",
     "add_openenv": "openenv_service",
-    "Pool": "pool",
-    "Service": "env_service",
-    "ServiceLimits": "env_service",
 }
 
 __all__ = [
@@ -71,7 +60,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name not in _HOME:

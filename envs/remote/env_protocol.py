@@ -1,7 +1,7 @@
 """The messages between an environment and its remote clients: one JSON object each, in a closed union on `t`.
 
 A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
-messages go over WebSockets (`env_service.py`) and pipes (`env_worker.py`).
+messages go over WebSockets (`env_service.py`) and pipes (`host.py`).
 
 Call     reset | step | finish | restore | close
 Answer   shown | outcome | done | fault

@@ -1,21 +1,33 @@
 """Host: carries out the calls to one environment instance and reports its errors as `Fault` messages.
 
-A server (`env_service.py`) and the processes of a pool (`env_worker.py`) use it. Every exception of the environment,
-`SystemExit` included, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
+A server (`env_service.py`) uses it, and so do the processes of a pool. Every exception of the environment, `SystemExit`
+included, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
+
+This module is also the worker process of a pool. Calls and answers are lines of JSON on stdin and stdout:
+
+    python -m tapereel.envs.remote.host package.module:name LARGEST
+
+The environment's own output goes to stderr. The process ends when its stdin is closed, also in the middle of a call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import IO, Any
 
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
 from ..environment import Environment, RestoreMismatch, as_observation, as_outcome, new_environment
+from ..load_named import load_named
 from .declared import Declared
 from .env_protocol import (
     Answer,
@@ -26,15 +38,20 @@ from .env_protocol import (
     FinishCall,
     Item,
     Led,
+    Message,
     ResetCall,
     RestoreCall,
     Shown,
     StepCall,
+    Welcome,
+    read_call,
 )
 from .remote_errors import BadAnswer
 
 _MESSAGE = 2000
 """Longest message of a fault, in characters; tapes keep as much."""
+_ENDING = 3.0
+"""Seconds that the environment of a worker has to close after stdin has ended."""
 
 
 class Host:
@@ -175,3 +192,55 @@ def _raised(call: Call, error: BaseException) -> Fault:
 def _clean(text: str) -> str:
     """At most `_MESSAGE` characters, without lone surrogates, which JSON can't hold."""
     return text[:_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def main(name: str, largest: int) -> None:
+    """Serve the environment called `name` until stdin ends."""
+    # The messages get copies of stdin and stdout. The environment's own reads get an empty file and its prints go to
+    # stderr: otherwise a `print` in the environment would corrupt the protocol.
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    make = load_named(name)
+    declared = Declared.of(make)
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()
+    _write(answers, Welcome.to(declared, message_bytes=largest))
+    _serve(make, declared, lines, answers)
+
+
+def _serve(
+    make: Callable[[], Environment[Any]], declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
+) -> None:
+    with asyncio.Runner() as runner:
+        host = Host(make, declared, None, alone=True)
+        while (line := lines.get()) is not None:
+            try:
+                call = read_call(line)
+            except BadAnswer as error:
+                _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
+                continue
+            answer = runner.run(host.answer(call))
+            if isinstance(call, CloseCall):
+                host = Host(make, declared, None, alone=True)
+            _write(answers, answer)
+        runner.run(host.close())
+
+
+def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
+    """Read calls in a separate thread, so that the end of stdin ends the process although a call still hangs."""
+    while (line := asked.readline(largest + 1)).endswith(b"\n"):
+        lines.put(line)
+    lines.put(None)
+    time.sleep(_ENDING)
+    os._exit(1)
+
+
+def _write(answers: IO[bytes], message: Message) -> None:
+    answers.write(message.encoded().encode() + b"\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -232,7 +232,7 @@ class Worker:
 
     def __init__(self, name: str, largest: int) -> None:
         self._largest = largest
-        command = [sys.executable, "-m", "tapereel.envs.remote.env_worker", name, str(largest)]
+        command = [sys.executable, "-m", "tapereel.envs.remote.host", name, str(largest)]
         # The worker can import the same modules as this process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
