@@ -98,7 +98,7 @@ def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
     """Number of torch threads of the process: the largest setting of its embedded engines."""
-    return max((config.threads or 1 for config in engines if isinstance(config, EmbeddedConfig)), default=1)
+    return max((config.threads for config in engines if isinstance(config, EmbeddedConfig)), default=1)
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:

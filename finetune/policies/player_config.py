@@ -12,18 +12,18 @@ from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 from ...agents.setup.engine_config import (
     AnyEngineConfig,
+    ComputeConfig,
     CustomConfig,
     EmbeddedConfig,
-    SGLangConfig,
-    VLLMConfig,
-    VLLMInProcessConfig,
+    ServerConfig,
     engine_kind,
+    refuse_old_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from .trainer_config import TrainerConfig
 
-TrainedConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | VLLMInProcessConfig | CustomConfig
+TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 
 
 def kind(value: Any) -> str:
@@ -42,11 +42,11 @@ def _trainable(value: Any) -> Any:
 
 TrainedEngine = Annotated[
     Annotated[EmbeddedConfig, Tag("embedded")]
-    | Annotated[VLLMConfig, Tag("vllm")]
-    | Annotated[SGLangConfig, Tag("sglang")]
-    | Annotated[VLLMInProcessConfig, Tag("vllm_inprocess")]
+    | Annotated[ServerConfig, Tag("vllm")]
+    | Annotated[ServerConfig, Tag("sglang")]
     | Annotated[CustomConfig, Tag("custom")],
     Discriminator(kind),
+    BeforeValidator(refuse_old_kind),
     BeforeValidator(_trainable),
 ]
 
@@ -119,8 +119,8 @@ def check_engine(
     above = f"players.{player}." if player else ""
     name, trains = f"{above}engine", f"{above}trainer"
     if isinstance(engine, EmbeddedConfig):
-        for key in ("device", "dtype", "threads"):
-            if (value := getattr(engine, key)) is not None:
+        for key, setting in ComputeConfig.model_fields.items():
+            if (value := getattr(engine, key)) != setting.default:
                 raise ValueError(
                     f"{name}.{key} is now {trains}.{key} in training, since the engine samples with a copy of the "
                     f"trained model: set {trains}.{key}={value} and remove {name}.{key}"
@@ -145,7 +145,7 @@ def check_engine(
         raise ValueError(
             f"{trains}.attention={trainer.attention} has no kernels for float32: set {wide[0]}.autocast=bfloat16"
         )
-    publish = None if isinstance(engine, EmbeddedConfig) else getattr(engine, "publish", None)
+    publish = engine.publish if isinstance(engine, ServerConfig) else None
     if publish is not None and (publish == "lora") != (trainer.lora is not None):
         raise ValueError(
             f"{name}.publish=lora sends the adapters of {trains}.lora to servers, and neither works there without the "
@@ -156,7 +156,7 @@ def check_engine(
             f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the adapters that it began "
             f"with, so set loop.publish=drain, or {name}.publish=reload"
         )
-    if isinstance(engine, SGLangConfig) and loop.publish == "drain":
+    if engine.kind == "sglang" and loop.publish == "drain":
         raise ValueError(
             f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
             "loop.publish=reprefill, by which requests continue with the new weights"

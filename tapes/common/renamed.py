@@ -80,15 +80,26 @@ def _move_trainer(data: dict[str, Any]) -> None:
         if "loop" in data and not group.get("frozen"):
             group["trainer"] = settings
         elif engine.get("kind") == "embedded":
-            # An engine that only samples keeps these three, whose defaults are now written as None. Without that, a
-            # resumed `run` would be refused for another configuration.
-            defaults = {"device": "auto", "dtype": "float32", "threads": 1}
-            engine.update(
-                {key: None if settings.get(key) == default else settings.get(key) for key, default in defaults.items()}
-            )
+            # An engine that only samples keeps these three.
+            engine.update({key: settings[key] for key in ("device", "dtype", "threads") if key in settings})
 
 
-RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer,)
+def _rename_engines(data: dict[str, Any]) -> None:
+    """`kind: vllm_inprocess` became `kind: vllm` without addresses. A default of an embedded engine was None."""
+    players = data.get("players")
+    for group in (data, *(players.values() if isinstance(players, dict) else ())):
+        engine = group.get("engine") if isinstance(group, dict) else None
+        if not isinstance(engine, dict):
+            continue
+        if engine.get("kind") == "vllm_inprocess":
+            engine["kind"] = "vllm"
+        if engine.get("kind") == "embedded":
+            for key in ("device", "dtype", "threads"):
+                if key in engine and engine[key] is None:
+                    del engine[key]
+
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines)
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""
 

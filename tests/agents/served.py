@@ -17,6 +17,7 @@ import torch
 
 from tapereel.agents import rollout
 from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.engines.servers.server_config import ServerSettings
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.finetune.data.rows import rows
@@ -36,6 +37,14 @@ or so slow that no answer lived through them."""
 Test = Callable[[RemoteEngine], Awaitable[Any]]
 Runs = Callable[[Test], Any]
 Answers = list[tuple[Request, Completion]]
+
+
+def servers(
+    *urls: str, model: Any = ".", way: Any = "reload", weights_folder: Any = None, **more: Any
+) -> ServerSettings:
+    """Settings of those servers."""
+    folder = None if weights_folder is None else str(weights_folder)
+    return ServerSettings(model=str(model), urls=urls, publish=way, weights_folder=folder, **more)
 
 
 def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:

@@ -14,7 +14,7 @@ from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 
-from ..agents.served import Test
+from ..agents.served import Test, servers
 from ..finetune.loop.lab import RENDERER
 from .lab import ADAPTERS, policy, save, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
@@ -79,15 +79,8 @@ def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[..., Any]
 
     def runs(test: Test, way: Any = "reload") -> Any:
         async def engine_of(way: Any) -> Any:
-            return await connect(
-                [server],
-                RENDERER,
-                model_folder=folder,
-                weights=True,
-                weights_folder=tmp_path,
-                way=way,
-                adapters=ADAPTERS,
-            )
+            config = servers(server, model=folder, weights_folder=tmp_path, way=way)
+            return await connect(config, RENDERER, weights=True, adapters=ADAPTERS)
 
         async def whole() -> Any:
             version = f"base/{tmp_path.name}-{next(marks)}"

@@ -22,18 +22,94 @@ from typing import Any
 import gloo_for_nccl
 import psutil
 import torch
-from inprocess_run import Lab, swapped
+from safetensors.torch import load_file
 
-from tapereel.agents.engines.servers.connect import connect_channels
+from tapereel.agents.engines.embedded.pretrained import load_tokenizer
+from tapereel.agents.engines.engine import Completion, Request
+from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.server_config import ServerSettings
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights import weight_transfer as transfer
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.weights.weight_transfer import update_info, worker_info
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.tapes.records import Sampling
 from tapereel.tapes.store.verifier import verify
 
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
+
+
+TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
+
+
+class Lab:
+    """The model, and all that was sampled."""
+
+    def __init__(self, model: Path, other: Path) -> None:
+        self.model = model
+        self.renderer = Renderer(load_tokenizer(model))
+        self.other = load_file(other)
+        self.base = load_file(model / "model.safetensors")
+        self.base["lm_head.weight"] = self.base["model.embed_tokens.weight"]
+        self.sampled: list[dict[str, Any]] = []
+
+    def ask(self, seed: int, *, length: int = 48) -> Request:
+        messages = [{"role": "user", "content": "abcdabcd" * 4}]
+        return Request(
+            messages=messages,
+            prompt=self.renderer.prompt(messages).ids,
+            seed=seed,
+            sampling=Sampling(max_tokens=length, extra={"ignore_eos": True, "stop_token_ids": []}),
+        )
+
+    def note(self, what: str, request: Request, completion: Completion) -> None:
+        assert request.prompt is not None
+        assert completion.ids is not None
+        assert completion.logprobs is not None
+        self.sampled.append(
+            {
+                "what": what,
+                "prompt": request.prompt.tolist(),
+                "temperature": request.sampling.temperature,
+                "ids": completion.ids.tolist(),
+                "logprobs": list(completion.logprobs),
+                "spans": completion.spans,
+                "finish": completion.finish,
+                "seed": request.seed,
+            }
+        )
+
+
+async def swapped(lab: Lab, engine: RemoteEngine, way: str, mode: Any) -> None:
+    """Answers in which the weights change."""
+    for k, (length, pause) in enumerate(TRIES):
+        await engine.sync_weights(lab.base, f"{way}/{mode}/{k}/base")
+        requests = [lab.ask(seed, length=length) for seed in range(4)]
+        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        await asyncio.sleep(pause)
+        await engine.sync_weights(lab.other, f"{way}/{mode}/{k}/other", mode)
+        found = await asyncio.gather(*asked)
+        if any(len(completion.spans) > 1 or completion.finish == "abort" for completion in found):
+            for request, completion in zip(requests, found, strict=True):
+                lab.note(mode, request, completion)
+            return
+    raise AssertionError("no answer lived through a change of weights")
+
+
+def nccl_builders(lab: Lab) -> None:
+    """What we would say over NCCL is what vLLM's classes take."""
+    from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
+
+    info = NCCLWeightTransferInitInfo(**worker_info(address="127.0.0.1", port=29500, workers=2))
+    assert (info.rank_offset, info.world_size, info.packed) == (1, 3, True)
+    update = NCCLWeightTransferUpdateInfo(**update_info(list(lab.base.items())))
+    assert update.dtype_names == ["float32"] * len(lab.base)
+    assert [tuple(shape) for shape in update.shapes] == [tuple(tensor.shape) for tensor in lab.base.values()]
 
 
 def send_from_here() -> None:
@@ -46,9 +122,8 @@ def send_from_here() -> None:
 
 
 async def engine_of(lab: Lab, url: str, seconds: float = 120.0) -> RemoteEngine:
-    return await connect_channels(
-        [Server(url)], lab.renderer, model_folder=lab.model, weights=True, way="nccl", control_seconds=seconds
-    )
+    config = ServerSettings(model=str(lab.model), urls=(url,), publish="nccl", control_seconds=seconds)
+    return await connect(config, lab.renderer, weights=True)
 
 
 async def in_flight(lab: Lab, url: str) -> None:
@@ -127,7 +202,8 @@ def trained(model: str, url: str, run: str) -> dict[str, Any]:
 def main() -> None:
     url, model, other, run, server = sys.argv[1:]
     send_from_here()
-    lab = Lab(None, Path(model), Path(other))
+    lab = Lab(Path(model), Path(other))
+    nccl_builders(lab)
     asyncio.run(in_flight(lab, url))
     training = trained(model, url, run)
     told = asyncio.run(stood_still(lab, url, int(server)))

@@ -90,7 +90,7 @@ def test_both_dialects_sample_the_same(with_engine: Callable[[Test], Any], serve
             Completions(),
             RENDERER,
             engine.capabilities,
-            model_folder=Path("."),
+            served.servers(server),
             version=engine.version,
         )
         other = await plain.complete(request)

@@ -23,7 +23,7 @@ from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
-from ..agents.served import CLOSE, ask
+from ..agents.served import CLOSE, ask, servers
 from ..finetune.loop.deadly_proxy import DeadlyProxy, Moment
 from ..finetune.loop.lab import RENDERER, Letters, Speaker, assert_books_close, settings_of
 from ..finetune.loop.versions import assert_versions_true
@@ -102,9 +102,8 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
         (sync,) = engine._syncs
         await sync.pause("reprefill")
         await sync.start()
-        later = await connect(
-            [server], RENDERER, model_folder=folder, weights=True, way=way, weights_folder=tmp_path / "later"
-        )
+        config = servers(server, model=folder, way=way, weights_folder=tmp_path / "later")
+        later = await connect(config, RENDERER, weights=True)
         try:
             assert later.version == "unknown: the server was found paused"
             for k, cut_off in enumerate((True, True, False)):
@@ -115,14 +114,8 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
                     with pytest.raises(PublishFailed, match="failed at `update`"):
                         await later.sync_weights(policy(1).state_dict(), version)
                     await later.close()
-                    later = await connect(
-                        [server],
-                        RENDERER,
-                        model_folder=folder,
-                        weights=True,
-                        way=way,
-                        weights_folder=tmp_path / f"later-{k}",
-                    )
+                    config = servers(server, model=folder, way=way, weights_folder=tmp_path / f"later-{k}")
+                    later = await connect(config, RENDERER, weights=True)
                     assert later.version.startswith("unknown: publishing")
                     continue
                 await later.sync_weights(policy(1).state_dict(), version)

@@ -16,15 +16,21 @@ from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.cli.rollout.serve_model import NCCL
 from tapereel.tapes.store.verifier import verify
 
+from ..agents.embedded_lab import recompute
 from ..agents.served import CLOSE
 from ..finetune.loop.versions import assert_versions_true
 from .lab import policy, run_in_vllm, vllm_is_there
-from .test_vllm_inprocess import off
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 STANDIN = Path(__file__).with_name("standin")
+
+
+def off(model: Any, answer: dict[str, Any], start: int, end: int) -> float:
+    """The largest error of its log-probs in [start, end), in nats."""
+    exact = recompute(model, answer["prompt"], answer["ids"], answer["temperature"])[start:end].tolist()
+    return max(abs(a - b) for a, b in zip(exact, answer["logprobs"][start:end], strict=True))
 
 
 def test_weights_arrive_over_the_nccl_route(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

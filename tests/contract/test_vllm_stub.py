@@ -18,7 +18,7 @@ from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.tapes.records import Sampling
 
-from ..agents.served import Heard
+from ..agents.served import Heard, servers
 from ..finetune.loop.lab import RENDERER
 from .lab import policy, vllm_is_there
 from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
@@ -82,15 +82,8 @@ def using(
     """What `test` gives with an engine of that server that speaks by that route."""
 
     async def whole() -> Any:
-        engine = await connect(
-            [url],
-            RENDERER,
-            model_folder=folder,
-            patience=0.0,
-            seconds=20.0,
-            weights=weights is not None,
-            weights_folder=weights,
-        )
+        config = servers(url, model=folder, patience=1e-6, seconds=20.0, weights_folder=weights)
+        engine = await connect(config, RENDERER, weights=weights is not None)
         engine._dialect = ROUTES[route] or engine._dialect
         try:
             return await test(engine)
@@ -205,9 +198,7 @@ def test_a_server_without_the_routes_of_tokens_is_asked_by_messages(stub: str, f
             return await super().post(route, body, **more)
 
     async def test() -> None:
-        from tapereel.agents.engines.servers.connect import connect_channels
-
-        engine = await connect_channels([Gate(stub)], RENDERER, model_folder=folder)
+        engine = await connect(servers(model=folder), RENDERER, servers=[Gate(stub)])
         assert engine.capabilities.route == "/v1/chat/completions"
         assert engine.name.startswith("vllm-chat:")
         assert len((await engine.complete(ask("healthy"))).ids or ()) == 6
@@ -223,6 +214,6 @@ def test_a_server_that_dies_under_way_is_a_lost_connection(stub: str, folder: Pa
         with pytest.raises(ServerFailed) as caught:
             await engine.complete(ask("dies"))
         assert (caught.value.status, caught.value.retry) == (None, True)
-        assert not any(found.well for found in (await engine.health(seconds=5.0)).values())
+        assert all((await engine.health(seconds=5.0)).values())
 
     using(stub, folder, test)

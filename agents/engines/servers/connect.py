@@ -1,4 +1,4 @@
-"""Connects to vLLM or SGLang servers, or to a vLLM in this process, and returns one `RemoteEngine` for all of them.
+"""Connects to vLLM or SGLang servers and returns one `RemoteEngine` for all of them.
 
 `probe` measures what the servers can do. This module chooses how they receive new weights, and raises an error with
 the remedy when they can't receive them in the configured way.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..transport.http_channel import Channel, Server
-from ..weights.sleeping import Rests, SGLangRest, VLLMRest
-from ..weights.weight_config import AdapterConfig, NCCLConfig, PublishWay
+from ..transport.http_channel import Server
+from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync
-from ..weights.weight_transfer import SHARED_MEMORY, NCCLTransfer, VLLMTransfer, ports
+from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
 from .lora_servers import AdapterEngine
-from .server_engine import Capabilities, RemoteEngine, weight_version
-from .server_probe import NotTrainable, probe
+from .server_config import NCCLConfig, ServerSettings
+from .server_engine import RemoteEngine, weight_version
+from .server_probe import NotTrainable, kind_of, probe
 from .sglang import SGLangWeights
 
 if TYPE_CHECKING:
@@ -28,149 +27,89 @@ DIFFERENT = f"{UNKNOWN}the servers' weights differ"
 """Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
 replaces it."""
 
-__all__ = ["NotTrainable", "connect", "connect_channels", "probe"]
+__all__ = ["NotTrainable", "connect", "probe"]
 
 
 async def connect(
-    urls: Sequence[str],
+    config: ServerSettings,
     renderer: Renderer,
     *,
-    model_folder: Path,
-    version: str = "",
     weights: bool = False,
-    weights_folder: Path | None = None,
-    key_variable: str | None = None,
-    seconds: float = 600.0,
-    patience: float = 300.0,
-    control_seconds: float = 120.0,
-    way: PublishWay = "reload",
     adapters: AdapterConfig | None = None,
-    nccl: NCCLConfig | None = None,
+    servers: Sequence[Server] = (),
 ) -> RemoteEngine:
-    """Return an engine that samples from the servers at `urls`, which serve the model in `model_folder`.
+    """Return an engine that samples from the servers of `config`, or from `servers`, which it then owns.
 
-    `version` names their weights (default: the servers' own label). `weights` allows weight syncs, by the method `way`,
-    through folders in `weights_folder`. A server that was left paused is then resumed, and servers with different
-    weights are accepted: the first weight sync makes their weights equal. `adapters` configures the way `lora`; `nccl`
-    has the address of the way `nccl`. `seconds` bounds a request, `control_seconds` a control request; `patience` is
-    the time in seconds for which requests to a busy server are repeated.
+    `weights` allows weight syncs. A server that was left paused is then resumed, and servers with different weights
+    are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`.
 
-    Raises NotTrainable, CannotSend, or EngineError when a server is unreachable."""
-    if not urls:
+    Raises NotTrainable, CannotSend, or EngineError when a server is unreachable; the servers are then closed."""
+    servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
+    if not servers:
         raise ValueError("no server addresses")
-    servers = [Server(url, key_variable=key_variable, seconds=seconds) for url in urls]
-    return await connect_channels(
-        servers,
-        renderer,
-        model_folder=model_folder,
-        version=version,
-        weights=weights,
-        weights_folder=weights_folder,
-        patience=patience,
-        control_seconds=control_seconds,
-        way=way,
-        adapters=adapters,
-        nccl=nccl,
-    )
-
-
-async def connect_channels(
-    servers: Sequence[Channel],
-    renderer: Renderer,
-    *,
-    model_folder: Path,
-    version: str = "",
-    weights: bool = False,
-    weights_folder: Path | None = None,
-    patience: float = 300.0,
-    control_seconds: float = 120.0,
-    way: PublishWay = "reload",
-    adapters: AdapterConfig | None = None,
-    nccl: NCCLConfig | None = None,
-) -> RemoteEngine:
-    """Like `connect`, for servers behind any `Channel`. The engine closes the channels; this function closes them when
-    it fails."""
+    adapted = weights and config.publish == "lora"
     try:
+        syncs = await _syncs(config, servers, weights)
         if weights:
             # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
             # paused, and a paused server can't answer the probe.
-            make = VLLMReload if way in ("reload", "lora") else VLLMTransfer
-            for server in servers:
-                if not await make(server, seconds=control_seconds).free():
-                    await SGLangWeights(server, seconds=control_seconds).free()
+            for sync in syncs:
+                await sync.free()
         found = [await probe(server, renderer) for server in servers]
         # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
         kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
         if len(kinds) > 1:
             raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
         dialect, capabilities = found[0]
-        if weights and way != "lora" and not all(capability.takes_weights for _, capability in found):
+        if weights and not adapted and not all(capability.takes_weights for _, capability in found):
             raise NotTrainable(
                 f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
                 "or a private network only, since those routes know no API key"
             )
         labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
-        if len(labels) > 1 and not version:
-            if not weights or way == "lora":
+        if len(labels) > 1:
+            if not weights or adapted:
                 raise NotTrainable(
                     f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
                     "with the same ones"
                 )
             # The next weight sync writes the same weights to all servers, so a difference now is no error.
             labels = {DIFFERENT}
-        label = labels.pop() or "default"
-        # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
-        if weights and way == "lora" and label.startswith(UNKNOWN):
-            raise NotTrainable(f"the weights under the adapters would be {label!r}: start {list(servers)} anew")
-        given: dict[str, Any] = {
-            "model_folder": model_folder,
-            "version": version or label,
-            "patience": patience,
-            "weights_folder": weights_folder,
-            "rests": _rests(servers, capabilities, control_seconds),
-        }
-        if weights and way == "lora":
-            return AdapterEngine(
-                servers,
-                dialect,
-                renderer,
-                capabilities,
-                adapters=adapters or AdapterConfig(),
-                base_label=label,
-                control_seconds=control_seconds,
-                **given,
+        version = labels.pop() or "default"
+        if not adapted:
+            if weights:
+                for sync in syncs:
+                    await sync.init()
+            return RemoteEngine(
+                servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
             )
-        syncs = _syncs(servers, capabilities, way, control_seconds, nccl or NCCLConfig()) if weights else []
-        for sync in syncs:
-            await sync.init()
-        if way in ("transfer", "nccl") and weights_folder is None and SHARED_MEMORY.is_dir():
-            given["temporary_in"] = SHARED_MEMORY
-        return RemoteEngine(servers, dialect, renderer, capabilities, syncs=syncs, **given)
+        # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
+        if version.startswith(UNKNOWN):
+            raise NotTrainable(f"the weights under the adapters would be {version!r}: start {list(servers)} anew")
+        return AdapterEngine(
+            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
+        )
     except BaseException:
         for server in servers:
             await server.close()
         raise
 
 
-def _syncs(
-    servers: Sequence[Channel], capabilities: Capabilities, way: PublishWay, seconds: float, nccl: NCCLConfig
-) -> list[WeightSync]:
-    """Return the weight sync of each server. Raises NotTrainable for a way that this kind of server doesn't support."""
-    if capabilities.server.startswith("SGLang"):
-        if way != "reload":
-            raise NotTrainable(f"{capabilities.server} takes weights by engine.publish=reload only, not by {way!r}")
-        return [SGLangWeights(server, seconds=seconds) for server in servers]
-    if way == "nccl":
+async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
+    """Return the control routes of each server. Raises NotTrainable for a way that this kind of server doesn't
+    support."""
+    kinds = [await kind_of(server) for server in servers]
+    seconds = config.control_seconds
+    if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):
+        raise NotTrainable(f"{kinds[0]} takes weights by engine.publish=reload only, not by {config.publish!r}")
+    if weights and config.publish == "nccl":
+        nccl = config.nccl or NCCLConfig()
         return [
             NCCLTransfer(server, address=nccl.address, port=port, seconds=seconds)
             for server, port in zip(servers, ports(nccl.address, nccl.port, len(servers)), strict=True)
         ]
-    make = VLLMTransfer if way == "transfer" else VLLMReload
-    return [make(server, seconds=seconds) for server in servers]
-
-
-def _rests(servers: Sequence[Channel], capabilities: Capabilities, seconds: float) -> list[Rests]:
-    """Return the sleep and wake routes of each server."""
-    if capabilities.server.startswith("SGLang"):
-        return [SGLangRest(server, seconds=seconds) for server in servers]
-    return [VLLMRest(server, seconds=seconds) for server in servers]
+    vllm = VLLMTransfer if weights and config.publish == "transfer" else VLLMReload
+    return [
+        (SGLangWeights if kind.startswith("SGLang") else vllm)(server, seconds=seconds)
+        for server, kind in zip(servers, kinds, strict=True)
+    ]

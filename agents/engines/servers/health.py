@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..engine import EngineError
-from ..transport.http_channel import Channel
+from ..transport.http_channel import Server
 
 AVOIDED = 10.0
 """Seconds for which new conversations avoid a server after a request to it failed."""
@@ -39,13 +38,9 @@ class RemoteStats:
     """Completed weight syncs."""
     busy_seconds: float = 0.0
     """Wall time in seconds in which at least one request was in flight."""
-    longest_seconds: float = 0.0
-    """Duration of the slowest request, in seconds."""
     timers: dict[str, float] = field(default_factory=dict)
     """Seconds by activity: `request` (summed over concurrent requests), `publish`, its steps `publish/pause`,
     `publish/update`, ..., and `sleep`, `wake`."""
-    health: dict[str, Health] = field(default_factory=dict)
-    """Health by server address, from the last call of `RemoteEngine.health`."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -60,34 +55,18 @@ class RemoteStats:
         self.timers[name] = self.timers.get(name, 0.0) + seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Health of one server."""
+async def health_of(servers: Sequence[Server], *, seconds: float) -> dict[str, str | None]:
+    """By address of each server: None where its `/health` route answers with success within `seconds`, else the error
+    message."""
 
-    well: bool
-    """Whether the server's `/health` route answered with success."""
-    error: str | None
-    """Error message of the health request; None when the server is healthy."""
-    in_flight: int
-    """Requests of this process in flight at the server."""
-    seconds: float
-    """Duration of the health request."""
+    async def error_of(server: Server) -> str | None:
+        try:
+            await server.get("/health", seconds=seconds)
+        except EngineError as error:
+            return str(error)
+        return None
 
-
-async def check(server: Channel, *, seconds: float = 10.0) -> Health:
-    """Return the health of a server; no answer within `seconds` counts as unhealthy."""
-    began, error = time.perf_counter(), None
-    try:
-        await server.get("/health", seconds=seconds)
-    except EngineError as failed:
-        error = str(failed)
-    return Health(well=error is None, error=error, in_flight=server.in_flight, seconds=time.perf_counter() - began)
-
-
-async def check_all(servers: Sequence[Channel], *, seconds: float = 10.0) -> dict[str, Health]:
-    """Return the health of all servers, by address."""
-    found: list[Any] = await asyncio.gather(*(check(server, seconds=seconds) for server in servers))
-    return {repr(server): health for server, health in zip(servers, found, strict=True)}
+    return dict(zip(map(repr, servers), await asyncio.gather(*map(error_of, servers)), strict=True))
 
 
 class Wellness:
@@ -97,15 +76,15 @@ class Wellness:
         self._until: dict[int, float] = {}
         self._coming: Counter[int] = Counter()
 
-    def lost(self, server: Channel) -> None:
+    def lost(self, server: Server) -> None:
         """A request to the server failed: avoid it for `AVOIDED` seconds."""
         self._until[id(server)] = time.monotonic() + AVOIDED
 
-    def reached(self, server: Channel) -> None:
+    def reached(self, server: Server) -> None:
         """The server answered: use it again at once."""
         self._until.pop(id(server), None)
 
-    def best(self, servers: Sequence[Channel]) -> Channel:
+    def best(self, servers: Sequence[Server]) -> Server:
         """Return the server for a new conversation: the healthy one with the fewest requests in flight, or the one with
         the fewest of all when none is healthy."""
         now = time.monotonic()

@@ -7,6 +7,7 @@ key, so they are enabled (`control`) on loopback only.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -15,23 +16,55 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO
 
+from pydantic import JsonValue
+
 from ....tapes.errors import TapereelError
 from ..transport.http_channel import Server, ServerFailed
-from .vllm_inprocess import TRANSFER, lora_options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
 """vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
+TRANSFER = [
+    "--worker-extension-cls",
+    "tapereel.agents.engines.weights.vllm_worker.Extension",
+    "--weight-transfer-config",
+    '{"backend": "tapereel"}',
+]
+"""Flags that load the weight-transfer backend of `vllm_worker`."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for `--max-lora-rank`."""
+LORA_SLOTS = 4
+"""Maximum number of adapters in one batch. With fewer slots, completions of older versions wait for a free slot."""
 _NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
 """
+
+
+def lora_flags(rank: int) -> list[str]:
+    """Return the flags for adapters of that rank. ValueError for a rank above the maximum of vLLM."""
+    room = next((room for room in LORA_RANKS if room >= rank), None)
+    if room is None:
+        raise ValueError(f"LoRA rank {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}")
+    return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(LORA_SLOTS)]
+
+
+def flags_of(options: Mapping[str, JsonValue]) -> list[str]:
+    """Return options such as `{"max_model_len": 8192}` as vLLM's command line has them: `--max-model-len 8192`."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
 
 
 class ServerStart(TapereelError, RuntimeError):
@@ -83,14 +116,14 @@ class LocalServer:
                 f"options {', '.join(ours)}: the model, the address and the variable that holds the key "
                 "are arguments, since they decide who can reach the server"
             )
-        if lora_rank is not None:
-            lora_options(lora_rank)
         if key_variable is not None and not os.environ.get(key_variable):
             raise ValueError(f"the environment variable {key_variable} with the API key is not set")
         self.model, self.host, self.port = Path(model), host, port or _free_port(host)
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
-        self._transfer, self._lora_rank = transfer, lora_rank
+        self._ways = [*(TRANSFER if transfer else ()), *(lora_flags(lora_rank) if lora_rank is not None else ())]
+        """Flags of the ways `transfer` and `lora` to receive weights. The way `reload` needs no flags."""
+        self._lora = lora_rank is not None
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -133,28 +166,6 @@ class LocalServer:
             device = "cpu" if "cpu" in asked.stdout or sys.platform == "darwin" else ""
         return ["--no-enable-chunked-prefill"] if device == "cpu" else []
 
-    @property
-    def _ways(self) -> list[str]:
-        """Flags of the ways `transfer` and `lora` to receive weights. The way `reload` needs no flags."""
-        flags = []
-        if self._transfer:
-            flags = [
-                "--worker-extension-cls",
-                TRANSFER["worker_extension_cls"],
-                "--weight-transfer-config",
-                json.dumps(TRANSFER["weight_transfer_config"]),
-            ]
-        if self._lora_rank is not None:
-            room = lora_options(self._lora_rank)
-            flags += [
-                "--enable-lora",
-                "--max-lora-rank",
-                str(room["max_lora_rank"]),
-                "--max-loras",
-                str(room["max_loras"]),
-            ]
-        return flags
-
     async def start(self) -> str:
         """Start the server, wait until it answers, and return its address. Raises ServerStart."""
         self._check_port()
@@ -187,7 +198,7 @@ class LocalServer:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
-            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora_rank is not None else {}),
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora else {}),
             **self._environment,
         }
         if self._key_variable is not None:
@@ -201,6 +212,8 @@ class LocalServer:
             env=environment,
             start_new_session=True,
         )
+        # The new session doesn't end with this process: without this, an exit that skips `stop` leaves vLLM running.
+        atexit.register(self.stop)
 
     async def _up(self) -> None:
         """Wait until `/health` answers. Raises ServerStart when the process ends or `patience` is over."""
@@ -259,6 +272,7 @@ class LocalServer:
                     os.killpg(self._process.pid, 9)  # engine processes can outlive their parent
             break
         self._process = None
+        atexit.unregister(self.stop)
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -268,6 +282,19 @@ class LocalServer:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.stop)
+
+
+class OwnServer(Server):
+    """A running `LocalServer` that ends when its connections are closed."""
+
+    def __init__(self, local: LocalServer, *, seconds: float) -> None:
+        super().__init__(local.url, seconds=seconds)
+        self._local = local
+
+    async def close(self) -> None:
+        """Close the connections and stop the server."""
+        await super().close()
+        await asyncio.to_thread(self._local.stop)
 
 
 def _is_ours(word: str) -> bool:

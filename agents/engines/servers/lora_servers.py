@@ -14,21 +14,24 @@ import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..engine import EngineError
-from ..transport.http_channel import Channel, ServerFailed
-from ..transport.wire import Sampled
+from ..transport.http_channel import Server, ServerFailed
+from ..transport.wire import Dialect, Sampled
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import PublishFailed, PublishMode
-from .server_engine import Flight, RemoteEngine
+from ..weights.weight_sync import PublishFailed, PublishMode, WeightSync
+from .server_config import ServerSettings
+from .server_engine import Capabilities, Flight, RemoteEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...rendering.renderer import Renderer
 
 _OWN = ("lora_A", "lora_B")
 
@@ -83,17 +86,26 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
 
 
 class AdapterEngine(RemoteEngine):
-    """Samples from vLLM servers with one LoRA adapter per version. Made by `connect(..., way="lora")`."""
+    """Samples from vLLM servers with one LoRA adapter per version. Made by `connect` for `publish: lora`."""
 
     def __init__(
-        self, *args: Any, adapters: AdapterConfig, base_label: str, control_seconds: float = 120.0, **more: Any
+        self,
+        servers: Sequence[Server],
+        dialect: Dialect,
+        renderer: Renderer,
+        capabilities: Capabilities,
+        config: ServerSettings,
+        *,
+        version: str,
+        syncs: Sequence[WeightSync],
+        adapters: AdapterConfig | None = None,
     ) -> None:
-        """Like `RemoteEngine`. `adapters` configures the published adapters. `base_label` is the servers' version name
-        of the base weights. `control_seconds` is the timeout of each control request."""
-        super().__init__(*args, **more)
-        self._adapters = adapters
-        self._control_seconds = control_seconds
-        self._base_label = base_label
+        """Like `RemoteEngine`. `version` is the servers' name of the base weights."""
+        super().__init__(
+            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=True
+        )
+        self._adapters = adapters or AdapterConfig()
+        self._base_label = version
         self._current: str | None = None
         """Name of the adapter for new requests; None before the first publish: the base weights sample."""
         self._uses: Counter[str] = Counter()
@@ -114,7 +126,7 @@ class AdapterEngine(RemoteEngine):
             )
         async with self._publishing:
             folder = self._folder_of(version)
-            await asyncio.to_thread(write_adapter, state, folder, self._adapters, self._model_folder)
+            await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
             with self.stats.timed("publish"):
                 await self._load(version, folder)
             # All servers have the adapter before it becomes current. In the other order, a request could reach a server
@@ -164,7 +176,7 @@ class AdapterEngine(RemoteEngine):
     async def _end_older(self) -> None:
         """Abort the requests of older adapters. Their answers have the tokens sampled so far, with finish `abort`."""
         for flight in [flight for flight in self._flights.values() if flight.version != self.version]:
-            await flight.server.post(*self._dialect.abort(flight.id), seconds=self._control_seconds)
+            await flight.server.post(*self._dialect.abort(flight.id), seconds=self._config.control_seconds)
 
     async def _unload_idle(self) -> None:
         """Unload the old adapters that no request uses. An adapter still in use is unloaded by a later publish."""
@@ -173,16 +185,16 @@ class AdapterEngine(RemoteEngine):
                 await self._unload(server, version)
             await asyncio.to_thread(shutil.rmtree, self._loaded.pop(version), True)
 
-    async def _unload(self, server: Channel, version: str) -> None:
+    async def _unload(self, server: Server, version: str) -> None:
         try:
             await self._control(server, "/v1/unload_lora_adapter", {"lora_name": version})
         except ServerFailed as error:
             if error.status != 404:  # 404: the server doesn't have the adapter, as after a restart
                 raise
 
-    async def _control(self, server: Channel, route: str, body: Any) -> None:
+    async def _control(self, server: Server, route: str, body: dict[str, str]) -> None:
         # A new connection: completions may occupy the whole pool. `plain`: these routes answer with text, not JSON.
-        await server.post(route, body, seconds=self._control_seconds, fresh=True, plain=True)
+        await server.post(route, body, seconds=self._config.control_seconds, fresh=True, plain=True)
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:

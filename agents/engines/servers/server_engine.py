@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine import Completion, EngineError, Listener, PromptTooLong, Request, one_temperature
-from ..transport.http_channel import AGAIN, Channel, ServerFailed
+from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Sampled, checked_ids, same_prompt
-from ..weights.sleeping import Rests, Sleeper
+from ..weights.sleeping import Sleeper
 from ..weights.weight_sync import PublishMode, WeightSync, check_weights, sync_servers, write_weights
-from .health import Health, RemoteStats, Wellness, check_all
+from ..weights.weight_transfer import SHARED_MEMORY
+from .health import RemoteStats, Wellness, health_of
+from .server_config import ServerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 """Fields of a request body that ask for a streamed answer."""
+KEPT = 2
+"""Number of published versions whose folders stay."""
 REMEMBERED = 100_000
 """Maximum number of conversations whose server is remembered; the oldest entry is dropped first."""
 
@@ -73,7 +77,7 @@ class ForeignWeights(EngineError):
 class Flight:
     """One request in flight."""
 
-    server: Channel
+    server: Server
     id: str
     version: str
     """Weight version that was current when the request was sent."""
@@ -88,39 +92,36 @@ class RemoteEngine:
 
     def __init__(
         self,
-        servers: Sequence[Channel],
+        servers: Sequence[Server],
         dialect: Dialect,
         renderer: Renderer,
         capabilities: Capabilities,
+        config: ServerSettings,
         *,
-        model_folder: Path,
         version: str,
         syncs: Sequence[WeightSync] = (),
-        rests: Sequence[Rests] = (),
-        weights_folder: Path | None = None,
-        temporary_in: Path | None = None,
-        patience: float = 300.0,
-        keep: int = 2,
+        takes_weights: bool = False,
     ) -> None:
-        """`version` names the weights that the servers have now. `syncs` has one weight sync per server (empty: weights
-        can't be replaced), `rests` the sleep and wake routes of each server. New weights are written to
-        `weights_folder`, which the servers must be able to read (default: a temporary folder in `temporary_in`). The
-        folders of the `keep` newest versions stay. `patience` is in seconds."""
+        """`version` names the weights that the servers have now. `syncs` has the control routes of each server. With
+        `takes_weights`, weights can be replaced. New weights are written to `config.weights_folder`, which the servers
+        must be able to read (default: a temporary folder). The folders of the `KEPT` newest versions stay."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
         self.stats = RemoteStats()
         self.capabilities = capabilities
+        self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
         self._dialect = dialect
         self._renderer = renderer
-        self._model_folder = model_folder
+        self._config = config
         self._syncs = tuple(syncs)
-        self.sleeper = Sleeper(rests)
-        self._own_folder = weights_folder is None
-        self._folder = weights_folder or Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=temporary_in))
-        self._patience = patience
-        self._keep = keep
-        self._homes: OrderedDict[str, Channel] = OrderedDict()
+        self._takes_weights = takes_weights
+        self._temporary: Path | None = None
+        if config.weights_folder is None:
+            shared = config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir()
+            within = SHARED_MEMORY if shared else None
+            self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
+        self._homes: OrderedDict[str, Server] = OrderedDict()
         """Server of each conversation, by cache key: its prefix cache has the conversation's KV."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
@@ -180,7 +181,7 @@ class RemoteEngine:
                 self._note(error, flight.server, request)
                 raise
 
-    def _note(self, error: EngineError, server: Channel, request: Request) -> None:
+    def _note(self, error: EngineError, server: Server, request: Request) -> None:
         """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.
 
         `status` is None when the server sent no status, and 0 for an error that isn't `ServerFailed`."""
@@ -204,12 +205,12 @@ class RemoteEngine:
         PublishFailed when a step failed: the servers may then have different weights, and the engine samples no more.
         Sleeping servers restore their weights for the sync and sample after `wake`."""
         self._check_version(version)
-        if not self._syncs:
+        if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
-        check_weights(state, self._model_folder)
+        check_weights(state, Path(self._config.model))
         async with self._publishing:
             folder = self._folder_of(version)
-            await asyncio.to_thread(write_weights, state, folder, self._model_folder)
+            await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
             # Order: the version is known and `_moment` is odd before the first server changes. A completion may return
             # with the new version while the sync is in progress; without its entry it would count as foreign.
             self._note_version(version)
@@ -233,7 +234,7 @@ class RemoteEngine:
             self._moment += 1
             self.stats.publishes += 1
             self._written.append(folder)
-            while len(self._written) > self._keep:
+            while len(self._written) > KEPT:
                 await asyncio.to_thread(shutil.rmtree, self._written.pop(0), True)
 
     def _check_version(self, version: str) -> None:
@@ -244,7 +245,8 @@ class RemoteEngine:
         self._versions[version] = len(self._versions)
 
     def _folder_of(self, version: str) -> Path:
-        return self._folder / version.replace("/", "_").replace(":", "_")
+        folder = self._temporary or Path(self._config.weights_folder or "")
+        return folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
         """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
@@ -257,17 +259,16 @@ class RemoteEngine:
         with self.stats.timed("wake"):
             await self.sleeper.wake()
 
-    async def health(self, *, seconds: float = 10.0) -> dict[str, Health]:
-        """Request the health of each server now. Returns it by address and stores it in `stats.health`."""
-        self.stats.health = found = await check_all(self._servers, seconds=seconds)
-        return found
+    async def health(self, *, seconds: float = 10.0) -> dict[str, str | None]:
+        """Ask each server for its health. Returns, by address, None for a healthy server, else the error."""
+        return await health_of(self._servers, seconds=seconds)
 
     async def close(self) -> None:
         """Close the connections and delete the temporary weights folder; requests in flight fail."""
         for server in self._servers:
             await server.close()
-        if self._own_folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     # -- one request ----------------------------------------------------------------------------------------------
 
@@ -301,7 +302,7 @@ class RemoteEngine:
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
         """Send the request, and repeat it while the server is busy (429, 503), until `patience` is over. All other
         errors are raised at once: their retries belong to the agent's model interface, which records each attempt."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._config.patience
         pause = 0.05
         while True:
             try:
@@ -406,7 +407,7 @@ class RemoteEngine:
             usage=found.usage,
         )
 
-    def _home(self, key: str) -> Channel:
+    def _home(self, key: str) -> Server:
         """Return the conversation's server, or choose one. An empty key is no conversation and is not remembered."""
         home = self._homes.get(key)
         if home is None:
@@ -431,13 +432,12 @@ class RemoteEngine:
             del self._flights[flight.id]
             now = time.perf_counter()
             stats.add("request", now - began)
-            stats.longest_seconds = max(stats.longest_seconds, now - began)
             if not self._flights:
                 stats.busy_seconds += now - self._since
 
 
 async def answered(
-    server: Channel, dialect: Dialect, body: Any, stream: ChunkStream | None = None, listener: Listener | None = None
+    server: Server, dialect: Dialect, body: Any, stream: ChunkStream | None = None, listener: Listener | None = None
 ) -> Any:
     """Send `body` and return the whole answer. A `listener` makes the answer a stream. `stream` collects a streamed
     answer, so that the caller can read the partial answer after a cancellation."""
@@ -467,13 +467,13 @@ def _too_long(message: str) -> bool:
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))
 
 
-async def weight_version(server: Channel) -> str | None:
+async def weight_version(server: Server) -> str | None:
     """Return the server's name for its weights; None when no route returns such a name."""
     for route in ("/weight_info", "/model_info"):
         try:
             found: Any = await server.get(route, seconds=30.0)
         except ServerFailed as error:
-            if error.status in (403, 404, 405):
+            if error.status in NO_ROUTE:
                 continue
             raise
         if isinstance(found, dict) and found.get("weight_version") is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
 from ..engine import EngineError, Request
-from ..transport.http_channel import Channel, ServerFailed
+from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import BadAnswer, Dialect, field, same_prompt
 from .server_engine import Capabilities, answered, weight_version
 from .sglang import SGLangGenerate
@@ -34,9 +34,13 @@ class NotTrainable(TapereelError, RuntimeError):
     """The servers lack something that RL needs, as token ids, log-probs of the sampled tokens, or equal weights."""
 
 
-async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """Return the dialect for `server` and the server's capabilities. Raises NotTrainable or EngineError."""
-    kind, dialects = await _kind(server, renderer)
+async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
+    """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
+    NotTrainable or EngineError."""
+    kind = await kind_of(server)
+    dialects: list[Dialect] = (
+        [SGLangGenerate()] if kind.startswith("SGLang") else [Generate(), Completions(), Chat(renderer.template_kwargs)]
+    )
     models = await server.get("/v1/models", seconds=30.0)
     model, context = field(models, "data", 0, "id"), field(models, "data", 0).get("max_model_len")
     request, refused = _question(renderer, 1.0), []
@@ -70,24 +74,18 @@ async def probe(server: Channel, renderer: Renderer) -> tuple[Dialect, Capabilit
     raise NotTrainable(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
 
 
-async def _kind(server: Channel, renderer: Renderer) -> tuple[str, list[Dialect]]:
-    """Return kind and version of the server, and its dialects, the preferred one first."""
-    try:
-        about = await server.get("/version", seconds=30.0)
-        return f"vLLM {field(about, 'version')}", [Generate(), Completions(), Chat(renderer.template_kwargs)]
-    except ServerFailed as error:
-        if error.status not in (404, 405):
-            raise
-    try:
-        about = await server.get("/server_info", seconds=30.0)
-    except ServerFailed as error:
-        if error.status in (404, 405):
-            raise NotTrainable(
-                f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
-                "which can be imitated and not reinforced, take engine.kind=litellm"
-            ) from error
-        raise
-    return f"SGLang {field(about, 'version')}", [SGLangGenerate()]
+async def kind_of(server: Server) -> str:
+    """Return kind and version of the server: `vLLM ...` or `SGLang ...`. Raises NotTrainable or EngineError."""
+    for kind, route in (("vLLM", "/version"), ("SGLang", "/server_info")):
+        try:
+            return f"{kind} {field(await server.get(route, seconds=30.0), 'version')}"
+        except ServerFailed as error:
+            if error.status not in (404, 405):
+                raise
+    raise NotTrainable(
+        f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
+        "which can be imitated and not reinforced, take engine.kind=litellm"
+    )
 
 
 def _question(renderer: Renderer, temperature: float) -> Request:
@@ -102,7 +100,7 @@ def _question(renderer: Renderer, temperature: float) -> Request:
 
 
 async def _logprobs_mode(
-    server: Channel, dialect: Dialect, renderer: Renderer, model: str
+    server: Server, dialect: Dialect, renderer: Renderer, model: str
 ) -> Literal["processed", "raw"]:
     """Measure whether log-probs are from after (`processed`) or before (`raw`) temperature. Raises NotTrainable when
     the two gaps fit neither mode. The tolerance, 2 % plus 1e-4 nats, covers rounding between two forward passes."""
@@ -116,7 +114,7 @@ async def _logprobs_mode(
     )
 
 
-async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) -> float:
+async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -> float:
     """Return the gap in nats between the listed log-probs of the two likeliest first tokens."""
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
     answer = await answered(server, dialect, dialect.listing(body, LISTED))
@@ -127,7 +125,7 @@ async def _gap(server: Channel, dialect: Dialect, request: Request, model: str) 
     return first - second
 
 
-async def _takes_weights(server: Channel) -> bool:
+async def _takes_weights(server: Server) -> bool:
     """Whether the server names its weight version; this is the sign that its weight routes are enabled."""
     try:
         return await weight_version(server) is not None

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..engine import Request
-from ..transport.http_channel import Channel, ServerFailed
+from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
 from ..transport.wire import BadAnswer, Json, Sampled, field, reader, sampled
+from ..weights.sleeping import Part
 from ..weights.weight_sync import PublishMode
 
 ALL = 1 << 30
 """SGLang's `top_k` for the whole vocabulary."""
+
+
+SLEEPS = ["kv_cache", "cuda_graph"]
+"""What a sleeping server frees."""
 
 
 class SGLangGenerate:
@@ -85,7 +89,7 @@ class SGLangGenerate:
 class SGLangWeights:
     """Reloads weights from a folder. One request, in `finish`, loads the weights and sets their version."""
 
-    def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
+    def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
         """`seconds` is the timeout of each step."""
         self.server = server
         self._seconds = seconds
@@ -102,7 +106,7 @@ class SGLangWeights:
         try:
             await self._post("/continue_generation", {})
         except ServerFailed as error:
-            if error.status not in (403, 404, 405):
+            if error.status not in NO_ROUTE:
                 raise
 
     async def pause(self, mode: PublishMode) -> None:
@@ -139,8 +143,20 @@ class SGLangWeights:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
         await self._post("/continue_generation", {})
 
-    async def _post(self, route: str, body: Any) -> None:
+    # Sleep frees the KV cache and the CUDA graphs; the weights stay. These routes answer with text.
+
+    async def release(self) -> None:
+        await self._post("/release_memory_occupation", {"tags": SLEEPS}, plain=True)
+
+    async def clear(self) -> None:
+        await self._post("/flush_cache", {}, plain=True)
+
+    async def restore(self, part: Part) -> None:
+        if part == "kv_cache":
+            await self._post("/resume_memory_occupation", {"tags": SLEEPS}, plain=True)
+
+    async def _post(self, route: str, body: Json, *, plain: bool = False) -> None:
         """Post on a new connection. SGLang reports some failures with status 200 and `success: false`: BadAnswer."""
-        answer = await self.server.post(route, body, seconds=self._seconds, fresh=True)
+        answer = await self.server.post(route, body, seconds=self._seconds, fresh=True, plain=plain)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise BadAnswer(f"{self.server}{route}: {answer.get('message')}")

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
 
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import holds_secret, without_secrets
@@ -27,6 +26,8 @@ except ModuleNotFoundError as error:
 
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
+NO_ROUTE = (403, 404, 405)
+"""HTTP statuses with which a server answers on a route that it lacks or has turned off."""
 LARGEST = 256 << 20
 """Maximum size of one answer, in bytes. A completion with its log-probs takes about 100 bytes per token."""
 
@@ -45,39 +46,6 @@ class ServerFailed(EngineError):
     def busy(self) -> bool:
         """True when the server is healthy but accepts no request now: it is paused or full (429, 503)."""
         return self.status in (429, 503)
-
-
-class Channel(Protocol):
-    """Sends requests to one server: `Server` over HTTP, or `InProcess` to a vLLM in this process. All methods raise
-    `ServerFailed`."""
-
-    in_flight: int
-    """Number of requests in flight on this channel."""
-
-    async def get(self, route: str, *, seconds: float | None = None) -> Any:
-        """Return the JSON answer to a GET."""
-        ...
-
-    async def post(
-        self,
-        route: str,
-        body: Any = None,
-        *,
-        params: dict[str, str] | None = None,
-        seconds: float | None = None,
-        fresh: bool = False,
-        plain: bool = False,
-    ) -> Any:
-        """Return the JSON answer to a POST; with `plain`, its text. `fresh` opens a new connection."""
-        ...
-
-    def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
-        """Yield the answer to a POST as it arrives, in pieces of any size."""
-        ...
-
-    async def close(self) -> None:
-        """Release all resources."""
-        ...
 
 
 class Server:
@@ -105,27 +73,27 @@ class Server:
     def __repr__(self) -> str:
         return self.url
 
-    async def get(self, route: str, *, seconds: float | None = None) -> Any:
+    async def get(self, route: str, *, seconds: float | None = None) -> object:
         """Return the JSON answer to a GET. Raises ServerFailed."""
         return await self._ask("GET", route, None, None, seconds)
 
     async def post(
         self,
         route: str,
-        body: Any = None,
+        body: object = None,
         *,
         params: dict[str, str] | None = None,
         seconds: float | None = None,
         fresh: bool = False,
         plain: bool = False,
-    ) -> Any:
+    ) -> object:
         """Return the JSON answer to a POST; with `plain`, its text. Raises ServerFailed.
 
         `fresh` opens a new connection. Control requests need it: a server closes pooled connections after some errors,
         and completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
-    async def stream(self, route: str, body: Any) -> AsyncGenerator[bytes]:
+    async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
         """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
         the whole answer. Raises ServerFailed."""
         where, size = f"POST {self.url}{route}", 0
@@ -147,12 +115,12 @@ class Server:
         self,
         method: str,
         route: str,
-        body: Any,
+        body: object,
         params: dict[str, str] | None,
         seconds: float | None,
         fresh: bool = False,
         plain: bool = False,
-    ) -> Any:
+    ) -> object:
         seconds = self._seconds if seconds is None else seconds
         where = f"{method} {self.url}{route}"
         async with self._answer(method, route, body, params, seconds, fresh) as (answer, _):
@@ -182,7 +150,7 @@ class Server:
         self,
         method: str,
         route: str,
-        body: Any,
+        body: object,
         params: dict[str, str] | None,
         seconds: float,
         fresh: bool,

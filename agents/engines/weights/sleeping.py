@@ -20,8 +20,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from ..transport.http_channel import Channel
-
 State = Literal["awake", "weights", "asleep", "unknown"]
 Part = Literal["weights", "kv_cache"]
 
@@ -40,52 +38,6 @@ class Rests(Protocol):
     async def restore(self, part: Part) -> None:
         """Allocate `part` on the GPU again."""
         ...
-
-
-class VLLMRest:
-    """The sleep routes of vLLM's development mode."""
-
-    def __init__(self, server: Channel, *, level: Literal[1, 2] = 1, seconds: float = 120.0) -> None:
-        """`level` 1 keeps the weights in host memory. Level 2 drops them, so a weight sync must precede the wake-up.
-        `seconds` is the time limit of each step."""
-        self.server = server
-        self._level, self._seconds = level, seconds
-
-    async def release(self) -> None:
-        await self._post("/sleep", {"level": str(self._level)})
-
-    async def clear(self) -> None:
-        await self._post("/reset_prefix_cache")
-
-    async def restore(self, part: Part) -> None:
-        await self._post("/wake_up", {"tags": part})
-
-    async def _post(self, route: str, params: dict[str, str] | None = None) -> None:
-        await self.server.post(route, params=params, seconds=self._seconds, fresh=True)
-
-
-class SGLangRest:
-    """SGLang's sleep routes. They free the KV cache and the CUDA graphs, and the weights only on request."""
-
-    def __init__(self, server: Channel, *, weights: bool = False, seconds: float = 120.0) -> None:
-        """With `weights`, the server frees the weights too. `seconds` is the time limit of each step."""
-        self.server = server
-        self._tags = ["kv_cache", "cuda_graph", *(["weights"] if weights else [])]
-        self._seconds = seconds
-
-    async def release(self) -> None:
-        await self._post("/release_memory_occupation", {"tags": self._tags})
-
-    async def clear(self) -> None:
-        await self._post("/flush_cache", {})
-
-    async def restore(self, part: Part) -> None:
-        tags = [tag for tag in self._tags if (tag == "weights") == (part == "weights")]
-        if tags:
-            await self._post("/resume_memory_occupation", {"tags": tags})
-
-    async def _post(self, route: str, body: dict[str, list[str]]) -> None:
-        await self.server.post(route, body, seconds=self._seconds, fresh=True, plain=True)
 
 
 class Sleeper:

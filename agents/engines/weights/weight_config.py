@@ -1,18 +1,17 @@
-"""Settings of the weight sync to servers, and a function that adds new LoRA adapters to a model."""
+"""The settings of LoRA adapters, and a function that adds new adapters to a model."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ....tapes.common.config import Config
 from ....tapes.errors import MissingExtra
 
-PublishWay = Literal["reload", "lora", "transfer", "nccl"]
-"""How a weight sync reaches the servers. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer
-routes, with files in shared memory. `lora`: only the adapters, each version under its own name. `nccl`: a broadcast
-from the GPU of this process to vLLM's GPUs."""
+if TYPE_CHECKING:
+    from peft import PeftMixedModel, PeftModel
+    from transformers import PreTrainedModel
 
 
 class AdapterConfig(Config):
@@ -25,17 +24,7 @@ class AdapterConfig(Config):
     """Names of the layers with an adapter, such as `q_proj`. Empty: all linear layers except the head."""
 
 
-class NCCLConfig(Config):
-    """The rendezvous address of the trainer and the workers of vLLM servers."""
-
-    address: str = "127.0.0.1"
-    """Address of this machine that the workers can reach. Any process that reaches it could join in place of a worker:
-    use loopback or a private network."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """Port for the first server; each further server uses the next port. None: free ports."""
-
-
-def add_adapters(model: Any, config: AdapterConfig, *, seed: int = 0) -> Any:
+def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
     """The model with new adapters, which are its only trainable weights. Equal seeds give equal adapters.
 
     New adapters don't change the model's output. They have no dropout, since the trainer must compute the log-probs of

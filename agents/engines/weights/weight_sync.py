@@ -14,10 +14,11 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ....tapes.errors import TapereelError
-from ..transport.http_channel import Channel, ServerFailed
+from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
+from .sleeping import Part, Rests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +37,12 @@ class PublishFailed(TapereelError, RuntimeError):
     """A step of a weight sync failed on a server. Later samples of that server have unknown weights."""
 
 
-class WeightSync(Protocol):
+class WeightSync(Rests, Protocol):
     """The control routes of one server. Each method returns after the server has finished, and raises otherwise."""
+
+    async def free(self) -> None:
+        """End a pause or a sleep that no process will end, such as one of a trainer that died during a weight sync."""
+        ...
 
     async def init(self) -> None:
         """Check that the server accepts weights. The caller runs it once, before all other methods."""
@@ -73,7 +78,7 @@ class WeightSync(Protocol):
 class VLLMReload:
     """The routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1): the server reloads a folder."""
 
-    def __init__(self, server: Channel, *, seconds: float = 120.0) -> None:
+    def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
         """`seconds` is the time limit of each step."""
         self.server = server
         self._seconds = seconds
@@ -112,22 +117,30 @@ class VLLMReload:
         """Set the version of the current weights."""
         await self._post("/update_weight_version", {"new_version": version})
 
-    async def free(self) -> bool:
-        """End a pause or a sleep that no process will end, such as one of a trainer that died during a weight sync.
-
-        The weights may then mix two versions, so their version becomes unknown. No effect on a server that isn't
-        paused. Returns False if the server can't report a pause."""
+    async def free(self) -> None:
+        """End a pause or a sleep that no process will end. No effect on a server that isn't paused, or has no such
+        route. The weights may mix two versions, so their version becomes unknown."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
-            if error.status in (403, 404, 405):
-                return False
-            raise
+            if error.status not in NO_ROUTE:
+                raise
+            return
         if isinstance(found, dict) and found.get("is_paused"):
             await self._drop()
             await self._wake()
             await self.abandon(f"{UNKNOWN}the server was found paused")
-        return True
+
+    # Sleep: vLLM's `/sleep` and `/wake_up`. Level 1 keeps the weights in host memory.
+
+    async def release(self) -> None:
+        await self._post("/sleep", params={"level": "1"})
+
+    async def clear(self) -> None:
+        await self._post("/reset_prefix_cache")
+
+    async def restore(self, part: Part) -> None:
+        await self._post("/wake_up", params={"tags": part})
 
     async def _drop(self) -> None:
         """Pause, and end the completions in flight."""
@@ -140,11 +153,11 @@ class VLLMReload:
         try:
             await self._post("/wake_up")
         except ServerFailed as error:
-            if error.status not in (403, 404, 405):
+            if error.status not in NO_ROUTE:
                 raise
 
-    async def _post(self, route: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        return await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
+    async def _post(self, route: str, body: object = None, params: dict[str, str] | None = None) -> None:
+        await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)
 
 
 async def sync_servers(

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from ....envs.blocking import EnvironmentThread
 from ....tapes.errors import MissingExtra, TapereelError
-from ..transport.http_channel import Channel, ServerFailed
+from ..transport.http_channel import Server, ServerFailed
+from ..transport.wire import field
 from .weight_sync import PublishMode, VLLMReload
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -106,7 +107,7 @@ class NCCLTransfer(VLLMTransfer):
 
     It needs two GPUs, and vLLM in both processes."""
 
-    def __init__(self, server: Channel, *, address: str, port: int, seconds: float = 120.0) -> None:
+    def __init__(self, server: Server, *, address: str, port: int, seconds: float = 120.0) -> None:
         """This process waits for the workers at `address` and `port`."""
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
@@ -118,7 +119,7 @@ class NCCLTransfer(VLLMTransfer):
     async def init(self) -> None:
         device = sending_device()
         await VLLMReload.init(self)
-        size = (await self.server.get("/get_world_size", seconds=self._seconds))["world_size"]
+        size = field(await self.server.get("/get_world_size", seconds=self._seconds), "world_size")
         info = worker_info(address=self._address, port=self._port, workers=size)
         try:
             self._group, _ = await self._together(

@@ -23,6 +23,7 @@ from tapereel.tapes.store.run_directory import read_metrics
 from ...cli.lab import MICRO, SCENE, learned_nothing, settings
 from ...cli.world import EXAMPLE
 from ...finetune.loop.lab import RENDERER, WORDS, model
+from ..served import servers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,7 +75,7 @@ def test_answers_of_several_servers_keep_it_too(tmp_path: Path) -> None:
 
     async def test() -> tuple[list[Any], list[Any], list[int]]:
         async with EngineServer(model(), "m", slots=2).serving() as one, EngineServer(model(), "m").serving() as two:
-            engine = await connect([one.url, two.url], RENDERER, model_folder=tmp_path)
+            engine = await connect(servers(one.url, two.url, model=tmp_path), RENDERER)
             probed = [server.engine.stats.sampled for server in (one, two)]
             found = await at_once_and_alone(engine)
             sampled = [server.engine.stats.sampled for server in (one, two)]

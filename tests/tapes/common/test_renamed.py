@@ -179,13 +179,25 @@ def test_the_trainers_settings_leave_the_engine_where_it_was_trained():
         "threads": 1,
     }
     assert found["players"]["a"]["trainer"]["lora"] == {"rank": 2}
-    sampling = {"kind": "embedded", "device": None, "dtype": None, "threads": None}
+    sampling = {"kind": "embedded", "device": "auto", "dtype": "float32", "threads": 1}
     assert found["players"]["b"] == {"frozen": True, "engine": sampling}
     assert translate_config(found) == found
     alone = translate_config({"engine": engine(threads=4)})
     assert alone == {"engine": {**sampling, "threads": 4}}
     served = translate_config({"engine": engine(kind="vllm", publish="reload")})
     assert served == {"engine": {"kind": "vllm", "publish": "reload"}}
+
+
+def test_a_vllm_inside_the_process_is_now_one_that_the_run_starts():
+    old = {"engine": {"kind": "vllm_inprocess", "model": "m"}, "players": {}}
+    assert translate_config(old) == {"engine": {"kind": "vllm", "model": "m"}, "players": {}}
+    with pytest.raises(ConfigError, match=r"kind: vllm_inprocess is now kind: vllm without urls"):
+        load_config(TrainConfig, None, ["agent=a:b", "env=a:b", "engine.model=m", "engine.kind=vllm_inprocess"])
+
+
+def test_a_default_that_was_recorded_as_none_is_read_as_the_default():
+    old = {"engine": {"kind": "embedded", "model": "m", "device": None, "dtype": None, "threads": 2}}
+    assert translate_config(old) == {"engine": {"kind": "embedded", "model": "m", "threads": 2}}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tapereel.tapes.store.store import Store
 
 from ....finetune.loop.lab import RENDERER, WORDS, assert_books_close, history_in, loop_in, settings_of, tasks
 from ...embedded_lab import worst
-from ...served import CLOSE, CONTEXT, Heard, Runs, Served, Test, ask, long_one, swap
+from ...served import CLOSE, CONTEXT, Heard, Runs, Served, Test, ask, long_one, servers, swap
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,9 +57,8 @@ class TestEmbedded(Served):
     def runs(self, folder: Path, tmp_path: Path) -> Runs:
         def run(test: Test) -> Any:
             async def with_engine(server: EngineServer) -> Any:
-                engine = await connect(
-                    [server.url], RENDERER, model_folder=folder, weights=True, weights_folder=tmp_path
-                )
+                config = servers(server.url, model=folder, weights_folder=tmp_path)
+                engine = await connect(config, RENDERER, weights=True)
                 try:
                     return await test(engine)
                 finally:
@@ -195,7 +194,7 @@ def test_an_abort_ends_what_is_under_way_and_what_has_not_begun() -> None:
 
 def test_a_model_that_fails_in_the_midst_of_a_stream_ends_it_with_the_error() -> None:
     async def test(server: EngineServer) -> None:
-        engine = await connect([server.url], RENDERER, model_folder=Path("."))
+        engine = await connect(servers(server.url), RENDERER)
         heard = Heard()
         asked = asyncio.create_task(engine.complete(replace(long_one(3, length=1500), listener=heard)))
         await heard.begun.wait()
@@ -282,7 +281,7 @@ def serving(*words: str, **environment: str) -> Iterator[Any]:
 
 def test_the_serve_verb_serves_it_and_takes_it_down(folder: Path) -> None:
     async def complete(url: str) -> Any:
-        engine = await connect([url], RENDERER, model_folder=folder)
+        engine = await connect(servers(url, model=folder), RENDERER)
         try:
             return await engine.complete(ask(max_tokens=4))
         finally:

@@ -63,7 +63,7 @@ def test_a_server_that_fails_at_once_does_not_take_all_conversations(fault: Any)
         for request in conversations(6):
             await engine.complete(request)
 
-    using([ill, well], test, patience=0.0)
+    using([ill, well], test, patience=1e-6)
     assert (len(ill.asked), len(well.asked)) == (1, 6)
 
 

@@ -312,7 +312,7 @@ def test_an_address_with_a_password_is_refused_without_saying_it(what: str) -> N
         ("engine.kind=vllm", "engine.model=m", f'engine.urls=["http://127.0.0.1:1/?api_key={PASSWORD}"]'),
         ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_key": "{KEY}"}}'),
         ("engine.kind=litellm", "engine.model=openai/m", f'engine.options={{"api_base": "{ADDRESS}"}}'),
-        ("engine.kind=vllm_inprocess", "engine.model=m", f'engine.options={{"hf_token": "{TOKEN}"}}'),
+        ("engine.kind=vllm", "engine.model=m", f'engine.options={{"hf_token": "{TOKEN}"}}'),
         ('engine.answers=["7"]', f'rewards=["{ADDRESS}"]'),
         ('engine.answers=["7"]', f'rewards=["http://127.0.0.1:1/score?n=1&x-api-key={PASSWORD}"]'),
         ('engine.answers=["7"]', f'rewards=["https://{TOKEN}@127.0.0.1:1/score"]'),

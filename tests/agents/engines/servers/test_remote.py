@@ -27,7 +27,7 @@ from tapereel.tapes import CauseType, Sampling, Status
 
 from ....finetune.loop.lab import RENDERER, Letters, Speaker
 from ...faulty import NAN, FaultyServer, changed, cut_short, dropped, no_json, status, streams, stuck
-from ...served import Heard
+from ...served import Heard, servers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,7 +49,8 @@ def using(server: Any, test: Callable[[RemoteEngine], Awaitable[Any]], **options
 
     async def whole() -> Any:
         async with server.up() as url:
-            engine = await connect([url], RENDERER, **{"model_folder": Path("."), "weights": True, **options})
+            weights = options.pop("weights", True)
+            engine = await connect(servers(url, **options), RENDERER, weights=weights)
             try:
                 return await test(engine)
             finally:
@@ -102,7 +103,7 @@ def test_a_server_that_is_full_or_paused_is_asked_again(code: int) -> None:
 
 def test_patience_ends() -> None:
     with pytest.raises(ServerFailed, match="503"):
-        completed(FaultyServer([status(503)] * 1000), patience=0.0)
+        completed(FaultyServer([status(503)] * 1000), patience=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_conversations_stay_with_their_server_until_it_dies() -> None:
         first, second = FaultyServer(), FaultyServer()
         async with second.up() as other:
             async with first.up() as url:
-                engine = await connect([url, other], RENDERER, model_folder=Path("."))
+                engine = await connect(servers(url, other), RENDERER)
                 for _ in range(3):
                     await engine.complete(ask("a"))
                 homes = [len(first.asked), len(second.asked)]

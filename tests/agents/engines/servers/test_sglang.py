@@ -22,7 +22,7 @@ from tapereel.agents.engines.servers.connect import NotTrainable
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
 from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
-from tapereel.agents.setup.engine_config import SGLangConfig
+from tapereel.agents.setup.engine_config import ServerConfig
 from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.policies.player_config import check_engine
 from tapereel.finetune.policies.trainer_config import TrainerConfig
@@ -222,7 +222,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed() -> None:
 
 
 def test_drain_is_refused_where_the_configuration_is_read() -> None:
-    engine = SGLangConfig(model="m", urls=("http://127.0.0.1:1",))
+    engine = ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",))
     with pytest.raises(ValueError, match=r"no pause that lets requests end; set loop\.publish=reprefill"):
         check_engine(engine, TrainerConfig(), LoopConfig(publish="drain"))
     check_engine(engine, TrainerConfig(), LoopConfig())
@@ -259,7 +259,7 @@ def test_sleeping_uses_its_routes() -> None:
 
 def test_other_ways_to_publish_are_refused() -> None:
     with pytest.raises(ValueError, match="SGLang servers reload a folder"):
-        SGLangConfig(model="m", urls=("http://127.0.0.1:1",), publish="transfer")
+        ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
     with pytest.raises(NotTrainable, match="reload only"):
         using(SGLangServer(), lambda engine: engine.health(), way="transfer")
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import EngineError
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.servers.sglang import SGLangWeights
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
-from tapereel.agents.engines.weights.sleeping import Part, SGLangRest, Sleeper
+from tapereel.agents.engines.weights.sleeping import Part, Sleeper
 
 from ...faulty import FaultyServer
 from ..servers.test_remote import ask, using
@@ -165,17 +166,15 @@ def test_sglang_lets_go_of_kv_and_graphs_and_keeps_its_weights() -> None:
         async def post(self, route: str, body: Any = None, **more: Any) -> Any:
             asked.append((route, body))
 
-    async def test(weights: bool) -> list[tuple[str, Any]]:
-        asked.clear()
-        machine = Sleeper([SGLangRest(Noted("http://127.0.0.1:1"), weights=weights)], clear_own=lambda: None)
+    async def test() -> list[tuple[str, Any]]:
+        machine = Sleeper([SGLangWeights(Noted("http://127.0.0.1:1"))], clear_own=lambda: None)
         await machine.sleep()
         await machine.wake()
         return [(route, (body or {}).get("tags")) for route, body in asked]
 
-    assert asyncio.run(test(False)) == [
+    assert asyncio.run(test()) == [
         ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
         ("/flush_cache", None),
         ("/flush_cache", None),
         ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
     ]
-    assert ("/resume_memory_occupation", ["weights"]) in asyncio.run(test(True))

@@ -1,6 +1,6 @@
-"""Runs in the environment with vLLM: `train` with vLLM inside the process, then resumed and verified.
+"""Runs in the environment with vLLM: `train` with a vLLM that the run starts, then resumed and verified.
 
-    python inprocess_train.py MODEL RUN WEIGHTS-FOLDER PUBLISH
+    python started_train.py MODEL RUN WEIGHTS-FOLDER PUBLISH
 
 Prints one JSON object with what each of the three came to.
 """
@@ -27,7 +27,7 @@ def main() -> None:
             "tasks": ["a", "b", "c", "d", "ab", "cd"],
             "evaluation": {"fraction": 0.34},
             "engine": {
-                "kind": "vllm_inprocess",
+                "kind": "vllm",
                 "model": model,
                 "publish": publish,
                 "weights_folder": weights,
