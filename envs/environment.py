@@ -130,7 +130,7 @@ class Outcome:
         put(self, "terminated", terminated)
         put(self, "truncated", truncated)
         put(self, "metrics", {} if metrics is None else metrics)
-        for name, value in self.components():
+        for name, value, _ in self.components():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"reward component {name!r} must be a float, not {value!r}: write float(...) around it")
             if value != value or value in (float("inf"), float("-inf")):
@@ -138,13 +138,13 @@ class Outcome:
         if not isinstance(terminated, bool) or not isinstance(truncated, bool):
             raise TypeError("Outcome.terminated and Outcome.truncated must be bool")
 
-    def components(self) -> Iterator[tuple[str, float]]:
-        """(name, value) of each reward component, then of each metric."""
-        if isinstance(self.reward, dict):
-            yield from self.reward.items()
-        elif self.reward is not None:
-            yield "reward", self.reward
-        yield from self.metrics.items()
+    def components(self) -> Iterator[tuple[str, float, float]]:
+        """(name, value, weight) of each reward component, with the weight 1, then of each metric, with the weight 0."""
+        rewards = (
+            {} if self.reward is None else self.reward if isinstance(self.reward, dict) else {"reward": self.reward}
+        )
+        yield from ((name, value, 1.0) for name, value in rewards.items())
+        yield from ((name, value, 0.0) for name, value in self.metrics.items())
 
 
 class TapeScorer(Protocol):

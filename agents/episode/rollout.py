@@ -394,10 +394,7 @@ class Episode:
         self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))
 
     def _score(self, outcome: Outcome, step: int | None) -> None:
-        metrics = len(outcome.metrics)
-        components = list(outcome.components())
-        for k, (name, value) in enumerate(components):
-            weight = 1.0 if k < len(components) - metrics else 0.0
+        for name, value, weight in outcome.components():
             self.recorder.write(
                 Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
             )

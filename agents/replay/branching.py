@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...envs.checks.reexec_run import own_environment
+from ...envs.checks.reexec import own_environment
 from ...envs.environment import Environment, RestoreMismatch, new_environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape

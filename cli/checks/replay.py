@@ -147,7 +147,7 @@ def _run_agent(args: argparse.Namespace) -> int:
 
 
 def _run_env(args: argparse.Namespace) -> int:
-    from ...envs.checks.reexec_run import proposed_masks, reexec_run
+    from ...envs.checks.reexec import proposed_masks, reexec_run
 
     times = 1 if args.times is None else args.times
     if times < 1:

@@ -12,33 +12,47 @@ import random
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from ...tapes import Action, CauseType, Observation, Status, Tape
+from pydantic import JsonValue
+
+from ...tapes import Action, Cause, CauseType, Observation, Status, Tape
+from ...tapes.audit.checking import check_run
 from ...tapes.audit.verdict import (
     Divergence,
     Likely,
     Verdict,
+    Verdicts,
     clipped,
     differences,
     diverged,
     unverifiable,
     verified,
 )
-from ...tapes.records import Reward, trains
+from ...tapes.common.progress import Progress, silent
+from ...tapes.common.renamed import current_path
+from ...tapes.errors import UsageError
+from ...tapes.records import Identity, trains
 from ...tapes.steps import Unknown
+from ...tapes.store.run_directory import recorded_settings
 from ..environment import (
     Environment,
     Normalisers,
-    Outcome,
     RestoreMismatch,
     as_observation,
     as_outcome,
     new_environment,
     without,
 )
+from ..load_named import load_named
+
+if TYPE_CHECKING:
+    from ...tapes.store.store import Store
 
 SECONDS = 60.0
 """Time limit of one execution, in seconds of wall-clock time."""
@@ -50,6 +64,8 @@ _SHAPES = (
     r"[0-9a-fA-F]{6,}",
 )
 """Patterns of text that often varies, the narrowest first: ids, times, addresses, numbers, hashes."""
+CALCULATOR_SETTINGS = ("width", "max_turns", "scorer")
+"""Settings of a calculator that are read from a tape."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ class Moment:
     """None at `reset` and for the episode as a whole."""
     step: int | None
     """Index of the recorded observation, else of the action; None for the episode as a whole."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, JsonValue] = field(default_factory=dict)
     """Plain values by field."""
 
 
@@ -116,11 +132,11 @@ def _unable(tape: Tape, env: Environment[Any]) -> str | None:
 
 def _recorded(tape: Tape) -> Iterator[Moment]:
     """One moment for `reset`, one for each action, one for the episode."""
-    rewards: dict[int | None, list[Reward]] = defaultdict(list)
+    rewards: dict[int | None, list[tuple[str, float, float]]] = defaultdict(list)
     others = tape.begin.env.config.get("rewards")  # sources that read the tape: `rescore` runs those again
     for reward in tape.rewards:
         if not isinstance(others, list) or reward.name.partition("/")[0] not in others:
-            rewards[reward.step].append(reward)
+            rewards[reward.step].append((reward.name, reward.value, reward.weight))
     entries = tape.entries
     if tape.inherited == 0 and isinstance(entries[0].step, Observation):
         yield Moment(None, 0, {"observation": _plain(entries[0].step)})
@@ -130,25 +146,18 @@ def _recorded(tape: Tape) -> Iterator[Moment]:
         seen = after.step if after is not None and isinstance(after.step, Observation) else None
         ends = k == own[-1] and tape.status in (Status.FINISHED, Status.TRUNCATED)
         done = str(tape.status) if ends else None
-        scored = _scored((r.name, r.value, r.weight) for r in rewards[k])
-        values = {"observation": _plain(seen), **scored, "done": done}
+        values = {"observation": _plain(seen), **_scored(rewards[k]), "done": done}
         yield Moment(entries[k].turn, k + 1 if seen is not None else k, values)
-    yield Moment(None, None, _scored((r.name, r.value, r.weight) for r in rewards[None]))
+    yield Moment(None, None, _scored(rewards[None]))
 
 
-def _plain(step: Observation | None) -> Any:
+def _plain(step: Observation | None) -> dict[str, JsonValue] | None:
     return None if step is None else {"kind": step.kind, step.kind: step.model_dump(mode="json")}
 
 
-def _scored(parts: Any) -> dict[str, float]:
+def _scored(parts: Iterable[tuple[str, float, float]]) -> dict[str, JsonValue]:
+    """(name, value, weight) of reward components, as fields; a metric has the weight 0."""
     return {f"{'reward' if weight else 'metric'}.{name}": float(value) for name, value, weight in parts}
-
-
-def _answered(outcome: Outcome) -> dict[str, float]:
-    """The components as rollout records them: metrics have weight 0."""
-    parts = [(name, value, 1.0) for name, value in outcome.components()]
-    at = len(parts) - len(outcome.metrics)
-    return _scored((name, value, weight if k < at else 0.0) for k, (name, value, weight) in enumerate(parts))
 
 
 # What happens now
@@ -180,10 +189,10 @@ async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> No
         outcome = as_outcome(await env.step(entry.step))
         done = Status.FINISHED if outcome.terminated else Status.TRUNCATED if outcome.truncated else None
         seen, ends = _plain(outcome.observation), done.value if done is not None else None
-        moments.append(Moment(entry.turn, k, {"observation": seen, **_answered(outcome), "done": ends}))
+        moments.append(Moment(entry.turn, k, {"observation": seen, **_scored(outcome.components()), "done": ends}))
     status, cause = tape.status, tape.cause
     last = await env.finish(status) if status is not None and trains(status, cause.type if cause else None) else None
-    moments.append(Moment(None, None, _answered(last) if last is not None else {}))
+    moments.append(Moment(None, None, _scored(last.components()) if last is not None else {}))
 
 
 # Comparing
@@ -192,41 +201,43 @@ async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> No
 def _compare(
     tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None, rules: Normalisers
 ) -> Divergence | None:
-    recorded = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
+    fault = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
     for a, b in zip(then, now, strict=False):
-        if recorded is not None and a.values.get("observation") is None and a in then[-2:-1]:
+        if fault is not None and a.values.get("observation") is None and a in then[-2:-1]:
             break  # the recorded step failed here, so the tape holds no result to compare
         for found in differences(normalised(a.values, rules), normalised(b.values, rules)):
-            what, old, new = found.field, *clipped(found.recorded, found.observed)
+            old, new = clipped(found.recorded, found.observed)
             return Divergence(
                 tape=tape.id,
                 turn=a.turn,
                 step=a.step,
                 by="env",
-                field=what,
+                field=found.field,
                 recorded=old,
                 observed=new,
-                cause=Likely.REWARD if what.startswith(("reward.", "metric.")) else Likely.ENVIRONMENT,
-                sentence=f"{_when(a)}: `{what}` was {old!r:.200} and is now {new!r:.200}",
+                cause=Likely.REWARD if found.field.startswith(("reward.", "metric.")) else Likely.ENVIRONMENT,
+                sentence=f"{_when(a)}: `{found.field}` was {old!r:.200} and is now {new!r:.200}",
             )
-    return _compare_errors(tape, then, now, raised)
+    return _compare_errors(tape, fault, then, now, raised)
 
 
 def _compare_errors(
-    tape: Tape, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None
+    tape: Tape, fault: Cause | None, then: Sequence[Moment], now: Sequence[Moment], raised: Exception | None
 ) -> Divergence | None:
-    cause = tape.cause if tape.cause is not None and tape.cause.type is CauseType.ENVIRONMENT else None
-    was = cause.error if cause is not None and cause.error != "RenderFailed" else None
+    was = fault.error if fault is not None and fault.error != "RenderFailed" else None
     new = type(raised).__qualname__ if raised is not None else None
     if was == new:
         return None
-    # If nothing raises now, the recorded error belongs to the last action that was taken.
-    at = then[min(len(now), len(then) - 1) if raised is not None else max(0, len(then) - 2)]
-    frames = traceback.extract_tb(raised.__traceback__) if raised is not None else None
-    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    current = f"the environment raises {new}: {raised}" if new is not None else "the environment raises no error"
-    if isinstance(raised, RestoreMismatch):
-        current = f"the turns before the fork give other results now: {raised}"
+    where, current = None, "the environment raises no error"
+    at = then[max(0, len(then) - 2)]  # the recorded error belongs to the last action that was taken
+    if raised is not None:
+        at = then[min(len(now), len(then) - 1)]
+        frame = traceback.extract_tb(raised.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        what = f"the environment raises {new}"
+        if isinstance(raised, RestoreMismatch):
+            what = "the turns before the fork give other results now"
+        current = f"{what}: {raised}"
     recorded = f"recorded: {was}" if was is not None else "no error is recorded"
     return Divergence(
         tape=tape.id,
@@ -248,15 +259,12 @@ def _when(moment: Moment) -> str:
     return "at reset" if moment.step == 0 else "at the end of the episode"
 
 
-def normalised(values: Mapping[str, Any], rules: Normalisers) -> dict[str, Any]:
-    """The values, without the fields that are declared as varying."""
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        if key == "observation" and value is not None:
-            kind = value["kind"]
-            made[key] = {"kind": kind, kind: without(value[kind], kind, rules)}
-        else:
-            made[key] = without(value, key, rules)
+def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str, JsonValue]:
+    """The values, without the fields that are declared as varying. The fields of an observation begin with its kind."""
+    made = {key: without(value, key, rules) for key, value in values.items()}
+    seen = values.get("observation")
+    if isinstance(seen, dict):
+        made["observation"] = {key: without(part, key, rules) for key, part in seen.items()}
     return made
 
 
@@ -274,31 +282,39 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
     """For several executions: the share of moments in which a field differs, and the `varies` that makes them equal."""
     if len(runs) < 2:
         return {}
-    seen: dict[str, list[list[Any]]] = defaultdict(list)
+    rows: dict[str, list[list[JsonValue]]] = defaultdict(list)
     for moments in zip(*runs, strict=False):
-        for name in dict.fromkeys(name for m in moments for name, _ in _leaves(normalised(m.values, rules))):
-            columns = [dict(_leaves(normalised(m.values, rules))).get(name) for m in moments]
-            seen[name].append(columns)
-    vary = {name: rows for name, rows in seen.items() if any(any(v != row[0] for v in row) for row in rows)}
-    measured = {name: sum(any(v != row[0] for v in row) for row in rows) / len(rows) for name, rows in vary.items()}
-    proposed: dict[str, str | None] = {}
-    for name, rows in vary.items():
-        rule = _proposal(rows)
-        field_name = re.sub(r"\[\d+\]", "[]", name)
-        proposed[field_name] = None if proposed.get(field_name, rule) != rule else rule
+        leaves = [dict(_leaves(normalised(m.values, rules))) for m in moments]
+        for name in dict.fromkeys(chain.from_iterable(leaves)):
+            rows[name].append([values.get(name) for values in leaves])
+    measured: dict[str, float] = {}
+    for name, values in rows.items():
+        differ = sum(any(v != row[0] for v in row) for row in values)
+        if differ:
+            measured[name] = differ / len(values)
+    proposed = _merged((re.sub(r"\[\d+\]", "[]", name), _proposal(rows[name])) for name in measured)
     return {"measured": measured, "proposed": proposed}
 
 
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    """(field, part to ignore) as one declaration; where two proposals differ, the whole field is ignored (None)."""
+    merged: dict[str, str | None] = {}
+    for name, rule in proposals:
+        merged[name] = rule if merged.get(name, rule) == rule else None
+    return merged
+
+
+def _leaves(values: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue]]:
     """(field, value) of every leaf; the fields of an observation begin with its kind."""
     for key, value in values.items():
-        if key == "observation" and value is not None:
-            yield from _under(value["kind"], value[value["kind"]])
+        if key == "observation" and isinstance(value, dict):
+            kind = str(value["kind"])
+            yield from _under(kind, value[kind])
         else:
             yield key, value
 
 
-def _under(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _under(name: str, value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _under(f"{name}.{key}", item)
@@ -309,11 +325,91 @@ def _under(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _proposal(rows: Sequence[Sequence[Any]]) -> str | None:
+def _proposal(rows: Sequence[Sequence[JsonValue]]) -> str | None:
     """The narrowest pattern whose removal makes all executions equal; None to ignore the whole field."""
     if not all(isinstance(value, str) for row in rows for value in row):
         return None
     for shape in _SHAPES:
-        if all(len({re.sub(shape, "…", value) for value in row}) == 1 for row in rows):
+        if all(len({re.sub(shape, "…", str(value)) for value in row}) == 1 for row in rows):
             return shape
     return None
+
+
+# A whole run
+
+
+def reexec_run(
+    run: str | Path,
+    env: str | None = None,
+    *,
+    masks: Normalisers | None = None,
+    times: int = 1,
+    seconds: float = SECONDS,
+    tapes: Sequence[str] = (),
+    split: str | None = None,
+    jobs: int | None = None,
+    progress: Progress = silent,
+) -> Verdicts:
+    """Execute the recorded actions again, on the named tapes of a run or on all closed tapes of a split.
+
+    env: `module:name` of an environment class or factory; None: that of the run's configuration. masks: field -> the
+    regex of the part that may differ, None for the whole field. times: executions of each tape; with two or more, the
+    verdicts name the fields that vary (`proposed_masks`). seconds: wall clock of one execution.
+    """
+    if times < 1 or seconds <= 0:
+        raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")
+    recorded = recorded_settings(run).get("env")
+    name = env or (recorded if isinstance(recorded, str) else None)
+    _factory(name)  # a wrong name is refused here, before any process starts
+    plan = partial(_plan, name, dict(masks or {}), times, seconds)
+    return check_run(run, "reexec", plan, tapes=tapes, split=split, jobs=jobs, progress=progress)
+
+
+def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
+    """The fields that varied between executions -> what to declare in `Environment.varies`."""
+    return _merged(item for verdict in verdicts for item in verdict.proposed.items())
+
+
+def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None:
+    """The calculator with the settings on the tape, where the tape was recorded in one; None for any other.
+
+    A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
+    caller or the run's configuration names it.
+    """
+    from ..adapters.calculator import Calculator
+
+    if current_path(identity.cls) != f"{Calculator.__module__}:{Calculator.__qualname__}":
+        return None
+    config: dict[str, Any] = {key: identity.config[key] for key in CALCULATOR_SETTINGS if key in identity.config}
+    return partial(Calculator, **config)
+
+
+def _factory(name: str | None) -> Callable[[], Environment[Any]] | None:
+    """The factory called `name`; None without a name. UsageError where the name is that of something else."""
+    if name is None:
+        return None
+    found = load_named(name)
+    if not callable(found):
+        raise UsageError(
+            f"{name} is an object of type {type(found).__qualname__}, not an environment class or a function that "
+            "makes one"
+        )
+    return cast("Callable[[], Environment[Any]]", found)
+
+
+def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
+    """The check of one tape, made in each worker process. name: None for the environment on each tape, where that is
+    Tapereel's own."""
+    named = _factory(name)
+
+    def check(tape: Tape) -> Verdict:
+        make = named or own_environment(tape.begin.env)
+        if make is None:
+            return unverifiable(
+                "reexec",
+                tape.id,
+                f"no environment is named; the tape was recorded in {tape.begin.env.cls}: give --env module:name",
+            )
+        return asyncio.run(reexec(tape, make, normalise=masks, times=times, seconds=seconds))
+
+    return check

@@ -10,7 +10,7 @@ import pytest
 from tapereel.agents.episode.chat import ChatAgent
 from tapereel.agents.setup.recorded_setup import recorded_agent
 from tapereel.envs.adapters.calculator import Calculator, read_action
-from tapereel.envs.checks.reexec_run import own_environment
+from tapereel.envs.checks.reexec import own_environment
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Identity
 
