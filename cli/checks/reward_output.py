@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...envs.checks.rescore_run import FailureKind, add_reward_layer, compare_rewards, failure_kinds, rescore_run
+from ...envs.checks.rescore import FailureKind, add_reward_layer, compare_rewards, failure_kinds, rescore_run
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, table

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from ...tapes import Tape
 from ...tapes.errors import Unwritable
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, Identity, StepRecord, Task, parse_record
-from ...tapes.steps import Action, Answer, Step, Text, role_of
+from ...tapes.steps import Action, Step, role_of
+from ...tapes.value import Value
 from ..environment import Environment, Outcome
 from ..taskset import BadTasks
 from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
@@ -43,14 +42,21 @@ CHECKS = {
     "leaks": "a closed episode leaves no task, thread or open file behind",
 }
 """Check -> what holds if it is ok."""
+SAME_TWICE = (
+    "played twice with the same seed and actions, {}; draw every random number from `self.rng`, or from a generator "
+    "seeded with it in `reset`"
+)
+SAME_TOGETHER = (
+    "with other instances running at once, the episode changed: {}; keep state on the instance, not on its class, its "
+    "module or a shared object"
+)
 _MORE = 4
 """Episodes played to measure leaks."""
 
 
-class Report(BaseModel):
+class Report(Value):
     """The result of `check_env`. `print(report)` for people, `report.model_dump_json()` for programs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     environment: str
     """Class name."""
     ok: bool
@@ -64,8 +70,6 @@ class Report(BaseModel):
     rewards: tuple[float, float] | None
     """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
     seconds: float
-    notes: tuple[str, ...] = ()
-    """Plain text that is recorded as a standard step."""
 
     def __str__(self) -> str:
         lines = [
@@ -78,7 +82,6 @@ class Report(BaseModel):
             lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
             mine = [finding for finding in self.findings if finding.check == name]
             lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
-        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -137,17 +140,7 @@ def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: f
         turns=sum(len(play.turns) for play in plays),
         rewards=(min(sums), max(sums)) if sums else None,
         seconds=seconds,
-        notes=_notes(plays),
     )
-
-
-def _notes(plays: list[Play]) -> tuple[str, ...]:
-    kinds = {type(step) for play in plays for step in play.steps}
-    notes = {
-        Text: "text observations are accepted; a `str` is recorded as `Text`",
-        Answer: "text actions are accepted; `step` receives `Answer`, whose field is `text`",
-    }
-    return tuple(note for cls, note in notes.items() if cls in kinds)
 
 
 def _check_records(probe: Probe, plays: list[Play]) -> None:
@@ -181,14 +174,8 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
 def _total(play: Play) -> float | None:
     """The reward that the tape of the episode would have."""
     outcomes = [outcome for _, outcome in play.turns] + ([play.last] if play.last is not None else [])
-    values = [value for outcome in outcomes for value in _reward(outcome).values()]
+    values = [value for outcome in outcomes for _, value, weight in outcome.components() if weight]
     return sum(values) if values else None
-
-
-def _reward(outcome: Outcome) -> dict[str, float]:
-    if isinstance(outcome.reward, dict):
-        return outcome.reward
-    return {} if outcome.reward is None else {"reward": outcome.reward}
 
 
 def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float] | None) -> None:
@@ -224,11 +211,13 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
     elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
         skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
     else:
-        _check_determinism(probe, whole)
+        for one in whole:
+            _check_same(probe, "determinism", SAME_TWICE, [one])
         if any(finding.check == "determinism" for finding in probe.findings):
             skipped |= dict.fromkeys(again[1:], "episodes can't be compared while determinism fails")
         else:
-            _check_concurrency(probe, whole)
+            together = [whole[k % len(whole)] for k in range(max(3, len(whole)))]
+            _check_same(probe, "concurrency", SAME_TOGETHER, together)
             _check_restore(probe, *max(whole, key=lambda one: len(one[1].turns)))
         if probe.blocking:
             skipped["cancellation"] = "a call in a thread can't be cancelled"
@@ -243,29 +232,13 @@ def _replayed(probe: Probe, k: int, play: Play) -> Callable[[], Any]:
     return lambda: probe.play(play.task, k, script=script)
 
 
-def _check_determinism(probe: Probe, plays: list[tuple[int, Play]]) -> None:
-    for k, play in plays:
-        (second,) = probe.run(_replayed(probe, k, play))
-        difference = _difference(play, second)
+def _check_same(probe: Probe, check: str, sentence: str, plays: list[tuple[int, Play]]) -> None:
+    """Play the episodes again, all at once, and compare. sentence: the finding, with a place for the difference."""
+    results = probe.run(*(_replayed(probe, k, play) for k, play in plays))
+    for (_, first), second in zip(plays, results, strict=True):
+        difference = _difference(first, second)
         if difference:
-            probe.found(
-                "determinism",
-                f"played twice with the same seed and actions, {difference}; draw every random "
-                "number from `self.rng`, or from a generator seeded with it in `reset`",
-            )
-
-
-def _check_concurrency(probe: Probe, plays: list[tuple[int, Play]]) -> None:
-    together = [plays[k % len(plays)] for k in range(max(3, len(plays)))]
-    results = probe.run(*(_replayed(probe, k, play) for k, play in together))
-    for (_, alone), concurrent in zip(together, results, strict=True):
-        difference = _difference(alone, concurrent)
-        if difference:
-            probe.found(
-                "concurrency",
-                f"with other instances running at once, the episode changed: {difference}; keep state on the "
-                "instance, not on its class, its module or a shared object",
-            )
+            probe.found(check, sentence.format(difference))
 
 
 def _check_leaks(probe: Probe, k: int, play: Play) -> None:

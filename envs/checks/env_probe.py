@@ -255,10 +255,8 @@ class Probe:
 
     async def close(self, env: Environment[Any]) -> None:
         """Close; a failure is only reported."""
-        try:
+        with contextlib.suppress(Failed):
             await self.call(env, "close", check="close")
-        except Failed:
-            return
 
     def _next_action(self, seen: Observation, rng: random.Random) -> Action:
         action = self._policy(seen, rng)
