@@ -68,7 +68,7 @@ def _from_package(name: str) -> ModuleType:
             now = current_path(name)
             moved = f"; its present name is {now}" if now != name else f" (also searched in {here})"
             raise UsageError(f"there is no module {name!r}{moved}") from error
-        raise _not_loaded(name, error) from error
+        raise not_loaded(name, error) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -94,7 +94,7 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[path.stem]
         if isinstance(error, TapereelError) or not isinstance(error, Exception):
             raise
-        raise _not_loaded(str(path), error) from error
+        raise not_loaded(str(path), error) from error
     return module
 
 
@@ -106,7 +106,7 @@ def _look_in(folder: Path) -> str:
     return here
 
 
-def _not_loaded(name: str, error: Exception) -> UsageError:
+def not_loaded(name: str, error: Exception) -> UsageError:
     """An error that names the exception in the user's code and its line."""
     frames = [
         frame

@@ -17,12 +17,12 @@ from typing import Any, Self, cast
 from pydantic import Field, JsonValue
 
 from ...envs.environment import Environment
-from ...envs.load_named import load_named
+from ...envs.load_named import load_named, not_loaded
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
-from ...tapes.errors import UsageError
+from ...tapes.errors import TapereelError, UsageError
 from ..episode.agent import Agent, FunctionAgent
 
 UNNAMED = "<object "
@@ -264,7 +264,12 @@ def _call(thing: Any, name: str) -> Any:
         )
     if inspect.iscoroutinefunction(thing):
         raise UsageError(f"{name} is async; name a plain function")
-    return thing()
+    try:
+        return thing()
+    except TapereelError:
+        raise
+    except Exception as error:
+        raise not_loaded(name, error) from error
 
 
 def _required(thing: Any) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import cast
 
+from ...agents.setup.setup import load_env
 from ...envs.checks.check_env import check_env
 from ...envs.checks.env_probe import Policy
-from ...envs.checks.named_env import named_factory
-from ...envs.environment import NotAnEnvironment
 from ...envs.load_named import listed_tasks, load_named
 from ...envs.taskset import BadTasks
 from ...tapes.common.text import safe
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     act = cast(Policy, named)
     try:
         report = check_env(
-            named_factory(args.factory),
+            load_env(args.factory),
             tasks,
             act,
             episodes=args.episodes,
@@ -68,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             reward_range=tuple(args.reward_range) if args.reward_range else None,
         )
-    except NotAnEnvironment as error:
-        raise UsageError(f"{args.factory}: {error}") from error
     except BadTasks as error:
         raise UsageError(f"--tasks {args.tasks!r:.60}: {error}") from error
     answer(args, report, safe(str(report)))

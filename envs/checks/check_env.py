@@ -19,9 +19,10 @@ from typing import Any
 
 from ...tapes import Tape
 from ...tapes.errors import Unwritable
+from ...tapes.log import step_record
 from ...tapes.messages import ENV
-from ...tapes.records import Begin, Identity, StepRecord, Task, parse_record
-from ...tapes.steps import Action, Step, role_of
+from ...tapes.records import Begin, Identity, Task, parse_record
+from ...tapes.steps import Action, Step
 from ...tapes.value import Value
 from ..environment import Environment, Outcome
 from ..taskset import BadTasks
@@ -352,8 +353,7 @@ def _tape(play: Play, probe: Probe, k: int) -> Tape:
 
 
 def _record(step: Step) -> bytes:
-    by = "policy" if isinstance(step, Action) else ENV
-    return StepRecord(tape="check", by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
+    return step_record("check", step, by="policy" if isinstance(step, Action) else ENV).body()
 
 
 def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:

@@ -44,6 +44,10 @@ def words():
     return ["a", "b"]
 
 
+def fails():
+    raise OSError("no licence")
+
+
 def say(seen, rng):
     return Answer(text=seen.text.split()[-1])
 """
@@ -106,10 +110,11 @@ def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("math:pi", "math:pi: it is 3.14.*, which is neither an Environment class"),
-        ("{}:words", "the factory returned .'a', 'b'., which is not an Environment"),
-        ("{}:say", "calling it without arguments makes no environment: TypeError: say.. missing 2"),
-        ("builtins:dict", "the factory returned {{}}, which is not an Environment: pass an Environment class"),
+        ("math:pi", "math:pi is .*, not an environment: name an Environment class"),
+        ("{}:words", "words, which gave an object of type list, not an environment"),
+        ("{}:say", "say is the function say that needs seen, rng: name a function without arguments"),
+        ("{}:fails", "fails can't be loaded: OSError: no licence .*:29"),
+        ("builtins:dict", "builtins:dict is the class dict, not an environment: name an Environment class"),
     ],
 )
 def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str, name: str, says: str):
