@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 
 from ...envs.rewards import RewardSource, Scored
-from ...envs.rewards.samples import as_script, reference_of, sample_of
+from ...envs.rewards.reward_models import as_script, sample_of
+from ...envs.rewards.sources import reference_of
 from ...tapes import Message, Sampling, Tape, TapereelError
 from ..engines.engine import Completion, Engine, EngineError, Request
 from ..episode.seeds import derive_seed

@@ -35,7 +35,7 @@ from ...tapes.records import Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
 from ...tapes.value import Value
 from ..rewards import Rewards, RewardSource
-from ..rewards.reward_names import load_reward
+from ..rewards.named_rewards import load_reward
 
 if TYPE_CHECKING:
     from ...tapes.store.store import Store

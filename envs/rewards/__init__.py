@@ -1,13 +1,13 @@
 """Rewards: functions and models that score an episode, or each of its actions.
 
-`sources` has the core, `Rewards` and `RewardSource`. Other modules make sources: from a `.py` file (`reward_files`), an
-HTTP reward model (`http_rewards`), a local model (`local_models`), a recipe for each label (`reward_recipe`), the
-other attempts of a group (`relative`) and mathematics (`mathematics`). Judges need an engine, so they are in
-`tapereel.agents.runs.judge`. Imports `envs` and `tapes`, and no optional package before it is used.
+`sources` has the core: `Rewards`, `RewardSource`, and ensembles with a recipe for each label. Other modules make
+sources: of a name in a configuration (`named_rewards`), a reward model behind a URL (`reward_models`), a local model
+(`local_models`), the other attempts of a group (`relative`) and mathematics (`mathematics`). Judges need an engine, so
+they are in `tapereel.agents.runs.judge`. Imports `envs` and `tapes`, and no optional package before it is used.
 """
 
 from ...tapes.store.summary import GROUP_LAYER
-from .reward_names import as_rewards, load_rewards
+from .named_rewards import as_rewards, load_rewards
 from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 
 __all__ = [

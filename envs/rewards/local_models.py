@@ -14,7 +14,7 @@ from typing import Any
 
 from ...tapes import Tape, TapereelError
 from ...tapes.errors import MissingExtra
-from .samples import Sample, WrongAnswer, model_source, sample_of
+from .reward_models import Sample, WrongAnswer, model_source, sample_of
 from .sources import RewardSource
 
 

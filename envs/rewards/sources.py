@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
+from ...tapes.errors import UsageError
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
 from ..environment import Environment, Outcome, TapeScorer, check_factory, new_environment
@@ -27,7 +28,7 @@ SECONDS = 600.0
 """Default time limit of a source, in seconds."""
 
 
-class NoReward(TapereelError, TypeError):
+class NoReward(UsageError, TypeError):
     """The object is not a reward function; the message says what is accepted."""
 
 
@@ -231,7 +232,7 @@ def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed
     return Reward(tape=tape.id, name=source.name, value=float("nan"), weight=0.0, layer=layer, evidence=cause)
 
 
-async def asked(source: RewardSource[Any], subject: Any) -> Any:
+async def _asked(source: RewardSource[Any], subject: Any) -> Any:
     """The raw result of the source's function; a sync function that may block runs in a thread."""
     is_async = inspect.iscoroutinefunction(source.score) or inspect.iscoroutinefunction(type(source.score).__call__)
     if source.pure or is_async:
@@ -245,7 +246,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
     timer = asyncio.timeout(source.timeout)
     try:
         async with timer:
-            scores = await asked(source, subject)
+            scores = await _asked(source, subject)
         if source.per == "episode":
             return _parts(source.name, scores, None)
         of = "action" if source.per == "step" else "tape"
@@ -299,3 +300,78 @@ def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
         _Part(place, part, float(value), weight, scored.evidence if k == 0 else None)
         for k, (part, value, weight) in enumerate(found)
     ]
+
+
+# Ensembles
+
+
+def reference_of(tape: Tape) -> JsonValue:
+    """`answer` or `reference` in the task's private part, or the whole private part if it is not a dict."""
+    private = tape.begin.task.private
+    if not isinstance(private, dict):
+        return private
+    return private.get("answer", private.get("reference"))
+
+
+def label_of(tape: Tape) -> str | None:
+    """`label` in the private or the public part of the task."""
+    for part in (tape.begin.task.private, tape.begin.task.public):
+        if isinstance(part, dict) and part.get("label") is not None:
+            return str(part["label"])
+    return None
+
+
+class NoRecipe(TapereelError, LookupError):
+    """The label of a task has no recipe, or a part of its recipe has no score."""
+
+
+def ensemble(
+    parts: Mapping[str, RewardSource[Any] | Scorer[Tape]],
+    recipe: Mapping[str, Mapping[str, float]],
+    *,
+    label: Callable[[Tape], str | None] = label_of,
+    name: str = "ensemble",
+    weight: float = 1.0,
+    timeout: float | None = 600.0,
+) -> RewardSource[Tape]:
+    """A source that weights `parts` by `recipe[label]`. ValueError if a recipe names an unknown part."""
+    for kind, weights in recipe.items():
+        strange = [part for part in weights if part not in parts]
+        if strange:
+            raise ValueError(
+                f"the recipe of {kind!r} names {strange[0]!r}, which is not a part; there are "
+                f"{', '.join(parts) or 'no parts'}"
+            )
+    sources = {
+        key: part if isinstance(part, RewardSource) else RewardSource(score=part, name=key)
+        for key, part in parts.items()
+    }
+
+    async def score(tape: Tape) -> Scored:
+        kind = label(tape)
+        if kind is None or kind not in recipe:
+            raise NoRecipe(
+                f"the task has the label {kind!r}, which has no recipe; there are {', '.join(map(repr, recipe))}"
+            )
+        needed = {key: w for key, w in recipe[kind].items() if w != 0}
+        scores = await asyncio.gather(*(_score(sources[key], tape) for key in needed))
+        unscored = [key for key, (value, _) in zip(needed, scores, strict=True) if value is None]
+        if unscored:
+            raise NoRecipe(f"part {unscored[0]!r}, which the recipe of {kind!r} needs, returned no score")
+        values = {key: value for key, (value, _) in zip(needed, scores, strict=True) if value is not None}
+        reasons: dict[str, JsonValue] = {"label": kind}
+        reasons |= {key: evidence for key, (_, evidence) in zip(needed, scores, strict=True) if evidence is not None}
+        return Scored(values, evidence=reasons, weights=needed)
+
+    pure = all(source.pure for source in sources.values())
+    return RewardSource(score=score, name=name, weight=weight, pure=pure, timeout=timeout)
+
+
+async def _score(source: RewardSource[Any], tape: Tape) -> tuple[float | None, JsonValue]:
+    result = await _asked(source, tape)
+    scored = result if isinstance(result, Scored) else Scored(result)
+    if scored.score is not None and (isinstance(scored.score, bool) or not isinstance(scored.score, int | float)):
+        raise TypeError(
+            f"part {source.name!r} returned {scored.score!r:.80}; a part of an ensemble must return one number"
+        )
+    return scored.score, scored.evidence

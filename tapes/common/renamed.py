@@ -36,10 +36,10 @@ PATHS: Mapping[str, str] = {
     "tapereel.envs.trl": "tapereel.envs.adapters.trl",
     # Rewards.
     "tapereel.agents.judge": "tapereel.agents.runs.judge",
-    "tapereel.envs.rewards.files": "tapereel.envs.rewards.reward_files",
+    "tapereel.envs.rewards.files": "tapereel.envs.rewards.named_rewards",
     "tapereel.envs.rewards.local": "tapereel.envs.rewards.local_models",
-    "tapereel.envs.rewards.recipe": "tapereel.envs.rewards.reward_recipe",
-    "tapereel.envs.rewards.remote": "tapereel.envs.rewards.http_rewards",
+    "tapereel.envs.rewards.recipe": "tapereel.envs.rewards.sources",
+    "tapereel.envs.rewards.remote": "tapereel.envs.rewards.reward_models",
     # The demo's agent and environment.
     "tapereel.finetune.demo": "tapereel.finetune.run.demonstrations",
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tapereel.envs.rewards.local_models import LocalReward, NotAModel, local_reward
-from tapereel.envs.rewards.samples import Sample
+from tapereel.envs.rewards.reward_models import Sample
 
 from ..scored import failure, scores, tapes
 
@@ -123,7 +123,7 @@ def test_as_a_source_it_scores_the_tapes_that_wait_in_one_go(folder: Path):
 
 
 def sample_of_tape(tape: Any) -> Sample:
-    from tapereel.envs.rewards.samples import sample_of
+    from tapereel.envs.rewards.reward_models import sample_of
 
     return sample_of(tape)
 

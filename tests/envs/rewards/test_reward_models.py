@@ -15,11 +15,10 @@ import pytest
 
 from tapereel.envs import RewardSource
 from tapereel.envs.rewards import Scored
-from tapereel.envs.rewards import http_rewards as remote
-from tapereel.envs.rewards.http_rewards import HttpReward, http_reward
-from tapereel.envs.rewards.reward_files import file_reward
-from tapereel.envs.rewards.reward_recipe import ensemble
-from tapereel.envs.rewards.samples import Sample, model_source, sample_of
+from tapereel.envs.rewards import reward_models as remote
+from tapereel.envs.rewards.named_rewards import file_reward
+from tapereel.envs.rewards.reward_models import HttpReward, Sample, http_reward, model_source, sample_of
+from tapereel.envs.rewards.sources import ensemble
 from tapereel.tapes import Tape, Task
 from tapereel.tapes.errors import UsageError
 

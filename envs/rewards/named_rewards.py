@@ -1,7 +1,8 @@
-"""A reward function in a `.py` file: `reward_func(queries, prompts, labels=..., references=...)`, for many samples.
+"""Rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model.
 
-The function receives the lists for which it has parameters. It returns a list of numbers (or an array), or a dict of
-named lists. Loading imports the file and so runs its code.
+A file has a function for many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives the
+lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists. Loading imports
+the file and so runs its code.
 """
 
 from __future__ import annotations
@@ -10,17 +11,62 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...tapes import Tape
+from ...tapes.common.redact import holds_secret, without_secrets
 from ...tapes.errors import UsageError
 from ..load_named import load_named
-from .samples import ModelScore, Sample, WrongAnswer, model_source, sample_of
-from .sources import RewardSource
+from .reward_models import ModelScore, Sample, WrongAnswer, http_reward, model_source, sample_of
+from .sources import NoReward, Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
 """Parameter -> field of a Sample."""
+
+
+def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
+    """A `Rewards`, a `RewardSource`, or a function from a tape to its score, as `Rewards`."""
+    if isinstance(found, Rewards):
+        return found
+    if isinstance(found, RewardSource):
+        return Rewards([found])
+    if callable(found) and not isinstance(found, type):
+        return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
+    raise NoReward(
+        f"{name or 'the reward'} is a {type(found).__name__}; a reward must be a Rewards, a RewardSource, or a "
+        "function from a tape to a number, named numbers or None"
+    )
+
+
+def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
+    """All named rewards together; None for no names. UsageError if a name is not that of a reward."""
+    every: list[RewardSource[Any]] = []
+    for name in names:
+        found = load_reward(name)
+        every += (*found.sources, *found.relative)
+    try:
+        return Rewards(every) if names else None
+    except ValueError as error:
+        raise UsageError(f"rewards: {error}") from error
+
+
+def load_reward(name: str) -> Rewards[Tape]:
+    """Load `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`.
+
+    UsageError if the name is invalid, or an address that holds a secret: names are recorded with their scores.
+    """
+    if holds_secret(name):
+        raise UsageError(
+            f"{without_secrets(name)} contains a user, a password or a key, which would be recorded; put the secret "
+            "into an environment variable, write http_reward(url, key_variable=...) in a module, and name it here as "
+            "module:name"
+        )
+    if name.startswith(("http://", "https://")):
+        return Rewards([http_reward(name)])
+    if name.endswith(".py"):
+        return Rewards([file_reward(name)])
+    return as_rewards(load_named(name), name)
 
 
 class FileReward:
