@@ -19,10 +19,10 @@ from typing import Any
 
 from ...tapes import Tape
 from ...tapes.errors import Unwritable
-from ...tapes.log import step_record
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, Identity, Task, parse_record
 from ...tapes.steps import Action, Step
+from ...tapes.tape import step_record
 from ...tapes.value import Value
 from ..environment import Environment, Outcome
 from ..taskset import BadTasks
