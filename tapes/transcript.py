@@ -150,10 +150,11 @@ def episode_rewards(tape: Tape) -> dict[str, float]:
 
 def call_lines(tape: Tape) -> list[CallLine]:
     """Every model call of the tape, in order, without those of its parent."""
-    return [_call_line(call) for call in tape.calls]
+    return [call_line(call) for call in tape.calls]
 
 
-def _call_line(call: Call) -> CallLine:
+def call_line(call: Call) -> CallLine:
+    """One model call."""
     known = [x for x in call.logprobs or () if x == x]
     return CallLine(
         call=call.call,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
+from ...tapes.view.bundle import write_report
 from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_time
-from ...tapes.view.report_file import write_report
 
 log = logging.getLogger("tapereel.report")
 

@@ -1,4 +1,4 @@
-"""Items of a transcript as plain values: the content of a record, with long texts cut and marked as cut.
+"""Plain values for the page: the items of a transcript, with long texts cut and marked as cut, and the table of tapes.
 
 A record that can't be read is an item too, a hole with the reason: no record is skipped.
 """
@@ -6,12 +6,15 @@ A record that can't be read is an item too, a hole with the reason: no record is
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens, parse_record
-from ..transcript import kind_of, reads
+from ..store.summary import Summary
+from ..transcript import call_line, kind_of, reads
 
+SHARD = 8_192
+"""Tapes in one piece of the table."""
 TEXT = 4_000
 """Characters of one text in an item; the page asks for the rest."""
 
@@ -73,28 +76,15 @@ def _step(read: StepRecord) -> dict[str, Any]:
     return found
 
 
-def call_line(read: Call) -> dict[str, Any]:
+def call_item(read: Call) -> dict[str, Any]:
     """A call without its messages and tokens."""
-    known = [x for x in read.logprobs or () if x == x]
     return {
         "t": "call",
-        "call": read.call,
-        "by": read.by,
+        **call_line(read).model_dump(mode="json"),
         "conversation": read.conversation,
-        "engine": read.engine,
         "at": read.at,
-        "prompt": read.keep + len(read.prompt) if read.prompt is not None else None,
-        "kept": read.keep,
         "base": read.base,
-        "completion": len(read.completion) if read.completion is not None else None,
-        "finish": read.finish,
-        "temperature": read.sampling.temperature,
-        "logprob": sum(known) / len(known) if known else None,
         "unknown": sum(x != x for x in read.logprobs) if read.logprobs is not None else None,
-        "spans": [list(span) for span in read.spans],
-        "split": read.split,
-        "seconds": sum(one.seconds for one in read.attempts),
-        "retries": max(0, len(read.attempts) - 1),
         "errors": [one.error[:500] for one in read.attempts if one.error],
         **_clip("text", read.text or ""),
     }
@@ -155,8 +145,7 @@ def _reward(read: Reward) -> dict[str, Any]:
 
 
 def _label(read: Label) -> dict[str, Any]:
-    ranges = [list(one) for one in read.ranges] if read.ranges is not None else None
-    return {"t": "label", "call": read.call, "use": read.use, "ranges": ranges, "layer": read.layer}
+    return read.model_dump(mode="json")
 
 
 def _tokens(read: Tokens) -> dict[str, Any]:
@@ -172,9 +161,43 @@ def _tokens(read: Tokens) -> dict[str, Any]:
 _SHAPES: dict[type, Any] = {
     Begin: _begin,
     StepRecord: _step,
-    Call: call_line,
+    Call: call_item,
     Reward: _reward,
     End: _end,
     Label: _label,
     Tokens: _tokens,
 }
+
+
+def columns(
+    summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
+) -> dict[str, Any]:
+    """The columns of these tapes. versions: tape -> policy versions that sampled it; checks: tape -> its verdicts."""
+    return {
+        "n": len(summaries),
+        "id": [s.id for s in summaries],
+        "status": coded(s.status or "running" for s in summaries),
+        "cause": coded(s.cause or "" for s in summaries),
+        "reward": [s.reward for s in summaries],
+        "split": coded(s.split or "" for s in summaries),
+        "task": coded(s.task or (s.task_hash or "")[:12] for s in summaries),
+        "group": coded(s.group or "" for s in summaries),
+        "attempt": [s.attempt or 0 for s in summaries],
+        "agent": coded(s.agent or "" for s in summaries),
+        "env": coded(s.env or "" for s in summaries),
+        "version": coded(", ".join(versions.get(s.id, ())) for s in summaries),
+        "parent": coded(s.parent or "" for s in summaries),
+        "checks": coded(checks(s.id) for s in summaries),
+        "begun": [s.begun for s in summaries],
+        "seconds": [s.ended - s.begun if s.ended is not None and s.begun is not None else None for s in summaries],
+        "turns": [s.actions for s in summaries],
+        "calls": [s.calls for s in summaries],
+        "tokens": [s.sampled for s in summaries],
+    }
+
+
+def coded(values: Iterable[str]) -> dict[str, Any]:
+    """`words`: the distinct texts; `at`: for each row the number of its text."""
+    words: dict[str, int] = {}
+    at = [words.setdefault(value, len(words)) for value in values]
+    return {"words": list(words), "at": at}

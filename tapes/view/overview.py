@@ -1,7 +1,7 @@
 """The overview of a run: headline numbers, curves, where tokens and episodes went, tapes to read, commands to check.
 
 `overview_of` reads it from a run directory, of training or not, also while the run is written. The viewer shows it as
-its overview page, and `report_file` writes that page as one file. A training run adds what only its process knows.
+its overview page, and `bundle` writes that page as one file. A training run adds what only its process knows.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,14 +22,11 @@ from ..store.media import references
 from ..store.store import Store
 from ..store.summary import Summary
 from ..store.verifier import verify
-from .calls import call_detail
-from .integrity import quick, whole
-from .items import item, text_of
-from .live import Live
+from .calls import Uses, call_detail
+from .items import SHARD, columns, item, text_of
+from .live import Live, quick, whole
 from .overview import overview_of
-from .table import SHARD, columns
 from .tape_map import TapeMap
-from .uses import Uses
 
 PAGE = 100
 """Items, or turns, in one page."""
@@ -219,7 +217,8 @@ class RunView:
         begin, end = self._record(tape_map, tape_map.begin_record), self._record(tape_map, tape_map.end_record)
         return {
             "tape": tape,
-            **_row(row),
+            **row._asdict(),
+            "status": row.status or "running",
             "begin": begin,
             "end": end,
             "items": len(tape_map.items),
@@ -323,8 +322,7 @@ class RunView:
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
         if call is not None and call in tape_map.calls:
-            record = tape_map.calls[call]
-            return {"item": _position(tape_map, record)}
+            return {"item": bisect_left(tape_map.items, tape_map.calls[call])}
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
     def call(self, tape: str, call: str, start: int | None = None) -> dict[str, Any]:
@@ -413,35 +411,6 @@ class RunView:
             if (one.by, one.conversation) == (call.by, call.conversation):
                 return one
         return None
-
-
-def _position(tape_map: TapeMap, record: int) -> int:
-    """The item of a record, by binary search: items are in the order of their records."""
-    low, high = 0, len(tape_map.items)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if tape_map.items[middle] < record else (low, middle)
-    return low
-
-
-def _row(row: Summary) -> dict[str, Any]:
-    return {
-        "status": row.status or "running",
-        "cause": row.cause,
-        "reward": row.reward,
-        "split": row.split,
-        "group": row.group,
-        "attempt": row.attempt,
-        "agent": row.agent,
-        "env": row.env,
-        "task": row.task,
-        "task_hash": row.task_hash,
-        "parent": row.parent,
-        "begun": row.begun,
-        "calls": row.calls,
-        "tokens": row.sampled,
-        "actions": row.actions,
-    }
 
 
 def _components(tape_map: TapeMap) -> list[list[Any]]:

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from ..common.http_service import SHORTEST_TOKEN, Handler, HttpService, is_loopback, same_token, web
 from ..errors import NoSuchTape, TapereelError, UsageError
 from . import RunView
-from .view_files import IMAGES, POLICY, static_files
+from .bundle import IMAGES, POLICY, static_files
 
 COOKIE = "tapereel-token"
 _HEADERS = {

@@ -82,7 +82,7 @@ T.Tape = class {
         T.h("span", { class: "reward-big", title: h.components.map(([name, value]) => `${T.plain(name)} ${T.number(value)}`).join("\n") }, "reward ", T.h("strong", { class: h.reward === null ? "none" : "" }, h.reward === null ? "not scored" : T.number(h.reward))),
         T.button("Copy link", () => this.copy(), { class: "link" })),
       T.h("div", { class: "line note" }, [T.h("span", null, T.spelled(h.agent), " in ", T.spelled(h.env)), T.h("span", null, "task ", T.spelled(h.task || h.task_hash.slice(0, 12))), T.h("span", null, "split ", T.spelled(h.split)),
-        T.h("span", null, T.plural(h.turns, "turn")), T.h("span", null, T.plural(h.calls, "call")), T.h("span", null, T.plural(h.tokens, "token")), T.h("span", null, T.plural(h.records, "record")),
+        T.h("span", null, T.plural(h.turns, "turn")), T.h("span", null, T.plural(h.calls, "call")), T.h("span", null, T.plural(h.sampled, "token")), T.h("span", null, T.plural(h.records, "record")),
         h.group ? T.h("a", { href: `#/group/${encodeURIComponent(h.group)}` }, "group ", T.spelled(`${h.group} #${h.attempt}`)) : null,
         h.parent ? T.h("a", { href: `#/tape/${encodeURIComponent(h.parent)}` }, "forked from ", T.spelled(h.parent)) : null,
         h.children.length ? T.h("span", null, T.plural(h.children.length, "fork"), ": ", h.children.slice(0, 6).map((child) => [T.h("a", { href: `#/tape/${encodeURIComponent(child)}` }, T.spelled(child.slice(-8))), " "])) : null]),
@@ -154,7 +154,7 @@ T.Tape = class {
     if (item.t === "call") {
       const found = marks ? this.text(item.text, k, marks, item.cut) : null;
       return [head(T.h("strong", null, "call ", T.spelled(this.short(item.call))), T.h("span", null, item.prompt === null ? "text only" : `${T.count(item.prompt)} prompt (${T.count(item.kept)} kept) → ${T.count(item.completion)} tokens`),
-        T.h("span", { class: item.finish === "stop" || item.finish === "tool_calls" ? "" : "bad" }, item.finish), T.h("span", null, `T ${T.number(item.temperature)}`), item.logprob === null ? null : T.h("span", null, `log-prob ${T.number(item.logprob)}`),
+        T.h("span", { class: item.finish === "stop" || item.finish === "tool_calls" ? "" : "bad" }, item.finish), T.h("span", null, `T ${T.number(item.temperature)}`), item.mean_logprob === null ? null : T.h("span", null, `log-prob ${T.number(item.mean_logprob)}`),
         item.spans.length > 1 ? T.chip(T.plural(item.spans.length, "version"), "warn", item.spans.map(([version, a, b]) => `${T.plain(version)} [${a}, ${b})`).join("\n")) : null,
         item.unknown ? T.chip(`${T.count(item.unknown)} log-probs unknown`, "hole") : null, item.split ? T.chip("new row", "warn", T.plain(item.split)) : null, item.errors.length ? T.chip(T.plural(item.errors.length, "error"), "bad", T.plain(item.errors.join("\n"))) : null), found];
     }

@@ -12,9 +12,9 @@ import pytest
 
 from tapereel.finetune.report.plots import plot_curve, running_mean
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.view.bundle import NOT_EXPLAINED, write_report
 from tapereel.tapes.view.curves import Curve, Level
 from tapereel.tapes.view.overview import Overview, overview_of
-from tapereel.tapes.view.report_file import NOT_EXPLAINED, write_report
 
 from ...front.making import run_of
 from ...front.pages import EVIL, curve, data_of, empty_run, overview_in, overview_with, words_of

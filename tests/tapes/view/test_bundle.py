@@ -13,8 +13,7 @@ from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_bundle
-from tapereel.tapes.view.view_files import static_files
+from tapereel.tapes.view.bundle import static_files, write_bundle
 
 from .lab import Recording, hostile_run, long_run
 

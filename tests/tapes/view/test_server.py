@@ -17,7 +17,7 @@ from tapereel.tapes.common.http_service import names_server
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.view_files import SCRIPTS, static_files
+from tapereel.tapes.view.bundle import SCRIPTS, static_files
 from tapereel.tapes.view.view_server import choose_token
 
 from .lab import Recording, episode
