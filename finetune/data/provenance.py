@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -110,18 +110,27 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
     )
 
 
+def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
+    """The rows with the own tokens that `kept` (row -> (n,) bool) excludes made context, and their ranges.
+
+    A row that keeps no own token is left out.
+    """
+    found: list[Row] = []
+    excluded: list[Range] = []
+    for row in rows:
+        keep = kept(row)
+        if keep.all():
+            found.append(row)
+            continue
+        excluded.extend(ranges_of(row, ~keep))
+        if keep.any():
+            found.append(row.where(keep))
+    return found, excluded
+
+
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
     """The rows with the tokens of all agents but `agents` (paths) made context, and the ranges of those tokens."""
-    kept: list[Row] = []
-    others: list[Range] = []
-    for row in rows:
-        mine = np.array([agent in agents for agent in row.agents], dtype=bool)[row.call]
-        if not mine.all():
-            others.extend(ranges_of(row, ~mine))
-            row = row.where(mine)
-        if mine.any():
-            kept.append(row)
-    return kept, others
+    return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
 
 
 def own_ranges(rows: Sequence[Row]) -> list[Range]:
@@ -135,24 +144,23 @@ def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[
     Tokens of weight 0 took no part and are left out. The ledger stores runs, not tokens: most recipes give all tokens
     of a call the same weight.
     """
-    weight, call = weights.numpy(), stream.call.numpy()
+    weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
     used = np.flatnonzero(weight)
-    if not len(used):
-        return []
-    w, c, o = weight[used], call[used], offset[used]
-    breaks = np.flatnonzero((np.diff(c) != 0) | (np.diff(o) != 1) | (np.diff(w) != 0)) + 1
-    starts, ends = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(used)]]) - 1
-    return [
-        (*stream.calls[c[a]], int(o[a]), int(o[b]) + 1, float(w[a]))
-        for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
-    ]
+    w, c, o = weight[used], stream.call.numpy()[used], offset[used]
+    return [(*stream.calls[c[a]], int(o[a]), int(o[b]) + 1, float(w[a])) for a, b in _runs(c, o, w)]
 
 
 def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
     """The row's own tokens that `chosen` (n,) names, as runs of consecutive tokens within a call."""
     at = np.flatnonzero(chosen)
     c, o = row.call[at], row.offset[at]
-    breaks = np.flatnonzero((np.diff(c) != 0) | (np.diff(o) != 1)) + 1
-    starts, ends = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(at)]]) - 1
-    return [(row.tape, row.calls[c[a]], int(o[a]), int(o[b]) + 1) for a, b in zip(starts, ends, strict=True)]
+    return [(row.tape, row.calls[c[a]], int(o[a]), int(o[b]) + 1) for a, b in _runs(c, o, c)]
+
+
+def _runs(call: NDArray, offset: NDArray, value: NDArray) -> list[tuple[int, int]]:
+    """(first, last) index of each run of consecutive tokens of one call with one value."""
+    if not len(call):
+        return []
+    breaks = np.flatnonzero((np.diff(call) != 0) | (np.diff(offset) != 1) | (np.diff(value) != 0)) + 1
+    return list(zip([0, *breaks.tolist()], [*(breaks - 1).tolist(), len(call) - 1], strict=True))

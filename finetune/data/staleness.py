@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .provenance import Range, ranges_of
+from .provenance import Range, keep_tokens
 from .rows import Row
 
 
@@ -117,17 +118,10 @@ def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row
     A token without a version (authored text) has no age. A token of another lineage counts as stale: how far that
     policy is from this one is unknown.
     """
-    fresh: list[Row] = []
-    stale: list[Range] = []
-    for row in rows:
+
+    def fresh(row: Row) -> NDArray[np.bool_]:
         numbers = [version_number(version, lineage) for version in row.versions]
         # The last entry stands for version -1 (authored text), which indexes the array from its end.
-        young = np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)
-        keep = young[row.version]
-        if keep.all():
-            fresh.append(row)
-            continue
-        stale.extend(ranges_of(row, ~keep))
-        if keep.any():
-            fresh.append(row.where(keep))
-    return fresh, stale
+        return np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)[row.version]
+
+    return keep_tokens(rows, fresh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from pydantic import ConfigDict, JsonValue, ValidationError
@@ -94,3 +96,8 @@ class UpdateInfo(Value):
         """What `Use.info` holds: the fields that were set, in the order of this class."""
         found: dict[str, Any] = self.model_dump(mode="json", exclude_unset=True)
         return found
+
+
+def by_update(uses: Iterable[Use]) -> list[list[Use]]:
+    """The records of each update, in order: one for each epoch."""
+    return [list(epochs) for _, epochs in groupby(uses, key=lambda use: use.update)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, ta
 from ..data.rows import Row, rows
 from ..data.staleness import version_name
 from ..data.stream import Episode
+from ..data.update_info import by_update
 from ..trainer.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -250,10 +250,7 @@ class History:
         if usable:
             self._load(usable[-1])
             self.taught = taught_by(use for use in uses if use.update < self.updates)
-        redo = [
-            list(epochs)
-            for _, epochs in groupby((use for use in uses if use.update >= self.updates), key=lambda use: use.update)
-        ]
+        redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
             # A crash between the records of an update's epochs: no engine got its weights, and the missing records are

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.provenance import known
 from ..data.staleness import version_name
-from ..data.update_info import UpdateInfo
+from ..data.update_info import UpdateInfo, by_update
 from ..history.history import History, apply_again, as_read, with_threads
 from ..history.loop_config import RecipeConfig
 from ..history.plan import Batch, Plan
@@ -189,7 +188,7 @@ def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
     """The records of each requested update, in order."""
-    known = {number: list(epochs) for number, epochs in groupby(uses, key=lambda use: use.update)}
+    known = {epochs[0].update: epochs for epochs in by_update(uses)}
     if updates is None:
         loop = [n for n, epochs in known.items() if not UpdateInfo.of(epochs[0]).phase.startswith("sft")]
         updates = [(loop or list(known))[-1]]
@@ -213,8 +212,8 @@ def _go_to(history: History, update: int) -> None:
         history.restore(until=update)
         return
     uses = [use for use in history.store.ledger(history.lineage).uses if history.updates <= use.update < update]
-    for _, epochs in groupby(uses, key=lambda use: use.update):
-        apply_again(history, list(epochs))
+    for epochs in by_update(uses):
+        apply_again(history, epochs)
 
 
 class _Bench:

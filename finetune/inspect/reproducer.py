@@ -14,7 +14,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.provenance import taught_by
 from ..data.staleness import version_name
-from ..data.update_info import UpdateInfo
+from ..data.update_info import UpdateInfo, by_update
 from ..history.history import BrokenHistory, Differs, History, apply_again, elsewhere
 from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (
@@ -211,8 +210,7 @@ class _Walk:
         """How torch or this machine differs from those of an update so far; empty where they don't differ."""
 
     def report(self) -> Reproduction:
-        uses = [use for use in self.ledger.uses if use.update < self.until]
-        steps = [list(epochs) for _, epochs in groupby(uses, key=lambda use: use.update)]
+        steps = by_update(use for use in self.ledger.uses if use.update < self.until)
         try:
             self._weights(self.history.lineage)
             for k, epochs in enumerate(steps):
