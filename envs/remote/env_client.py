@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from .channel import Channel, Dropped, address, patiently, token_header
+from .channel import Channel, Dropped, Line
 from .declared import Declared
 from .env_protocol import PROTOCOL, Answer, Call, CloseCall, Fault, Welcome, read_answer, read_welcome
 from .proxy import Proxy
@@ -43,9 +43,8 @@ class RemoteEnvironment(Proxy):
         server, in seconds. largest: size limit of a message, in bytes.
         """
         super().__init__(Declared.of(environment))
-        self.url = address(url)
-        self._key_variable, self._seconds, self._patience, self._largest = key_variable, seconds, patience, largest
-        self._channel: Channel | None = None
+        self._line = Line(url, key_variable=key_variable, seconds=seconds, patience=patience, largest=largest)
+        self.url = self._line.url
         self._session = ""
         self._accepts = 0
         """Size limit of the server for a message, in bytes; 0 before the greeting."""
@@ -56,19 +55,19 @@ class RemoteEnvironment(Proxy):
 
     async def close(self) -> None:
         """Release the environment on the server. A lost session is no error here: an earlier call has reported it."""
-        if self._channel is None:
+        if self._line.channel is None:
             return
         over, self._over = self._over, self._over or "it is closed"
         try:
             async with asyncio.timeout(_CLOSING if over is None else _CLOSING_AFTER_FAILURE):
-                await self._close_there(self._channel)
+                await self._close_there(self._line.channel)
         except (SessionLost, Unreachable, TimeoutError):
             return  # the server closes a session that no client resumes
         except RemoteError:
             if over is None:
                 raise
         finally:
-            await self._hang_up()
+            await self._line.hang_up()
 
     async def _close_there(self, channel: Channel) -> None:
         call = CloseCall(id=self._sent + 1)
@@ -83,7 +82,8 @@ class RemoteEnvironment(Proxy):
         if self._over is not None:
             raise SessionLost(f"{self.url}: {self._over}")
         text = call.encoded()
-        whole = asyncio.timeout(self._seconds + self._patience)
+        most = self._line.seconds + self._line.patience
+        whole = asyncio.timeout(most)
         try:
             async with whole:
                 return await self._until_answered(call, text)
@@ -91,17 +91,16 @@ class RemoteEnvironment(Proxy):
             self._over = _CUT
             if isinstance(error, TimeoutError) and whole.expired():
                 raise Hung(
-                    f"{self.url}: `{call.t}` had no answer within {self._seconds + self._patience:g} s, including "
-                    "reconnections"
+                    f"{self.url}: `{call.t}` had no answer within {most:g} s, including reconnections"
                 ) from error
             raise
         except RemoteError as error:
             self._over = f"it failed before: {error}"
-            await self._hang_up(goodbye=False)
+            await self._line.hang_up(goodbye=False)
             raise
 
     async def _until_answered(self, call: Call, text: str) -> Answer:
-        until = asyncio.get_running_loop().time() + self._patience
+        until = asyncio.get_running_loop().time() + self._line.patience
         while True:
             try:
                 channel = await self._connected(until)
@@ -112,33 +111,21 @@ class RemoteEnvironment(Proxy):
                     )
                 self._sent = call.id
                 await channel.send(text)
-                return await self._answer(channel, call)
+                return self._read(call, await self._line.answer(channel, call.t))
             except Dropped as error:
-                await self._hang_up(goodbye=False)
+                await self._line.hang_up(goodbye=False)
                 if asyncio.get_running_loop().time() > until:
                     raise Unreachable(f"{self.url}: the connection broke repeatedly: {error}") from error
 
-    async def _answer(self, channel: Channel, call: Call) -> Answer:
-        timer = asyncio.timeout(self._seconds)
-        try:
-            async with timer:
-                return self._read(call, await channel.receive())
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise Hung(f"{self.url}: no answer to `{call.t}` within {self._seconds:g} s") from error
-
     async def _connected(self, until: float) -> Channel:
         """The channel; a lost one is opened again until the event loop's time `until`."""
-        if self._channel is None:
-            self._channel = await patiently(self._open, until, self._patience)
-        return self._channel
+        if self._line.channel is None:
+            self._line.channel = await self._line.patiently(self._open, until)
+        return self._line.channel
 
     async def _open(self) -> Channel:
-        headers = token_header(self._key_variable, self.url)
-        if self._session:
-            headers[SESSION] = self._session
-        channel = await Channel.open(self.url + ROUTE, headers=headers, largest=self._largest, protocols=(PROTOCOL,))
+        headers = {SESSION: self._session} if self._session else {}
+        channel = await self._line.open(ROUTE, headers, (PROTOCOL,))
         try:
             async with asyncio.timeout(_CLOSING):
                 self._greeted(read_welcome(await channel.receive()))
@@ -158,11 +145,6 @@ class RemoteEnvironment(Proxy):
         if not 16 <= len(welcome.session) <= 128 or not welcome.session.isalnum():
             raise BadAnswer(f"{self.url}: {welcome.session[:40]!r} is not a valid session id")
         self._session, self._accepts = welcome.session, welcome.message_bytes
-
-    async def _hang_up(self, *, goodbye: bool = True) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(goodbye=goodbye)
 
     def _location(self) -> str:
         return self.url

@@ -7,7 +7,6 @@ connection ends the episode. It has no flag for truncation, so `done` is always 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import Annotated, Any, Literal
 
@@ -17,9 +16,9 @@ from pydantic_core import to_json
 from ...tapes.records import Task
 from ...tapes.steps import Action, Observation
 from ..environment import Environment, Outcome
-from .channel import Channel, Dropped, Full, address, patiently, token_header
+from .channel import Channel, Dropped, Full, Line
 from .declared import brief
-from .remote_errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
+from .remote_errors import BadAnswer, Refused, RemoteFault, SessionLost
 
 ROUTE = "/ws"
 
@@ -99,10 +98,9 @@ class OpenEnvironment(Environment[Action]):
     ) -> None:
         """action, observation: your classes, with the environment's fields. The other parameters are as in
         `RemoteEnvironment`."""
-        self.url = address(url)
+        self._line = Line(url, key_variable=key_variable, seconds=seconds, patience=patience, largest=largest)
+        self.url = self._line.url
         self.action, self.observation = action, observation
-        self._key_variable, self._seconds, self._patience, self._largest = key_variable, seconds, patience, largest
-        self._channel: Channel | None = None
 
     async def reset(self, task: Any) -> Observation:
         """Connect, and begin an episode."""
@@ -110,22 +108,21 @@ class OpenEnvironment(Environment[Action]):
         if "seed" not in data and getattr(self, "rng", None) is not None:
             data["seed"] = self.rng.getrandbits(31)
         message = to_json({"type": "reset", "data": data}).decode()
-        until = asyncio.get_running_loop().time() + self._patience
-        self._channel, seen = await patiently(lambda: self._begun(message), until, self._patience)
+        self._line.channel, seen = await self._line.patiently(lambda: self._begun(message))
         return self._shown(seen)
 
     async def step(self, action: Action) -> Outcome:
         """Send the action."""
         if type(action) is not self.action:
             raise TypeError(f"{self.url} accepts {self.action.__qualname__}, not {type(action).__qualname__}")
-        if self._channel is None:
+        if self._line.channel is None:
             raise SessionLost(f"{self.url}: there is no episode; call `reset` first")
         data = action.data if isinstance(action, OpenEnvAction) else action.model_dump(mode="json")
         try:
-            await self._channel.send(to_json({"type": "step", "data": data}, inf_nan_mode="strings").decode())
-            seen = await self._answer(self._channel, "step")
+            await self._line.channel.send(to_json({"type": "step", "data": data}, inf_nan_mode="strings").decode())
+            seen = await self._answer(self._line.channel, "step")
         except BaseException as error:
-            await self._hang_up(goodbye=False)  # without numbers, a late answer would be read as the next call's
+            await self._line.hang_up(goodbye=False)  # without numbers, a late answer would be read as the next call's
             if isinstance(error, Dropped):
                 raise SessionLost(f"{error}; OpenEnv's protocol can't resume an episode") from error
             raise
@@ -136,14 +133,13 @@ class OpenEnvironment(Environment[Action]):
 
     async def close(self) -> None:
         """Send `close` and disconnect. A lost connection is no error here: the server closes the episode itself."""
-        if self._channel is not None:
+        if self._line.channel is not None:
             with contextlib.suppress(Dropped):
-                await self._channel.send('{"type":"close"}')
-        await self._hang_up()
+                await self._line.channel.send('{"type":"close"}')
+        await self._line.hang_up()
 
     async def _begun(self, message: str) -> tuple[Channel, Seen]:
-        headers = token_header(self._key_variable, self.url)
-        channel = await Channel.open(self.url + ROUTE, headers=headers, largest=self._largest)
+        channel = await self._line.open(ROUTE)
         try:
             with contextlib.suppress(Dropped):  # a full server sends its error before any call and disconnects
                 await channel.send(message)
@@ -153,14 +149,7 @@ class OpenEnvironment(Environment[Action]):
             raise
 
     async def _answer(self, channel: Channel, method: str) -> Seen:
-        timer = asyncio.timeout(self._seconds)
-        try:
-            async with timer:
-                text = await channel.receive()
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise Hung(f"{self.url}: no answer to `{method}` within {self._seconds:g} s") from error
+        text = await self._line.answer(channel, method)
         try:
             answer = _answers.validate_json(text)
         except ValidationError as error:
@@ -183,11 +172,6 @@ class OpenEnvironment(Environment[Action]):
             return self.observation.model_validate(content)
         except ValidationError as error:
             raise BadAnswer(f"{self.url}: invalid {self.observation.__qualname__}: {brief(error)}") from error
-
-    async def _hang_up(self, *, goodbye: bool = True) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(goodbye=goodbye)
 
 
 def _arguments(task: Any) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_a_number_can_not_be_used_for_another_call():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         env = await begun(service.url)
         name = env._session
-        await env._hang_up()
+        await env._line.hang_up()
         async with http.ws_connect(service.url + ROUTE, protocols=(PROTOCOL,), headers={SESSION: name}) as socket:
             assert read_welcome(await socket.receive_str()).resumed is True
             one = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
@@ -304,7 +304,7 @@ def test_an_instance_that_can_not_be_closed_is_told_to_the_log(caplog: pytest.Lo
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with Wire(service.port, [("up", 3, 0)]).laid() as wire:
             env = await begun(wire.url, Sticky)
-            await env._hang_up()
+            await env._line.hang_up()
             await until(lambda: service.occupied == 0)
         assert "an instance of Sticky could not be closed: OSError: it sticks" in caplog.text
 
