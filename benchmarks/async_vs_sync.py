@@ -26,10 +26,9 @@ import torch
 
 from tapereel.finetune.history.loop_config import WarmStartConfig
 from tapereel.finetune.loop.loop import UpdateReport
-from tapereel.finetune.run.demonstrations import Demo, DemoConfig
-from tapereel.finetune.run.training import new_results
+from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
 from tapereel.finetune.trainer.checkpoint import copied_weights
-from tapereel.tapes.store.run_directory import open_run
+from tapereel.tapes.common.progress import silent
 from tapereel.tapes.store.store import Store
 
 MODES = {"async": 1, "sync": 0}
@@ -70,35 +69,41 @@ def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
     return config
 
 
+class Pair(DemoRun):
+    """The demo's imitation, and both modes from its weights in place of the loop."""
+
+    def __init__(self, config: DemoConfig, path: Path, *, first: int, updates: int) -> None:
+        super().__init__(config, path, True, silent)
+        self.first, self.updates = first, updates
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def control(self) -> None:
+        base = copied_weights(self.policy.model)
+        for mode in sorted(MODES, reverse=bool(self.first)):
+            self.policy.model.load_state_dict(base)
+            self.found[mode] = measured(self, mode, self.out / mode)
+
+
 def pair(config: DemoConfig, path: Path, *, first: int) -> dict[str, dict[str, Any]]:
     """Both modes from one warm start."""
     torch.set_num_threads(config.threads)
-    with open_run(path, config, begin=new_results) as directory:
-        demo = Demo(config, path)
-        demo.results, demo.store = directory.results, directory.store
-        demo._setup(directory)
-        demo._demonstrate()
-        demo.training.restore()
-        demo.training.imitate(demo.demo_order, demo.demos.__getitem__)
-        base = copied_weights(demo.training.model)
-        found = {}
-        for mode in sorted(MODES, reverse=bool(first)):
-            demo.training.model.load_state_dict(base)
-            found[mode] = measured(demo, mode, path / mode)
-    return found
+    still = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": 0})})
+    run = Pair(still, path, first=first, updates=config.loop.updates)
+    run.lead(resume=False)
+    return run.found
 
 
-def measured(demo: Demo, mode: str, path: Path) -> dict[str, Any]:
+def measured(run: Pair, mode: str, path: Path) -> dict[str, Any]:
     """One loop from the weights that the model has now."""
-    training, rewards, lags = demo.training, [], []
+    training, rewards, lags = run.training, [], []
 
     def on_update(report: UpdateReport) -> None:
         rewards.append(report.reward)
         lags.append(report.metrics["lag"])
 
     with Store.create(path) as store:
-        history = training.history_in(store, f"{demo.results.lineage}-{mode}", path)
-        config = training.loop.model_copy(update={"max_lag": MODES[mode]})
+        history = training.history_in(store, f"{training.history.lineage}-{mode}", path)
+        config = training.loop.model_copy(update={"max_lag": MODES[mode], "updates": run.updates})
         started, cpu = time.perf_counter(), time.process_time()
         loop = asyncio.run(training.run_loop(history, config, on_update, name=mode, start=0))
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -118,7 +123,7 @@ def measured(demo: Demo, mode: str, path: Path) -> dict[str, Any]:
         "books_close": books.closes,
         "load": os.getloadavg()[0],
     }
-    print(demo.config.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
+    print(run.demo.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
     return found
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import CONFIG, pin_line
+from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, answer, table
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...finetune.run.demonstrations import Demo
-    from ...tapes.view.overview import Score
+    from ...finetune.run.demonstrations import DemoSummary
 
 EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
 
@@ -51,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from ...finetune.run.demonstrations import Demo, DemoConfig, next_commands, scores
+    from ...finetune.run.demonstrations import DemoConfig, demo
 
     options = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
     config = load_config(DemoConfig(**options), args.config, args.sets)
@@ -64,32 +63,32 @@ def run(args: argparse.Namespace) -> int:
             f"--resume: there is no run in {out}; name its folder with --out, or start a run without --resume"
         )
     with live_progress() as progress:
-        demo = Demo(config, out, controls=args.controls, progress=progress)
-        summary = demo.run(resume=args.resume)
-    answer(args, summary, _table(demo, scores(demo)), _closing(demo, summary, next_commands(demo)))
+        summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
+    answer(args, summary, _table(summary), _closing(summary))
     return Exit.HOLDS
 
 
-def _table(demo: Demo, rows: Sequence[Score]) -> Table:
-    title = f"Held-out reward (exact answers), {len(demo.held_out)} tasks, seed {demo.config.seed}"
+def _table(summary: DemoSummary) -> Table:
+    title = f"Held-out reward (exact answers), {summary.held_out['n']} tasks, seed {summary.seed}"
     made = table("policy", "#sampled", "#greedy", "note", fold=("note",))
     made.title, made.title_justify = title, "left"
-    for row in rows:
+    for row in summary.scores:
         made.add_row(row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
     return made
 
 
-def _closing(demo: Demo, summary: dict[str, Any], commands: tuple[str, ...]) -> str:
-    seconds, tokens = summary["seconds"], summary["tokens"]
+def _closing(summary: DemoSummary) -> str:
+    run, seconds, tokens = summary.run, summary.seconds, summary.tokens
+    lab = command("explain", run, "--recipe", "own", "--recipe", "dr_grpo")
     lines = [
-        f"{seconds['total']:.0f} s: imitation {seconds['sft']:.0f} s, reinforcement {seconds.get('rl', 0):.0f} s "
-        f"(engine {seconds['rollout']:.0f} s, trainer {seconds['train']:.0f} s, concurrently).",
-        f"{summary['episodes']:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
+        f"{seconds['total']:.0f} s: imitation {seconds.get('sft', 0):.0f} s, reinforcement {seconds.get('rl', 0):.0f} "
+        f"s (engine {seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
+        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
-        f"Written to {demo.out}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
-        pin_line(demo.out),
+        f"Written to {run}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
+        pin_line(run),
         "",
         "Next, with this run:",
-        *(f"  {command}" for command in commands),
+        *(f"  {line}" for line in (*next_commands(run), *checks(run), lab)),
     ]
     return "\n".join(lines)

@@ -221,7 +221,7 @@ class _Bench:
 
     def __init__(self, rebuilt: RebuiltRun, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
         self.history, self.recipes, self.tokens = rebuilt.history, recipes, tokens
-        self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.tokenizer.decode([token]))
+        self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.policy.tokenizer.decode([token]))
         every = [rebuilt.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
         self.reference: Frozen | None = frozen(rebuilt.history.model) if wants else None

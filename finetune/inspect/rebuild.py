@@ -17,8 +17,11 @@ from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
-from ..policies.policy_team import lineage_of
+from ..policies.policy import load_policy
+from ..policies.policy_team import Team, lineage_of
 from ..policies.trainer_config import TrainerConfig
+from ..run.demonstrations import DemoConfig
+from ..run.train_config import TrainConfig
 from ..run.training import Training
 from ..trainer.checkpoint import checkpoints
 
@@ -68,7 +71,7 @@ class RebuiltRun:
         base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
         if base is None:
             raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, with whose weights {run} began")
-        training.model.load_state_dict(base.weights())
+        training.policy.model.load_state_dict(base.weights())
         return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
 
 
@@ -87,10 +90,26 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     except (OSError, YamlProblem) as error:
         raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
     if "demonstrations" in keys:
-        return _demo(run, directory)
-    if "engine" in keys and "loop" in keys:
-        return _train(run, directory)
-    raise Unknown(f"{run / CONFIG} is not the configuration of `demo` or `train`, so nothing was trained there")
+        demo = _read(DemoConfig, run)
+        config, policy, base = demo.training(), demo.policy(), demo.model_name
+    elif "engine" in keys and "loop" in keys:
+        config = _on_present_devices(_read(TrainConfig, run))
+        policy, base = None, f"the model in {config.engine.model}"
+    else:
+        raise Unknown(f"{run / CONFIG} is not the configuration of `demo` or `train`, so nothing was trained there")
+    try:
+        policy = policy or load_policy(config.engine, config.trainer, config.seed)
+        training = Training(config, directory, policy, Team(config.players, seed=config.seed))
+    except (UsageError, BrokenHistory) as error:
+        raise Unknown(f"the base weights are gone: {error}") from error
+    # A model folder may have been overwritten since: other base weights would make every later update differ.
+    found, begun = weights_digest(policy.model.state_dict()), directory.results.base
+    if begun not in (None, found):
+        raise Unknown(
+            f"the base weights are gone: the run began with weights of digest {begun}, and those of {base} have digest "
+            f"{found} now"
+        )
+    return training, base
 
 
 def _read(kind: type[Settings], run: Path) -> Settings:
@@ -100,41 +119,18 @@ def _read(kind: type[Settings], run: Path) -> Settings:
         raise Unknown(f"this version of the library can't read {run / CONFIG}: {error}") from error
 
 
+def _on_present_devices(config: TrainConfig) -> TrainConfig:
+    """The trainers on their recorded devices, or on one that this machine has: a CPU can inspect a run of a GPU."""
+    players = {
+        name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})
+        for name, player in config.players.items()
+    }
+    return config.model_copy(update={"trainer": _on_present_device(config.trainer), "players": players})
+
+
 def _on_present_device(trainer: TrainerConfig) -> TrainerConfig:
-    """The trainer on its recorded device, or on one that this machine has: a CPU can inspect a run of a GPU."""
     try:
         device_of(trainer.device)
     except UsageError:
         return trainer.model_copy(update={"device": "auto"})
     return trainer
-
-
-def _demo(run: Path, directory: RunDir) -> tuple[Training, str]:
-    from ..run.demonstrations import DemoConfig, demo_training
-
-    config = _read(DemoConfig, run)
-    return demo_training(config, directory), f"the {config.model_size} model that is drawn from seed {config.seed}"
-
-
-def _train(run: Path, directory: RunDir) -> tuple[Training, str]:
-    from ..run.train_config import TrainConfig
-    from ..run.train_run import train_training
-
-    config = _read(TrainConfig, run)
-    players = {
-        name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})
-        for name, player in config.players.items()
-    }
-    config = config.model_copy(update={"trainer": _on_present_device(config.trainer), "players": players})
-    try:
-        training = train_training(config, directory)
-    except (UsageError, BrokenHistory) as error:
-        raise Unknown(f"the base weights are gone: {error}") from error
-    # A model folder may have been overwritten since: other base weights would make every later update differ.
-    found, begun = weights_digest(training.model.state_dict()), directory.results.base
-    if begun not in (None, found):
-        raise Unknown(
-            f"the base weights are gone: the run began with weights of digest {begun}, and the weights in "
-            f"{config.engine.model} now have digest {found}"
-        )
-    return training, f"the model in {config.engine.model}"

@@ -1,8 +1,7 @@
 """The demo: an untrained chat model learns to use a calculator, in one run directory, in minutes on a CPU.
 
-The demo records demonstrations, the model imitates them, then improves by its own rollouts in the loop; held-out tasks
-measure the model before and after. Every phase reads in the run directory what is done already, so a killed demo
-resumes. This module holds the recipe of the demo; all parts are those of any other training run.
+It is a run of `train` whose model is drawn from the seed, and whose warm start imitates demonstrations that the demo
+records in the run itself. `controls` adds two runs on as many tokens, without the rewards that are claimed to teach.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,27 +16,18 @@ from pydantic import Field, model_validator
 
 from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ...agents.episode.seeds import derive_seed
+from ...agents.setup.engine_config import EmbeddedConfig
 from ...envs.adapters.calculator import Calculator, calculator_tasks, demonstrate, read_action
-from ...envs.taskset import overlap
-from ...tapes import Sampling, Tape, Task
+from ...tapes import Sampling, Tape
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
-from ...tapes.store.run_directory import (
-    METRICS,
-    Control,
-    Evaluations,
-    HeldOut,
-    Results,
-    RunDir,
-    append_metrics,
-    open_run,
-)
+from ...tapes.store.run_directory import METRICS, Control, Evaluations, HeldOut, Results, RunDir, append_metrics
 from ...tapes.store.store import Store
+from ...tapes.value import Value
 from ...tapes.view.curves import Plot, reward_curve, reward_plot
-from ...tapes.view.overview import Fact, Overview, Score, TapeToRead, checks, command
-from ...tapes.view.overview import next_commands as next_of_any
+from ...tapes.view.overview import Overview, Score, TapeToRead
 
 try:
     import torch
@@ -48,19 +37,20 @@ try:
     from ..data.provenance import episode_of
     from ..data.rows import Row, rows
     from ..data.stream import Episode
-    from ..history.history import History
+    from ..history.history import History, Source
     from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from ..loop.sft import warm_start
     from ..loop.warm_start import bring_in
     from ..policies.policy import Policy
-    from ..recipes import get_recipe
-    from ..report.plots import plot_curve
-    from ..report.run_report import Reporter, reporting
-    from ..report.trackers import TrackerName, check_trackers, tracking
+    from ..policies.trainer_config import TrainerConfig
+    from ..report.trackers import TrackerName
     from ..trainer.checkpoint import checkpoints
+    from ..trainer.ranks import Ranks
     from ..trainer.schedule import Schedule
-    from .longer import UPDATES, lengthening
-    from .training import Training, closing, new_results
+    from .longer import end_name
+    from .train_config import EvaluationConfig, ImitationConfig, TrainConfig
+    from .train_run import TrainingRun, TrainSummary
+    from .training import closing
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -69,6 +59,10 @@ except ModuleNotFoundError as error:
 
 SPARE = 1.25
 """Tasks that are set aside for each held-out task: the size of a split by hash is only about the requested one."""
+CONTEXT = 64
+"""Tokens of prompt and completion together; a whole episode takes about 45."""
+BAD = 0.7
+"""Share of demonstrations with a wrong solution."""
 
 
 class DemoConfig(Config):
@@ -78,14 +72,10 @@ class DemoConfig(Config):
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
     """The recipe of the loop; `loop.recipe` is set to it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
-    context: int = Field(default=64, ge=32)
-    """Tokens of prompt and completion together; a whole episode takes about 45."""
     tasks: int = Field(default=14_000, ge=64)
     held_out: int = Field(default=512, ge=16)
     """Held-out tasks of an evaluation."""
     demonstrations: int = Field(default=12_000, ge=64)
-    bad: float = Field(default=0.7, ge=0, le=1)
-    """Share of demonstrations with a wrong solution."""
     warm: WarmStartConfig = WarmStartConfig(
         updates=400,
         batch=64,
@@ -122,6 +112,36 @@ class DemoConfig(Config):
         object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
         return self
 
+    def training(self) -> TrainConfig:
+        """The settings of `train` that make this training."""
+        return TrainConfig(
+            engine=EmbeddedConfig(model=self.model_name, slots=256, capacity=CONTEXT),
+            trainer=TrainerConfig(device="cpu", threads=self.threads),
+            seed=self.seed,
+            loop=self.loop,
+            warm=ImitationConfig(tapes="", **dict(self.warm)),
+            evaluation=EvaluationConfig(
+                fraction=self.held_out / self.tasks * SPARE,
+                limit=self.held_out,
+                every=None,
+                sampling=self.loop.sampling.model_copy(update={"temperature": 1.0}),
+                greedy=True,
+                concurrency=256,
+            ),
+            trackers=self.trackers,
+        )
+
+    @property
+    def model_name(self) -> str:
+        """A description of the model."""
+        return f"the {self.model_size} model that is drawn from seed {self.seed}"
+
+    def policy(self) -> Policy:
+        """The model, untrained."""
+        tokenizer = char_tokenizer()
+        model = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
+        return Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=CONTEXT)
+
 
 class DemoFailed(TapereelError, RuntimeError):
     """A part of the demo doesn't do what the demo relies on; names the part."""
@@ -137,178 +157,166 @@ def calculator() -> Calculator:
     return Calculator(scorer="chain_sum", max_turns=4)
 
 
-def demo_training(
+class ControlSummary(Value):
+    """The result of a control: the same start and as many trained tokens, without the rewards."""
+
+    after: float | None
+    """Held-out reward, sampled."""
+    greedy_after: float | None
+    trained_tokens: int
+
+
+class DemoSummary(TrainSummary):
+    """The results of a demo."""
+
+    seed: int
+    algo: str
+    controls: dict[str, ControlSummary] | None
+    """`sft`: more imitation in place of the loop. `shuffled`: the loop with rewards shuffled within groups."""
+    scores: tuple[Score, ...]
+    """The table of results."""
+
+
+def demo(
     config: DemoConfig,
-    directory: RunDir,
-    train_tasks: Sequence[Task] = (),
-    held_out: Sequence[Task] = (),
+    out: str | Path,
     *,
+    controls: bool = False,
+    resume: bool = False,
     progress: Progress = silent,
-) -> Training:
-    """The parts of a demo's training, with the base weights; without tasks they can only apply recorded updates."""
-    tokenizer, sampling = char_tokenizer(), config.loop.sampling
-    model = tiny_model(tokenizer, config.model_size, seed=config.seed, context=config.context)
-    return Training(
-        directory,
-        Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=config.context),
-        calculator_agent(),
-        calculator,
-        train_tasks,
-        held_out,
-        config.loop,
-        get_recipe(config.algo, config.loop.changes),
-        config.warm,
+) -> DemoSummary:
+    """Run the demo, or with `resume` what is missing of it. Errors are those of `train`."""
+    torch.set_num_threads(config.threads)
+    run = DemoRun(config, Path(out), controls, progress)
+    summary = run.lead(resume)
+    return DemoSummary(
+        **dict(summary),
         seed=config.seed,
-        evaluations={
-            "sampled": sampling.model_copy(update={"temperature": 1.0}),
-            "greedy": sampling.model_copy(update={"temperature": 0.0}),
-        },
-        progress=progress,
+        algo=config.algo,
+        controls={
+            name: ControlSummary(
+                after=found.sampled.mean, greedy_after=found.greedy.mean, trained_tokens=found.trained_tokens
+            )
+            for name, found in run.directory.results.controls.items()
+        }
+        or None,
+        scores=_scores(run.directory.results),
     )
 
 
-async def _measured(training: Training, history: History, when: str) -> Evaluations:
-    async with closing(training.engine(history)) as engine:
-        return await training.evaluate(engine, when)
+class DemoRun(TrainingRun):
+    """A run of `train` that records what it imitates, and runs the controls."""
 
+    def __init__(self, config: DemoConfig, out: Path, controls: bool, progress: Progress) -> None:
+        setup = config.training().resolve(
+            agent=calculator_agent(), env=calculator, tasks=calculator_tasks(config.tasks, config.seed)
+        )
+        super().__init__(*setup, out, progress, Ranks(), config.policy())
+        self.demo, self.controls = config, controls
+        self.title = f"Tapereel demo: {config.algo}, seed {config.seed}"
+        self.demos: dict[str, tuple[list[Row], Episode]] = {}
+        self.order: list[str] = []
+        """Ids of the demonstrations."""
 
-@dataclass
-class Demo:
-    """One run of the demo. `run()` once."""
+    @property
+    def recorded(self) -> Config:
+        return self.demo
 
-    config: DemoConfig
-    out: Path
-    controls: bool = False
-    progress: Progress = silent
-    results: Results = field(default_factory=Results)
-    """The results so far; the content of results.json."""
-
-    def run(self, *, resume: bool = False) -> dict[str, Any]:
-        """Run all phases, or the missing ones with `resume`. Returns the summary that `--json` prints."""
-        torch.set_num_threads(self.config.threads)
-        check_trackers(self.config.trackers)
-        with open_run(
-            self.out, self.config, resume=resume, begin=new_results, free=("trackers",), changes={UPDATES: self._longer}
-        ) as directory:
-            self.results, self.store = directory.results, directory.store
-            with reporting(reporter(self, directory)):
-                with directory.timed("total"), tracking(directory, self.config.trackers):
-                    self._work(directory)
-                self.results.books = self.store.books()
-                directory.save()
-        return self.summary()
-
-    def _work(self, directory: RunDir) -> None:
-        self._setup(directory)
-        self._demonstrate()
-        self.training.restore()
-        if self.training.history.updates == 0 and not self.config.warm.updates:
-            self.training.history.settle()  # the controls begin with these weights too
-        self.training.imitate(self.demo_order, self.demos.__getitem__)
-        run_async(self._improve())
-        if self.controls:
-            self._run_controls()
-
-    def _longer(self, directory: RunDir, then: int, now: int) -> str:
+    def lengthened(self, directory: RunDir, then: int, now: int) -> str:
         if directory.results.controls:
             raise UsageError(
                 f"the controls in {self.out} trained on as many tokens as {then} updates of the loop: they can't be "
                 f"compared with loop.updates={now}; choose another --out"
             )
-        return lengthening(self.config.loop, self.config.warm.updates)(directory, then, now)
+        return super().lengthened(directory, then, now)
 
-    # Phases
+    # Demonstrations
 
-    def _setup(self, directory: RunDir) -> None:
-        config = self.config
-        tasks = calculator_tasks(config.tasks, config.seed)
-        share = config.held_out / config.tasks * SPARE
-        train, held_out = tasks.split(1 - share, share)
-        self.train_tasks, self.held_out = list(train), list(held_out)[: config.held_out]
-        if overlap(train, held_out) != 0:
-            raise DemoFailed("training and held-out tasks overlap")
-        self.training = demo_training(config, directory, self.train_tasks, self.held_out, progress=self.progress)
-        self.results.held_out_tasks, self.results.train_tasks = len(self.held_out), len(self.train_tasks)
-        self.results.overlap = 0
-        self.demos: dict[str, tuple[list[Row], Episode]] = {}
-        self.demo_order: list[str] = []
+    def tapes_to_imitate(self) -> Sequence[str]:
+        return ()
 
-    def _demonstrate(self) -> None:
+    def imitated(self) -> tuple[Sequence[str], Source]:
         """Record the demonstrations that are not on tape yet. Demonstration k has the same task and seed in every
         process."""
-        n = self.config.demonstrations
+        history = self.training.history
+        if not self.demo.warm.updates and not checkpoints(history.directory):
+            history.settle()  # the controls begin with these weights too
+        n, store = self.demo.demonstrations, self.directory.store
         have = {}
-        for summary in self.store.summaries(split="demo", closed=True):
-            tape = self.store.tape(summary.id, refresh=False)
+        for summary in store.summaries(split="demo", closed=True):
+            tape = store.tape(summary.id, refresh=False)
             if tape.trains:
                 have[tape.begin.attempt] = tape.id
-                self._keep_demo(tape)
-        with self.training.run.timed("demonstrations"):
+                self._keep(tape)
+        with self.directory.timed("demonstrations"):
             run_async(self._record([k for k in range(n) if k not in have], have))
-        self.demo_order = [have[k] for k in range(n)]
-        rewards = [self.demos[tape][1].reward or 0.0 for tape in self.demo_order]
-        self.results.demonstrations = {"n": n, "reward": sum(rewards) / n}
-        self.training.run.save()
+        self.order = [have[k] for k in range(n)]
+        rewards = [self.demos[tape][1].reward or 0.0 for tape in self.order]
+        self.directory.results.demonstrations = {"n": n, "reward": sum(rewards) / n}
+        self.directory.save()
+        return self.order, self.demos.__getitem__
 
-    def _keep_demo(self, tape: Tape) -> None:
+    def _keep(self, tape: Tape) -> None:
         self.demos[tape.id] = (rows(tape), episode_of(tape))
 
     async def _record(self, missing: list[int], have: dict[int, str]) -> None:
         def policy(request: Request) -> str:
             heard = [m["content"] for m in request.messages if m["role"] == "user"]
-            return demonstrate(heard[0], heard[1:], random.Random(request.seed), bad=self.config.bad)
+            return demonstrate(heard[0], heard[1:], random.Random(request.seed), bad=BAD)
 
-        engine = ScriptedEngine(policy, renderer=self.training.renderer)
-        work = iter(missing)
+        engine = ScriptedEngine(policy, renderer=self.policy.renderer)
+        tasks, work = self.scene.train_tasks, iter(missing)
 
         async def worker() -> None:
             for k in work:
                 tape = await rollout(
-                    self.training.agent,
-                    calculator,
-                    self.train_tasks[k % len(self.train_tasks)],
+                    self.scene.agent,
+                    self.scene.env,
+                    tasks[k % len(tasks)],
                     engine=engine,
-                    seed=derive_seed(self.config.seed, "demo", k),
+                    seed=derive_seed(self.demo.seed, "demo", k),
                     attempt=k,
                     split="demo",
-                    limits=self.config.loop.limits,
-                    sampling=self.config.loop.sampling,
-                    journal=self.store.writer,
+                    limits=self.demo.loop.limits,
+                    sampling=self.demo.loop.sampling,
+                    journal=self.directory.store.writer,
                 )
                 if not tape.trains:
                     raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
                 have[k] = tape.id
-                self._keep_demo(tape)
-                self.progress("recording demonstrations", len(have), self.config.demonstrations, "")
+                self._keep(tape)
+                self.progress("recording demonstrations", len(have), self.demo.demonstrations, "")
 
         await asyncio.gather(*(worker() for _ in range(256)))
 
-    async def _improve(self) -> None:
-        await self.training.before()
-        await self.training.improve()
-        await self.training.after()
-
     # Controls: the same number of trained tokens, without the rewards that are claimed to teach
 
-    def _run_controls(self) -> None:
-        training = self.training
-        controls = self.results.controls
-        base = next(c for c in checkpoints(self.out / "checkpoints") if c.update == self.config.warm.updates)
+    def control(self) -> None:
+        if not self.controls:
+            return
+        training, model = self.training, self.policy.model
+        controls = self.directory.results.controls
+        found = checkpoints(self.out / "checkpoints")
+        base = next(one for one in found if one.update == self.demo.warm.updates)
         trained = training.history.trained_tokens - int(base.state["trained_tokens"])
         for name, run in (("sft", self._control_sft), ("shuffled", self._control_shuffled)):
             if name in controls:
                 continue
             out = self.out / "controls" / name
             with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
-                training.model.load_state_dict(base.weights())
-                history = training.history_in(store, f"{self.results.lineage}-{name}", out)
+                model.load_state_dict(base.weights())
+                history = training.history_in(store, f"{training.history.lineage}-{name}", out)
                 history.restore()
-                with training.run.timed("controls"):
+                with self.directory.timed("controls"):
                     run(history, trained)
-                found = run_async(_measured(training, history, f"control-{name}"))
-                controls[name] = Control(trained_tokens=history.trained_tokens, **found)
-            training.run.save()
-        training.model.load_state_dict(checkpoints(self.out / "checkpoints")[-1].weights())
+                measured = run_async(self._measured(history, f"control-{name}"))
+                controls[name] = Control(trained_tokens=history.trained_tokens, **measured)
+            self.directory.save()
+        model.load_state_dict(found[-1].weights())
+
+    async def _measured(self, history: History, when: str) -> Evaluations:
+        async with closing(self.training.engine(history)) as engine:
+            return await self.training.evaluate(engine, when)
 
     def _control_sft(self, history: History, trained: int) -> None:
         """More imitation, on as many tokens as the loop trained on."""
@@ -319,14 +327,14 @@ class Demo:
 
         # The control has a store of its own. Its updates name these tapes, so the tapes must be there too; otherwise no
         # later process could apply the updates again.
-        tapes = bring_in(self.out, self.demo_order, history.store, self.training.renderer)
+        tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
         warm_start(
-            self.config.warm,
+            self.demo.warm,
             store=history.store,
             history=history,
             tapes=tapes,
             source=self.demos.__getitem__,
-            seed=self.config.seed + 1,
+            seed=self.demo.seed + 1,
             phase="sft-more",
             updates=10**9,
             on_update=report,
@@ -336,9 +344,9 @@ class Demo:
     def _control_shuffled(self, history: History, trained: int) -> None:
         """The same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
         takes more updates: at most four times as many, since episodes may shrink to nothing."""
-        if self.config.loop.demonstrations:
-            bring_in(self.out, self.demo_order, history.store, self.training.renderer)
-        config = self.config.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.config.loop.updates})
+        if self.demo.loop.demonstrations:
+            bring_in(self.out, self.order, history.store, self.policy.renderer)
+        config = self.demo.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.demo.loop.updates})
         run_async(
             self.training.run_loop(
                 history,
@@ -350,155 +358,56 @@ class Demo:
             )
         )
 
-    def summary(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        r = self.results
+    # What a demo writes for a reader
 
-        def mean(part: Evaluations | None, name: str) -> float | None:
-            return part[name].mean if part else None
+    def reward_plot(self) -> Plot:
+        """Reward per update, with the held-out levels and the control."""
+        shuffled = self.out / "controls" / "shuffled" / METRICS
+        others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
+        return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, others=others)
 
-        assert r.books is not None
-        seconds = {name: r.seconds.get(name, 0.0) for name in ("sft", "rollout", "train", "total")}
-        return {
-            "run": str(self.out),
-            "seed": self.config.seed,
-            "algo": self.config.algo,
-            "held_out": {
-                "before": mean(r.before, "sampled"),
-                "after": mean(r.after, "sampled"),
-                "greedy_before": mean(r.before, "greedy"),
-                "greedy_after": mean(r.after, "greedy"),
-                "n": len(self.held_out),
-            },
-            "controls": {
-                name: {
-                    "after": control.sampled.mean,
-                    "greedy_after": control.greedy.mean,
-                    "trained_tokens": control.trained_tokens,
-                }
-                for name, control in r.controls.items()
+    def page(self, overview: Overview) -> Overview:
+        return overview.model_copy(
+            update={
+                "plots": (self.reward_plot(), *(plot for plot in overview.plots if plot.small)),
+                "scores": _scores(self.directory.results),
+                "tapes": self._tapes_to_read(),
             }
-            or None,
-            "seconds": {**seconds, **{k: v for k, v in r.seconds.items() if k not in seconds}},
-            "tokens": self.training.token_counts(),
-            "episodes": r.books.begun,
-        }
-
-
-# What a demo writes for a reader: reward.png, report.html, and the printed table
-
-_PARTS = ("demonstrations", "restore", "sft", "evaluation", "rl", "controls")
-"""Phases that take wall-clock time one after the other; the engine's and the trainer's seconds are inside `rl`."""
-
-
-def reporter(demo: Demo, run: RunDir) -> Reporter:
-    """The report of a demo: that of any training run, and what only a demo knows once it is through."""
-
-    def complete(data: Overview) -> Overview:
-        # Read at the end: a run that begins has no tokenizer yet.
-        report.tokenizer = demo.training.tokenizer
-        return complete_report(demo, data)
-
-    report = Reporter(
-        run,
-        f"Tapereel demo: {demo.config.algo}, seed {demo.config.seed}",
-        demo.config.algo.upper(),
-        demo.config.loop.updates,
-        demo.config.loop.checkpoint_every,
-        complete=complete,
-    )
-    return report
-
-
-def complete_report(demo: Demo, data: Overview) -> Overview:
-    """Write reward.png; gives the page of the whole demo."""
-    plot = demo_plot(demo)
-    plot_curve(demo.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
-    summary = demo.summary()
-    held = summary["held_out"]
-    books = demo.results.books
-    assert books is not None
-    return data.model_copy(
-        update={
-            "subtitle": "A tiny chat model learns to add three numbers with a calculator: imitation, then its own "
-            "rollouts.",
-            "facts": (
-                Fact(
-                    label="held-out reward, sampled",
-                    value=f"{_show(held['before'])} → {_show(held['after'])}",
-                    note=f"{held['n']} tasks, none of them trained on",
-                ),
-                Fact(label="greedy", value=f"{_show(held['greedy_before'])} → {_show(held['greedy_after'])}"),
-                Fact(label="seconds", value=f"{summary['seconds']['total']:.0f}"),
-                Fact(label="episodes on tape", value=f"{books.begun:,}"),
-            ),
-            "plots": (plot, *(other for other in data.plots if other.small)),
-            "scores": scores(demo),
-            "seconds": {part: summary["seconds"][part] for part in _PARTS if part in summary["seconds"]},
-            "tapes": pages(demo),
-            "next": (*next_of_any(str(demo.out)), _lab(demo)),
-        }
-    )
-
-
-def demo_plot(demo: Demo) -> Plot:
-    """Reward per update, with the held-out levels and the control."""
-    shuffled = demo.out / "controls" / "shuffled" / METRICS
-    others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
-    return reward_plot(demo.config.algo.upper(), demo.out / METRICS, demo.results, others=others)
-
-
-def scores(demo: Demo) -> tuple[Score, ...]:
-    """The table: before, after, and the controls."""
-    r = demo.results
-    rows = [("after imitation (before RL)", r.before, ""), ("after RL", r.after, "")]
-    for name, control in r.controls.items():
-        title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
-        found = {"sampled": control.sampled, "greedy": control.greedy}
-        rows.append((title, found, f"{control.trained_tokens:,} trained tokens"))
-    return tuple(
-        Score(
-            name=name,
-            sampled=part["sampled"].mean,
-            greedy=part["greedy"].mean,
-            n=part["sampled"].n,
-            note=note or _partial_credit(part["sampled"]),
         )
-        for name, part, note in rows
+
+    def _tapes_to_read(self) -> tuple[TapeToRead, ...]:
+        """A demonstration, and wrong and right answers before and after the loop."""
+        end = end_name(self.directory.results, self.demo.loop.updates)
+        return tuple(
+            TapeToRead(tape=found.id, caption=caption)
+            for split, caption, reward, count in (
+                ("demo", "a demonstration with a right solution", 1.0, 1),
+                ("demo", "a demonstration with a wrong solution", 0.0, 1),
+                ("eval-before-sampled", "before RL, wrong", 0.0, 2),
+                (f"eval-{end}-sampled", "after RL, right", 1.0, 2),
+                (f"eval-{end}-sampled", "after RL, wrong", 0.0, 1),
+            )
+            for found in self.directory.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
+        )
+
+
+def _scores(results: Results) -> tuple[Score, ...]:
+    """The table: before, after, and the controls."""
+    rows = [
+        _score(name, part["sampled"], part["greedy"], _partial_credit(part["sampled"]))
+        for name, part in (("after imitation (before RL)", results.before), ("after RL", results.after))
         if part
-    )
+    ]
+    for name, part in results.controls.items():
+        title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
+        rows.append(_score(title, part.sampled, part.greedy, f"{part.trained_tokens:,} trained tokens"))
+    return tuple(rows)
 
 
-def next_commands(demo: Demo) -> tuple[str, ...]:
-    """Commands to try on this run."""
-    run = str(demo.out)
-    return (*next_of_any(run), *checks(run), _lab(demo))
-
-
-def _lab(demo: Demo) -> str:
-    return command("explain", str(demo.out), "--recipe", "own", "--recipe", "dr_grpo")
-
-
-def pages(demo: Demo) -> tuple[TapeToRead, ...]:
-    """A handful of tapes: a demonstration, and wrong and right answers before and after."""
-    chosen: list[TapeToRead] = []
-
-    def add(split: str, caption: str, reward: float, count: int = 1) -> None:
-        found = demo.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
-        chosen.extend(TapeToRead(tape=s.id, caption=caption) for s in found)
-
-    add("demo", "a demonstration with a right solution", 1.0)
-    add("demo", "a demonstration with a wrong solution", 0.0)
-    add("eval-before-sampled", "before RL, wrong", 0.0, 2)
-    add(f"eval-{demo.training.end}-sampled", "after RL, right", 1.0, 2)
-    add(f"eval-{demo.training.end}-sampled", "after RL, wrong", 0.0)
-    return tuple(chosen)
+def _score(name: str, sampled: HeldOut, greedy: HeldOut, note: str) -> Score:
+    return Score(name=name, sampled=sampled.mean, greedy=greedy.mean, n=sampled.n, note=note)
 
 
 def _partial_credit(part: HeldOut) -> str:
     value = part.metrics.get("reasoning_gym")
     return "" if value is None else f"reasoning-gym's own scorer, with partial credit: {value:.3f}"
-
-
-def _show(value: float | None) -> str:
-    return "unscored" if value is None else f"{value:.3f}"

@@ -7,43 +7,44 @@ again from the tapes, and recorded rollouts are used. A finished run continues w
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...agents import Engine
 from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
 from ...envs.taskset import Taskset, overlap
 from ...tapes import Task
+from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
-from ...tapes.store.run_directory import CONFIG, METRICS, Results, RunDir, open_run, read_metrics
+from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
 from ...tapes.value import Value
-from ...tapes.view.curves import reward_plot
+from ...tapes.view.curves import Plot, reward_plot
+from ...tapes.view.overview import Overview
 
 try:
     import torch
 
     from ...agents.engines.embedded.pretrained import weights_digest
-    from ..history.history import History
-    from ..loop.loop import UpdateReport, check_recipe
+    from ..history.history import History, Source
+    from ..loop.loop import check_recipe
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
     from ..policies.policy import Policy, check_begun, check_custom, load_policy
     from ..policies.policy_team import NO_WARM_START, Team
     from ..recipes import get_recipe
     from ..report.plots import plot_curve
-    from ..report.run_report import Reporter, reporting
+    from ..report.run_report import REPORT, Reporter, reporting
     from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
     from ..trainer.ranks import Ranks
     from .drawing import drawn, rates_of
     from .longer import UPDATES, lengthening
     from .train_config import EvaluationConfig, TrainConfig
-    from .training import Training, closing, new_results
+    from .training import Scene, Training, new_results
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -107,7 +108,7 @@ def train(
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
     with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
-        run = _Run(config, setup, Path(out), progress, ranks)
+        run = TrainingRun(config, setup, Path(out), progress, ranks)
         if ranks.rank:
             return run.processes.follow()
         with run.processes.leading():
@@ -116,59 +117,29 @@ def train(
         return summary
 
 
-def train_training(
-    config: TrainConfig,
-    directory: RunDir,
-    policy: Policy | None = None,
-    team: Team | None = None,
-    *,
-    agent: Any = None,
-    env: Any = None,
-    train_tasks: Sequence[Task] = (),
-    held_out: Sequence[Task] = (),
-    draw: Callable[[int], Task] | None = None,
-    progress: Progress = silent,
-    processes: Processes | None = None,
-) -> Training:
-    """The parts of a training run, with the base weights. Without agent, environment and tasks they can only apply
-    recorded updates. policy, team: the configuration's models, where they are loaded already. draw: the curriculum."""
-    evaluation = config.evaluation
-    sampled = evaluation.sampling or config.loop.sampling
-    every = {"sampled": sampled}
-    if evaluation.greedy:
-        every["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
-    return Training(
-        directory,
-        policy or load_policy(config.engine, config.trainer, config.seed),
-        agent,
-        env,
-        train_tasks,
-        held_out,
-        config.loop,
-        get_recipe(config.loop.recipe, config.loop.changes),
-        config.warm or NO_WARM_START,
-        evaluations=every if held_out else {},
-        concurrent=evaluation.concurrency,
-        attempts=evaluation.attempts,
-        k=evaluation.k,
-        success=evaluation.success,
-        seed=config.seed,
-        progress=progress,
-        draw=draw,
-        processes=processes,
-        team=team or Team(config.players, seed=config.seed),
-        measured_by=evaluation.engine or ("own" if config.engine.kind == "embedded" else "loop"),
-    )
+class TrainingRun:
+    """One run of `train`. Everything that the configuration names is loaded before the run directory is made: what
+    can't be loaded must leave no directory behind."""
 
+    directory: RunDir
+    """The run directory, from `lead` on."""
+    training: Training
+    """The training in the run directory, from `lead` on."""
 
-class _Run:
-    """Everything that the configuration names, loaded before the run directory is made: what can't be loaded must leave
-    no directory behind."""
-
-    def __init__(self, config: TrainConfig, setup: LoadedSetup, out: Path, progress: Progress, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        setup: LoadedSetup,
+        out: Path,
+        progress: Progress,
+        ranks: Ranks,
+        policy: Policy | None = None,
+    ) -> None:
+        """policy: the model of `config.engine`, where the caller has made it."""
         self.config, self.out, self.progress = config, out, progress
-        self.setup = setup
-        self.train_tasks, self.held_out = _split_tasks(self.setup.tasks, config.evaluation)
+        self.title = f"Training {setup.agent.name}"
+        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation)
+        self.scene = Scene(setup.agent, setup.env, train_tasks, held_out)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         check_together(config.engine, config.players)
@@ -177,95 +148,108 @@ class _Run:
                 "several processes compute the updates of one policy only, and players that learn need updates too: "
                 "start a single process, or set players.NAME.frozen"
             )
-        self.policy = load_policy(config.engine, config.trainer, config.seed)
+        self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
-        self.rates: dict[str, tuple[int, int]] | None = None
 
     def lead(self, resume: bool) -> TrainSummary:
         """The whole run, on rank 0; other ranks only compute shares of its updates."""
-        if not (self.out / CONFIG).exists():
-            self.tapes_to_imitate()
-            if self.config.curriculum is not None:
-                self.rates = rates_of(self.config.curriculum, self.train_tasks)
-                drawn(self.config.curriculum, self.train_tasks, self.rates, self.config.seed)
         check_trackers(self.config.trackers)
         run_async(self._check_custom_engines())
         places = (
             "trainer",
             *(f"players.{name}.{part}" for name in self.config.players for part in ("trainer", "engine")),
         )
-        free = (*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers")
-        changes = {
-            UPDATES: lengthening(
-                self.config.loop, self.config.warm.updates if self.config.warm else 0, self.config.players
-            )
-        }
-        with open_run(self.out, self.config, resume=resume, begin=new_results, free=free, changes=changes) as directory:
-            self.report = Reporter(
+        with open_run(
+            self.out,
+            self.recorded,
+            resume=resume,
+            begin=self._new_results,
+            free=(*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers"),
+            changes={UPDATES: self.lengthened},
+        ) as directory:
+            self.directory = directory
+            report = Reporter(
                 directory,
-                f"Training {self.setup.agent.name}",
+                self.title,
                 self.recipe.name,
                 self.config.loop.updates,
                 self.config.loop.checkpoint_every,
                 tokenizer=self.policy.tokenizer,
+                complete=self.page,
             )
-            with reporting(self.report):
+            with reporting(report):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
-                    self.work(directory)
+                    self._work()
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()
-                self.draw(directory)
-        return self.summary(directory)
+                plot = self.reward_plot()
+                plot_curve(
+                    self.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel
+                )
+        return self.summary()
+
+    def _new_results(self) -> Results:
+        """The results of a new run. What can't be imitated or drawn is refused here, before there is a directory."""
+        results = new_results()
+        self.tapes_to_imitate()
+        self._draw(results)
+        return results
 
     async def _check_custom_engines(self) -> None:
         await check_custom(self.config.engine, self.config.loop)
         for player in self.config.players.values():
             await check_custom(player.engine, self.config.loop, frozen=player.frozen)
 
-    def work(self, directory: RunDir) -> None:
+    def _work(self) -> None:
         """Restore, then the warm start, then the loop with its evaluations."""
-        self._same_model(directory)
-        self.training = training = train_training(
+        results = self.directory.results
+        check_begun(results, weights_digest(self.policy.model.state_dict()), self.out, str(self.config.engine.model))
+        self.scene = replace(self.scene, draw=self._draw(results))
+        self.training = Training(
             self.config,
-            directory,
+            self.directory,
             self.policy,
             self.team,
-            agent=self.setup.agent,
-            env=self.setup.env,
-            train_tasks=self.train_tasks,
-            held_out=self.held_out,
-            progress=self.progress,
-            draw=self._drawn(directory),
+            self.scene,
             processes=self.processes,
+            progress=self.progress,
         )
-        tapes = self._imitated(directory)
-        training.restore()
-        training.imitate(tapes, training.history.from_store)
-        run_async(self._improve(directory))
+        tapes, source = self.imitated()
+        self.training.restore()
+        self.training.imitate(tapes, source)
+        run_async(self._improve())
+        self.control()
 
-    def _drawn(self, directory: RunDir) -> Callable[[int], Task] | None:
+    async def _improve(self) -> None:
+        async with self.team.opened(self.directory):
+            await self.training.improve()
+
+    def _draw(self, results: Results) -> Callable[[int], Task] | None:
         """The curriculum's draw, by the rates that the run began with; None without a curriculum."""
-        config = self.config.curriculum
+        config, tasks = self.config.curriculum, self.scene.train_tasks
         if config is None:
             return None
-        if not directory.results.task_rates:
-            directory.results.task_rates = self.rates or rates_of(config, self.train_tasks)
-            directory.save()
-        return drawn(config, self.train_tasks, directory.results.task_rates, self.config.seed)
+        if not results.task_rates:
+            results.task_rates = rates_of(config, tasks)
+        return drawn(config, tasks, results.task_rates, self.config.seed)
 
-    def _same_model(self, directory: RunDir) -> None:
-        check_begun(
-            directory.results,
-            weights_digest(self.policy.model.state_dict()),
-            directory.path,
-            str(self.config.engine.model),
-        )
+    # What a run of another kind (the demo) does in another way
+
+    @property
+    def recorded(self) -> Config:
+        """The configuration that `config.yaml` holds."""
+        return self.config
+
+    def lengthened(self, directory: RunDir, then: int, now: int) -> str:
+        """Allow another `loop.updates` in a resumed run, as `open_run` asks."""
+        warm = self.config.warm.updates if self.config.warm else 0
+        return lengthening(self.config.loop, warm, self.config.players)(directory, then, now)
 
     def tapes_to_imitate(self) -> Sequence[str]:
-        """Ids of the tapes in the other run; none without a warm start."""
+        """Ids of the tapes in the other run; none without a warm start. UsageError where they are too few."""
         warm = self.config.warm
         if warm is None:
             return ()
@@ -277,39 +261,29 @@ class _Run:
             )
         return tapes
 
-    def _imitated(self, directory: RunDir) -> Sequence[str]:
-        """Ids of the tapes in this run, which are copied at the first call."""
-        warm = self.config.warm
-        if warm is not None and directory.results.imitated is None:
+    def imitated(self) -> tuple[Sequence[str], Source]:
+        """The tapes in this run that the warm start imitates. They are copied at the first call."""
+        warm, results = self.config.warm, self.directory.results
+        if warm is not None and results.imitated is None:
             tapes = self.tapes_to_imitate()
-            directory.results.imitated = bring_in(warm.tapes, tapes, directory.store, self.policy.renderer)
-            directory.save()
-        return directory.results.imitated or ()
+            results.imitated = bring_in(warm.tapes, tapes, self.directory.store, self.policy.renderer)
+            self.directory.save()
+        return results.imitated or (), self.training.history.from_store
 
-    async def _improve(self, directory: RunDir) -> None:
-        async with self.team.opened(directory):
-            await self._improve_together()
+    def control(self) -> None:
+        """Runs to compare with, after the loop."""
 
-    async def _improve_together(self) -> None:
-        measured = _Evaluations(self.training, self.config.evaluation.every if self.held_out else None)
-        if self.held_out:
-            await self.training.before()
-        try:
-            await self.training.improve(measured.on_update)
-        except BaseException:
-            await measured.stop()
-            raise
-        await measured.finish()
-        if self.held_out:
-            await self.training.after()
+    def reward_plot(self) -> Plot:
+        """The curves of reward.png."""
+        return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, self.training.trained)
 
-    def draw(self, directory: RunDir) -> None:
-        """Write reward.png."""
-        plot = reward_plot(self.recipe.name, self.out / METRICS, directory.results, self.training.trained)
-        plot_curve(self.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel)
+    def page(self, overview: Overview) -> Overview:
+        """The page of the finished run."""
+        return overview
 
-    def summary(self, directory: RunDir) -> TrainSummary:
-        results, history = directory.results, self.training.history
+    def summary(self) -> TrainSummary:
+        """The results."""
+        results, history = self.directory.results, self.training.history
         assert results.books is not None
         lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
         return TrainSummary(
@@ -326,7 +300,7 @@ class _Run:
             episodes=results.books.begun,
             books_close=results.books.closes,
             model=_model(history),
-            report=str(self.report.path),
+            report=str(self.out / REPORT),
         )
 
     def _player(self, name: str) -> PlayerSummary:
@@ -337,51 +311,6 @@ class _Run:
         return PlayerSummary(
             agents=player.agents, lineage=history.lineage, updates=history.updates, model=_model(history)
         )
-
-
-class _Evaluations:
-    """Evaluations beside the loop, one at a time.
-
-    Each has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
-    engine, which gets its next weights after the evaluation. An evaluation that a crash cut off is not repeated: its
-    weights are gone.
-    """
-
-    def __init__(self, training: Training, every: int | None) -> None:
-        self.training, self.every = training, every
-        self.last: asyncio.Task[None] | None = None
-
-    def on_update(self, report: UpdateReport) -> None:
-        done = report.update - self.training.warm.updates
-        if self.every is not None and done % self.every == 0 and done < self.training.loop.updates:
-            shared = self.training.measured_by == "loop"
-            engine = None if shared else self.training.engine(self.training.history)
-            self.last = asyncio.create_task(self._measure(self.last, engine, done))
-            self.training.keep_weights_for(self.last if shared else None)
-
-    async def _measure(self, before: asyncio.Task[None] | None, own: Engine | None, update: int) -> None:
-        # `own` was copied at the update, in the event loop; a copy that is made after this wait would be of later
-        # weights.
-        if before is not None:
-            await before
-        run = self.training.run
-        async with closing(own) if own is not None else self.training.measuring() as engine:
-            found = await self.training.evaluate(engine, f"update-{update:06d}")
-        run.results.evaluations[str(update)] = found
-        self.training.note_scores()
-        self.training.note_evaluation(update, found)
-        run.save()
-
-    async def finish(self) -> None:
-        """Wait for the last evaluation."""
-        if self.last is not None:
-            await self.last
-
-    async def stop(self) -> None:
-        """Cancel the present evaluation; its episodes are closed as cancelled."""
-        if self.last is not None:
-            self.last.cancel()
-            await asyncio.gather(self.last, return_exceptions=True)
 
 
 def _split_tasks(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:

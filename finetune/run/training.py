@@ -1,8 +1,6 @@
-"""Training in one run directory: the parts that `train` and the demo share, for any agent, tasks and model.
+"""Training in one run directory: the updates, the engines with their weights, the loop and the evaluations.
 
-It holds a history of updates in the store, engines with its weights, the loop, and evaluations on held-out tasks. Each
-method reads in the directory what an earlier process has done, and does the rest. The caller chooses the order of the
-methods and the tapes to imitate (`train_run.py`, `demonstrations.py`).
+Each method reads in the directory what an earlier process has done, and does the rest.
 """
 
 from __future__ import annotations
@@ -10,37 +8,39 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...agents import Agent, Engine
+from ...agents.engines.engine import TrainableEngine
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import Environment
-from ...tapes import Sampling, Tape, Task
+from ...tapes import Tape, Task
 from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, Results, RunDir, drop_metrics, read_metrics
 from ...tapes.store.store import Store
 from ..data.by_agent import reward_by_agent, rewards_of
 from ..history.history import History, Plan, Source
-from ..history.loop_config import LoopConfig, WarmStartConfig
+from ..history.loop_config import LoopConfig
 from ..loop.held_out import evaluate
 from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
 from ..loop.metrics import imitation_line, rollout_line
 from ..loop.sft import warm_start
-from ..objective.recipe import Recipe
 from ..policies.phases import Phases, recipes_by_phase
+from ..policies.players import Player
 from ..policies.policy import Policy
 from ..policies.policy_team import NO_WARM_START, Team
+from ..recipes import get_recipe
 from ..recipes.recipe_files import write_recipes
 from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
 from .longer import end_name
-from .train_config import MeasuredBy
+from .train_config import MeasuredBy, TrainConfig
 
 
 @asynccontextmanager
@@ -57,80 +57,72 @@ def new_results() -> Results:
     return Results(lineage=secrets.token_hex(4))
 
 
-@dataclass
-class Training:
-    """A training run in its run directory. The caller sets the number of torch threads."""
+@dataclass(frozen=True)
+class Scene:
+    """Who acts, where, and on what."""
 
-    run: RunDir
-    policy: Policy
-    """It must have the base weights; updates change them in place."""
     agent: Agent
     env: Callable[[], Environment[Any]]
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
-    loop: LoopConfig
-    recipe: Recipe
-    """The recipe of the loop's updates."""
-    warm: WarmStartConfig = NO_WARM_START
-    """Imitation before the loop."""
-    evaluations: Mapping[str, Sampling] = field(default_factory=dict)
-    """Name of an evaluation -> its sampling."""
-    attempts: int = 1
-    """Episodes of each held-out task in an evaluation."""
-    k: tuple[int, ...] = ()
-    """Evaluations report pass@k for these."""
-    success: float = 1.0
-    """The least reward of a success."""
-    concurrent: int = 256
-    """Episodes of an evaluation in flight."""
-    seed: int = 0
-    progress: Progress = silent
-    processes: Processes | None = None
-    """The processes that compute the updates; None: this process alone."""
     draw: Callable[[int], Task] | None = None
     """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that the seed decides."""
-    team: Team = field(default_factory=Team)
-    """The other models in its episodes."""
-    measured_by: MeasuredBy = "own"
-    _shown: Sequence[str] = field(default=(), init=False)
-    """Tapes in the run that the loop may imitate beside its rollouts."""
-    _loop: Loop | None = field(default=None, init=False)
-    """The loop, while it runs."""
-    _measurement: asyncio.Task[None] | None = field(default=None, init=False)
-    """The present evaluation with the loop's engine."""
 
-    def __post_init__(self) -> None:
+
+class Training:
+    """A training run in its run directory. The caller sets the number of torch threads."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDir,
+        policy: Policy,
+        team: Team,
+        scene: Scene | None = None,
+        *,
+        processes: Processes | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        """policy, team: the models of `config`, with their base weights; updates change them in place. scene: None
+        where recorded updates are only applied again. processes: those that compute the updates; None: this one."""
+        self.config, self.run, self.policy, self.team, self.progress = config, run, policy, team, progress
+        self.loop = config.loop
+        self.warm = config.warm or NO_WARM_START
+        self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(self.loop, self.recipe)
-        if self.processes is None:
-            phases = Phases(self.model, self.loop, self.recipe, self.warm)
-            self.processes = Processes(Ranks(), self.model, phases.trainer)
-        self.history = self.history_in(self.run.store, self.run.results.lineage, self.run.path)
-        self.team.begin(self.run, self.loop, self.recipe)
+        if processes is None:
+            phases = Phases(policy.model, self.loop, self.recipe, self.warm)
+            processes = Processes(Ranks(), policy.model, phases.trainer)
+        self.processes = processes
+        self.history = self.history_in(run.store, run.results.lineage, run.path)
+        team.begin(run, self.loop, self.recipe)
+        self._scene = scene
+        self._shown: Sequence[str] = ()
+        """Tapes in the run that the loop may imitate beside its rollouts."""
+        self._loop: Loop | None = None
+        """The loop, while it runs."""
+        self._evaluation: asyncio.Task[None] | None = None
+        """The latest evaluation beside the loop."""
 
     @property
-    def model(self) -> Any:
-        """The policy's model."""
-        return self.policy.model
-
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
-        return self.policy.tokenizer
-
-    @property
-    def renderer(self) -> Any:
-        """The policy's renderer."""
-        return self.policy.renderer
+    def scene(self) -> Scene:
+        """The scene; only a run that samples has one."""
+        assert self._scene is not None
+        return self._scene
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
         """The history of `lineage` in `store`, with its checkpoints under `out`."""
-        assert self.processes is not None
         write_recipes(out, recipes_by_phase(self.recipe))
         return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
 
     def engine(self, history: History) -> Engine:
         """An engine with a copy of the present weights, the players' included."""
         return self.team.measuring(self.policy.copy(history.version))
+
+    @property
+    def measured_by(self) -> MeasuredBy:
+        """The engine of the evaluations."""
+        return self.config.evaluation.engine or ("own" if self.config.engine.kind == "embedded" else "loop")
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
@@ -139,27 +131,27 @@ class Training:
         if self.measured_by == "loop" and self._loop is not None:
             yield self._loop.engine
             return
-        async with closing(self.engine(self.history) if self.measured_by == "own" else await self._sampling()) as one:
-            yield one
+        if self.measured_by == "own":
+            engine: Engine = self.engine(self.history)
+        else:
+            engine, _ = await self._sampling(self.history.version)
+        async with closing(engine):
+            yield engine
 
-    async def _sampling(self) -> Engine:
-        """An engine of the kind that the loop uses, for evaluations before and after the loop."""
-        engine = await self.policy.sampler(self.history.version)
+    async def _sampling(self, version: str) -> tuple[TrainableEngine, list[Player]]:
+        """The engine of the loop with the present weights, and the players."""
+        engine = await self.policy.sampler(version)
         try:
-            return (await self.team.playing(engine))[0]
+            return await self.team.playing(engine)
         except BaseException:
             await engine.close()
             raise
 
-    def keep_weights_for(self, measurement: asyncio.Task[None] | None) -> None:
-        """Keep the weights of the loop's engine until `measurement` is done: `settled` waits for it."""
-        self._measurement = measurement
-
     async def settled(self) -> None:
         """Wait until no evaluation needs the present weights of the loop's engine. New weights in mid-evaluation would
         mix two versions in one score."""
-        if self._measurement is not None:
-            await self._measurement
+        if self._evaluation is not None and self.measured_by == "loop":
+            await self._evaluation
 
     def restore(self) -> None:
         """Bring the weights to the last recorded update, and metrics.jsonl to one line for each update.
@@ -187,12 +179,12 @@ class Training:
         if self.history.updates == 0:
             # The digest of the base weights: `reproduce` checks that it derives all later weights from the same ones.
             self.history.record_version("base")
-        self.note_scores()
+        self._note_scores()
         if again:
             self.run.results.reapplied += again
             self.run.save()
 
-    def note_scores(self) -> None:
+    def _note_scores(self) -> None:
         """Give the histories the held-out rewards of their versions, so that the best checkpoint is kept."""
         for update, found in self.run.results.evaluations.items():
             mean = found["sampled"].mean if "sampled" in found else None
@@ -231,36 +223,38 @@ class Training:
                 history=self.history,
                 tapes=tapes,
                 source=source,
-                seed=self.seed,
+                seed=self.config.seed,
                 agents=self.loop.agents,
                 on_update=report,
             )
         self.run.save()
 
-    async def before(self) -> None:
-        """Evaluate before the loop. The result stays None where the loop has begun without an evaluation, since the
-        weights of that moment are gone."""
-        if self.history.updates == self.warm.updates and self.run.results.before is None:
+    async def improve(self) -> None:
+        """Make the loop's missing updates, with evaluations on the held-out tasks before, between and after."""
+        results = self.run.results
+        # `before` stays None where the loop has begun without it: the weights of that moment are gone.
+        if self.scene.held_out and self.history.updates == self.warm.updates and results.before is None:
             async with self.measuring() as engine:
-                found = self.run.results.before = await self.evaluate(engine, "before")
-            self.note_evaluation(0, found)
+                results.before = await self.evaluate(engine, "before")
+            self._note_evaluation(0, results.before)
+            self.run.save()
+        try:
+            await self._improve()
+        except BaseException:
+            if self._evaluation is not None:  # its episodes are closed as cancelled
+                self._evaluation.cancel()
+                await asyncio.gather(self._evaluation, return_exceptions=True)
+            raise
+        if self._evaluation is not None:
+            await self._evaluation
+        if self.scene.held_out:
+            if results.after is None:
+                async with self.measuring() as engine:
+                    results.after = await self.evaluate(engine, end_name(results, self.loop.updates))
+                self._note_evaluation(self.history.updates - self.warm.updates, results.after)
             self.run.save()
 
-    @property
-    def end(self) -> str:
-        """The name of the evaluation at the end in the splits of its tapes, `eval-{end}-{name}`."""
-        return end_name(self.run.results, self.loop.updates)
-
-    async def after(self) -> None:
-        """Evaluate the weights at the end, once."""
-        if self.run.results.after is None:
-            async with self.measuring() as engine:
-                found = self.run.results.after = await self.evaluate(engine, self.end)
-            self.note_evaluation(self.history.updates - self.warm.updates, found)
-        self.run.save()
-
-    async def improve(self, on_update: Callable[[UpdateReport], None] = lambda update: None) -> None:
-        """Make the loop's missing updates. `on_update` is called between two updates, in the event loop."""
+    async def _improve(self) -> None:
         start = self.warm.updates
         if self.history.updates >= start + self.loop.updates:
             # All updates are made, but a crash may have cut off their last records, or a player's last update.
@@ -272,13 +266,37 @@ class Training:
 
         def report(update: UpdateReport) -> None:
             self.run.metrics(update.metrics)
-            on_update(update)
+            self._evaluate_beside(update.update - start)
 
         with self.run.timed("rl"):
             loop = await self.run_loop(self.history, self.loop, report, name="improving by rollouts", start=start)
         self.run.add_seconds("train", loop.train_seconds)
         self.run.add_seconds("rollout", loop.engine_seconds)
         self.run.results.idle_share = loop.idle_share
+        self.run.save()
+
+    def _evaluate_beside(self, done: int) -> None:
+        """Start the evaluation that is due after `done` updates of the loop; it begins when the one before has ended.
+
+        It has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
+        engine, which gets its next weights after the evaluation. An evaluation that a crash cut off is not repeated:
+        its weights are gone.
+        """
+        every = self.config.evaluation.every
+        if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
+            return
+        # Copied here: a copy that is made after the wait for the evaluation before would be of later weights.
+        engine = self.engine(self.history) if self.measured_by == "own" else None
+        self._evaluation = asyncio.create_task(self._measure(self._evaluation, engine, done))
+
+    async def _measure(self, before: asyncio.Task[None] | None, own: Engine | None, update: int) -> None:
+        if before is not None:
+            await before
+        async with closing(own) if own is not None else self.measuring() as engine:
+            found = await self.evaluate(engine, f"update-{update:06d}")
+        self.run.results.evaluations[str(update)] = found
+        self._note_scores()
+        self._note_evaluation(update, found)
         self.run.save()
 
     async def run_loop(
@@ -292,16 +310,12 @@ class Training:
         stop: Callable[[], bool] = lambda: False,
     ) -> Loop:
         """Run the loop by `config` on `history` and in its store. start, stop: as in `Loop`."""
-        engine = await self.policy.sampler(history.version)
-        try:
-            engine, players = await self.team.playing(engine)
-        except BaseException:
-            await engine.close()
-            raise
+        engine, players = await self._sampling(history.version)
         # Tapes name the version that sampled them, so its record must be there before the first one.
         history.record_version("start")
-        order = list(range(len(self.train_tasks)))
-        random.Random(derive_seed(self.seed, "tasks")).shuffle(order)
+        scene = self.scene
+        order = list(range(len(scene.train_tasks)))
+        random.Random(derive_seed(self.config.seed, "tasks")).shuffle(order)
 
         def report(update: UpdateReport) -> None:
             on_update(update)
@@ -314,13 +328,13 @@ class Training:
             store=history.store,
             history=history,
             engine=engine,
-            agent=self.agent,
-            env=self.env,
-            tasks=self.draw or (lambda k: self.train_tasks[order[k % len(order)]]),
+            agent=scene.agent,
+            env=scene.env,
+            tasks=scene.draw or (lambda k: scene.train_tasks[order[k % len(order)]]),
             recipe=self.recipe,
             shown=self._shown,
             players=players,
-            seed=self.seed,
+            seed=self.config.seed,
             start=start,
             on_update=report,
             stop=stop,
@@ -335,7 +349,7 @@ class Training:
             await engine.close()
         return loop
 
-    def note_evaluation(self, update: int, found: Evaluations) -> None:
+    def _note_evaluation(self, update: int, found: Evaluations) -> None:
         """Write a line of metrics: mean reward and pass@k of each evaluation. update: updates of the loop so far."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
@@ -352,6 +366,11 @@ class Training:
 
     async def evaluate(self, engine: Engine, when: str) -> Evaluations:
         """Run every evaluation on the held-out tasks with that engine. when: part of the name of their splits."""
+        config, scene = self.config.evaluation, self.scene
+        sampled = config.sampling or self.loop.sampling
+        evaluations = {"sampled": sampled}
+        if config.greedy:
+            evaluations["greedy"] = sampled.model_copy(update={"temperature": 0.0, "first_temperature": None})
         found: Evaluations = {}
         phase = f"evaluating on held-out tasks, {when}"
         done, earned = 0, dict[str, list[float]]()
@@ -361,26 +380,26 @@ class Training:
             done += 1
             for path, reward in rewards_of(tape, self.trained).items():
                 earned.setdefault(path, []).extend(() if reward is None else (reward,))
-            self.progress(phase, done, len(self.held_out) * len(self.evaluations) * self.attempts, "")
+            self.progress(phase, done, len(scene.held_out) * len(evaluations) * config.attempts, "")
 
-        for name, sampling in self.evaluations.items():
+        for name, sampling in evaluations.items():
             earned.clear()
             with self.run.timed("evaluation"):
                 result = await evaluate(
-                    self.agent,
-                    self.env,
-                    self.held_out,
+                    scene.agent,
+                    scene.env,
+                    scene.held_out,
                     engine=engine,
                     sampling=sampling,
-                    seed=self.seed,
+                    seed=self.config.seed,
                     split=f"eval-{when}-{name}",
                     limits=self.loop.limits,
                     journal=self.run.store.writer,
-                    concurrent=self.concurrent,
+                    concurrent=config.concurrency,
                     on_tape=count,
-                    attempts=self.attempts,
-                    k=self.k,
-                    success=self.success,
+                    attempts=config.attempts,
+                    k=config.k,
+                    success=config.success,
                 )
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
             found[name] = HeldOut(

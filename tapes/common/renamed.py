@@ -99,7 +99,14 @@ def _rename_engines(data: dict[str, Any]) -> None:
                     del engine[key]
 
 
-RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines)
+def _drop_demo_constants(data: dict[str, Any]) -> None:
+    """The demo had settings for two numbers that are constants now. A run with other numbers can't be read."""
+    for key, value in (("context", 64), ("bad", 0.7)):
+        if "demonstrations" in data and data.get(key) == value:
+            del data[key]
+
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines, _drop_demo_constants)
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""
 

@@ -90,9 +90,6 @@ class Results(BaseModel):
     players: dict[str, PlayerResults] = {}
     task_rates: dict[str, tuple[int, int]] = {}
     """Task hash -> (passed, tried): the curriculum's rates when the run began."""
-    held_out_tasks: int | None = None
-    train_tasks: int | None = None
-    overlap: int | None = None
     imitated: list[str] | None = None
     """The tapes of the warm start, as this run has them."""
     seconds: dict[str, float] = {}

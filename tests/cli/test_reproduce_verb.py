@@ -11,7 +11,8 @@ import pytest
 from tapereel.cli import main
 from tapereel.finetune.inspect.explainer import Explainer
 from tapereel.finetune.inspect.lab import lab
-from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.run.demonstrations import DemoConfig
+from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import ConfigError, load_config
 from tapereel.tapes.records import Label
@@ -25,7 +26,7 @@ from .lab import answer_of, refusal_of
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "run"
-    Demo(MICRO, out, controls=True).run()
+    run_demo(MICRO, out, controls=True)
     return out
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.demonstrations import Demo, DemoConfig
+from tapereel.finetune.run.demonstrations import DemoConfig, DemoSummary
+from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer import checkpoint
 from tapereel.finetune.trainer.checkpoint import checkpoints, prune, save_checkpoint
 from tapereel.tapes.common.config import load_config
@@ -78,8 +79,8 @@ def dying(scythe: Scythe, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def demo(path: Path, *, controls: bool = False) -> dict[str, Any]:
-    return Demo(MICRO, path, controls=controls).run(resume=(path / "config.yaml").exists())
+def demo(path: Path, *, controls: bool = False) -> DemoSummary:
+    return run_demo(MICRO, path, controls=controls, resume=(path / "config.yaml").exists())
 
 
 DEATHS = [
@@ -114,8 +115,8 @@ def test_a_demo_that_dies_at_every_kind_of_moment(tmp_path: Path, monkeypatch: p
         kept = now
     summary = demo(path)
     assert not missed, "the demo was done before death came: make it longer, or let death come earlier"
-    assert summary["held_out"]["before"] is not None
-    assert summary["held_out"]["after"] is not None
+    assert summary.held_out["before"] is not None
+    assert summary.held_out["after"] is not None
     lineage = json.loads((path / "results.json").read_text())["lineage"]
     assert_sound(path, kept, lineage)
     assert_reproduced(path, tmp_path / "fresh", lineage)
@@ -141,8 +142,8 @@ def test_controls_begin_at_the_base_where_nothing_was_imitated(tmp_path: Path) -
             "loop": MICRO.loop.model_copy(update={"updates": 2}),
         }
     )
-    summary = Demo(config, tmp_path / "run", controls=True).run()
-    assert set(summary["controls"]) == {"sft", "shuffled"}
+    summary = run_demo(config, tmp_path / "run", controls=True)
+    assert set(summary.controls or ()) == {"sft", "shuffled"}
     assert [c.update for c in checkpoints(tmp_path / "run" / "checkpoints") if c.state["pinned"]] == [0, 2]
 
 
@@ -156,18 +157,18 @@ def test_a_demo_is_made_longer_unless_it_has_controls(tmp_path: Path) -> None:
         )
 
     path = tmp_path / "run"
-    Demo(of(2), path).run()
+    run_demo(of(2), path)
     after = json.loads((path / "results.json").read_text())["after"]
-    summary = Demo(of(3), path, controls=True).run(resume=True)
+    summary = run_demo(of(3), path, controls=True, resume=True)
     results = json.loads((path / "results.json").read_text())
     assert results["evaluations"] == {"2": after}
     assert results["lengths"] == [{"updates": 2, "done": 2}]
-    assert summary["held_out"]["after"] == results["after"]["sampled"]["mean"]
+    assert summary.held_out["after"] == results["after"]["sampled"]["mean"]
     assert [c.update for c in checkpoints(path / "checkpoints") if c.state["pinned"]] == [2, 4, 5]
     verdict = reproduce(path)
     assert (str(verdict), verdict.of) == ("verified", 5)
     with pytest.raises(UsageError, match=r"be compared with loop\.updates=4"):
-        Demo(of(4), path).run(resume=True)
+        run_demo(of(4), path, resume=True)
     assert load_config(DemoConfig, path / "config.yaml").loop.updates == 3
 
 
@@ -205,7 +206,7 @@ def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monk
         with dying(scythe, monkeypatch), pytest.raises(Death):
             demo(path, controls=True)
     summary = demo(path, controls=True)
-    assert set(summary["controls"]) == {"sft", "shuffled"}
+    assert set(summary.controls or ()) == {"sft", "shuffled"}
     for run in (path, path / "controls" / "sft", path / "controls" / "shuffled"):
         store = Store.open(run, cache=False)
         assert store.books().closes, store.books().findings

@@ -10,7 +10,9 @@ import torch
 from tapereel.agents import Limits
 from tapereel.finetune.history.history import History
 from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, demo_training
+from tapereel.finetune.policies.policy_team import Team
+from tapereel.finetune.run.demonstrations import DemoConfig
+from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling
 from tapereel.tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
@@ -103,4 +105,5 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
 def history_of(store: Store, fresh: Path, lineage: str) -> History:
     """The demo's history with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
-    return demo_training(MICRO, RunDir(fresh, Results(lineage=lineage), store, resumed=True)).history
+    directory = RunDir(fresh, Results(lineage=lineage), store, resumed=True)
+    return Training(MICRO.training(), directory, MICRO.policy(), Team()).history

@@ -20,7 +20,7 @@ from tapereel.finetune.history.history import BrokenHistory
 from tapereel.finetune.history.plan import Plan
 from tapereel.finetune.loop.loop import UnknownAgent
 from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import _Run, train
+from tapereel.finetune.run.train_run import TrainingRun, train
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.tapes.common.config import ConfigError, load_config
@@ -366,9 +366,9 @@ def test_several_processes_train_no_players(models: Path, tmp_path: Path):
         size = 2
 
     with pytest.raises(UsageError, match="players that learn need updates too"):
-        _Run(*config(models).resolve(), tmp_path / "run", silent, Two())
+        TrainingRun(*config(models).resolve(), tmp_path / "run", silent, Two())
     alone = config(models, players={"judge": frozen(models / "guide")})
-    assert _Run(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
+    assert TrainingRun(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
 
 
 def test_a_player_may_learn_at_a_pace_of_its_own(models: Path, tmp_path: Path):

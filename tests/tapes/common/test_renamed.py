@@ -200,6 +200,12 @@ def test_a_default_that_was_recorded_as_none_is_read_as_the_default():
     assert translate_config(old) == {"engine": {"kind": "embedded", "model": "m", "threads": 2}}
 
 
+def test_two_numbers_of_the_demo_are_constants_now():
+    recorded = {"demonstrations": 64, "context": 64, "bad": 0.7}
+    assert translate_config(recorded) == {"demonstrations": 64}
+    assert translate_config({**recorded, "bad": 0.5}) == {"demonstrations": 64, "bad": 0.5}, "another run: refused"
+
+
 @pytest.mark.parametrize(
     ("written", "says"),
     [
