@@ -234,3 +234,9 @@ class Environment(Generic[ActionT]):
 
     async def close(self) -> None:
         """Release the instance's resources. Called once, however the episode ended."""
+
+
+AnyEnvironment = Environment[Any]
+"""An environment of any action type."""
+EnvironmentFactory = Callable[[], AnyEnvironment]
+"""An environment class, or a function without arguments that makes an instance for one episode."""

@@ -93,12 +93,12 @@ async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterat
             await close()
 
 
-def qualified(thing: Any) -> str:
+def qualified(thing: type | Callable[..., object]) -> str:
     """`module:qualname` of a class or function."""
     return f"{thing.__module__}:{thing.__qualname__}"
 
 
-def configuration(thing: Any) -> dict[str, JsonValue]:
+def configuration(thing: object) -> dict[str, JsonValue]:
     """The public attributes of an instance that are plain values, without secrets. Sub-agents and pydantic models are
     represented by their own configuration."""
     config: dict[str, JsonValue] = {}

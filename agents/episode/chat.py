@@ -7,7 +7,7 @@ thought on the tape; the next prompt shows the problem to the model, which may t
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
@@ -45,7 +45,7 @@ class ChatAgent(Agent):
         actions: Sequence[type[Action]] = (),
         plain: type[Action] | None = None,
         parse: Callable[[str], Action] | None = None,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, JsonValue]] = (),
         misreads: int = 2,
         name: str = "agent",
         temperature: float | None = None,
@@ -65,7 +65,7 @@ class ChatAgent(Agent):
         self.actions = tuple(actions)
         self.plain = plain
         self.parse = parse
-        self.tools = tuple(tools)
+        self.tools: tuple[dict[str, Any], ...] = tuple(tools)
         self.misreads = misreads
         self.name = name
         self.temperature = temperature
@@ -131,7 +131,7 @@ class ChatAgent(Agent):
         return names + [str(t.get("function", t).get("name", "?")) for t in self.tools]
 
 
-def calls_in_text(text: str) -> list[dict[str, Any]]:
+def calls_in_text(text: str) -> list[Mapping[str, JsonValue]]:
     """Function calls that a model wrote as text: between <tool_call> tags, or the whole text as one JSON object."""
     found = TOOL_CALL.findall(text)
     if not found and text.strip().startswith("{"):
@@ -148,7 +148,7 @@ def calls_in_text(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def read_tool_call(call: dict[str, Any], k: int) -> ToolCall:
+def read_tool_call(call: Mapping[str, JsonValue], k: int) -> ToolCall:
     function = call.get("function", call)
     if not isinstance(function, dict):
         raise ValueError('A call is a JSON object with "name" and "arguments".')

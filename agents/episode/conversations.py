@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
 from ...tapes import Call, Message, Sampling, Tape
 from ...tapes.messages import shared_prefix
 from ...tapes.records import Attempt, Tools, Usage
@@ -72,13 +74,13 @@ class Conversations:
         return self._engine.renderer if self._engine is not None else None
 
     def render(
-        self, path: str, conversation: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+        self, path: str, conversation: str, messages: Sequence[Message], tools: Sequence[dict[str, JsonValue]] | None
     ) -> Rendered | None:
         """The prompt as token ids; None for an engine of texts. ValueError where the messages can't be rendered."""
         renderer = self.renderer
         return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
 
-    def tools_record(self, schemas: tuple[dict[str, Any], ...] | None) -> Tools | None:
+    def tools_record(self, schemas: tuple[dict[str, JsonValue], ...] | None) -> Tools | None:
         """The offered tools as a call records them. The schemas are written once a tape; later calls have the hash."""
         if schemas is None:
             return None

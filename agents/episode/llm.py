@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 from uuid import UUID
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape
 from ...tapes.messages import said
@@ -127,7 +127,7 @@ class LLM:
         *,
         system: str | None = None,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[type[BaseModel] | dict[str, Any]] | None = None,
+        tools: Sequence[type[BaseModel] | dict[str, JsonValue]] | None = None,
         temperature: float | None = None,
         max_tokens: int | None = None,
         conversation: str = "",
@@ -319,7 +319,7 @@ class LLM:
         return held
 
     def _render(
-        self, path: str, conversation: str, messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None
+        self, path: str, conversation: str, messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...] | None
     ) -> Rendered | None:
         try:
             return self._conversations.render(path, conversation, messages, tools)
@@ -427,7 +427,7 @@ def _limited(request: Request, tokens: int) -> Request:
     return replace(request, sampling=sampling.model_copy(update=update))
 
 
-def tool_schema(tool: type[BaseModel] | dict[str, Any]) -> dict[str, Any]:
+def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
     """A function schema in the chat format: a dict unchanged; of a step class its kind, docstring and fields."""
     if isinstance(tool, dict):
         return tool

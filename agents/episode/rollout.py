@@ -24,7 +24,9 @@ from pydantic import JsonValue
 
 from ...envs.blocking import EnvironmentThread
 from ...envs.environment import (
+    AnyEnvironment,
     Environment,
+    EnvironmentFactory,
     Outcome,
     RestoreMismatch,
     as_observation,
@@ -50,8 +52,6 @@ log = logging.getLogger("tapereel.rollout")
 _PACKAGE = Path(__file__).resolve().parents[2]
 _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
-EnvironmentFactory = Callable[[], Environment[Any]]
-
 
 class AgentFault(Exception):
     """The agent broke the contract of `act`: it yielded no Action, or an object that isn't a thought or an Action."""
@@ -59,8 +59,8 @@ class AgentFault(Exception):
 
 async def rollout(
     agent: Agent,
-    env: Environment[Any] | EnvironmentFactory,
-    task: Any,
+    env: AnyEnvironment | EnvironmentFactory,
+    task: object,
     *,
     engine: Engine | None = None,
     seed: int = 0,
@@ -123,12 +123,12 @@ class Caller:
     for the whole episode. A call that exceeds its time leaves that thread running, because Python can't stop a thread.
     """
 
-    def __init__(self, env: Environment[Any], seconds: float | None) -> None:
+    def __init__(self, env: AnyEnvironment, seconds: float | None) -> None:
         self._env = env
         self._seconds = seconds
         self._thread = EnvironmentThread(type(env).__qualname__) if env.blocking else None
 
-    async def __call__(self, method: str, *args: Any) -> Any:
+    async def __call__(self, method: str, *args: object) -> object:
         coroutine: Coroutine[Any, Any, Any] = getattr(self._env, method)(*args)
         if not inspect.isawaitable(coroutine):
             raise TypeError(f"{type(self._env).__qualname__}.{method} is not async: write `async def {method}`")
@@ -161,7 +161,7 @@ class Episode:
     def __init__(
         self,
         agent: Agent,
-        env: Environment[Any],
+        env: AnyEnvironment,
         recorder: Recorder,
         *,
         engine: Engine | None,
@@ -451,7 +451,7 @@ def _first_time(*fault: str | None) -> bool:
     return True
 
 
-def _environment_identity(env: Environment[Any]) -> Identity:
+def _environment_identity(env: AnyEnvironment) -> Identity:
     config = configuration(env)
     if env.rewards is not None:
         config["rewards"] = list(env.rewards.names)

@@ -11,10 +11,12 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from ...tapes.errors import TapereelError, UsageError
+
+MarkedT = TypeVar("MarkedT")
 
 _MARK = "\ufdd0"
 _BREAK = _MARK + "1"
@@ -38,14 +40,14 @@ class SpecialText(RenderError):
 class ChatTokenizer(Protocol):
     """The part of a transformers fast tokenizer that this module uses."""
 
-    chat_template: Any
+    chat_template: str | dict[str, str] | None
 
     @property
-    def backend_tokenizer(self) -> Any: ...
+    def backend_tokenizer(self) -> object: ...
     @property
-    def special_tokens_map(self) -> Mapping[str, Any]: ...
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+    def special_tokens_map(self) -> Mapping[str, object]: ...
+    @property
+    def apply_chat_template(self) -> Callable[..., object]: ...
 
 
 class Codec:
@@ -57,7 +59,7 @@ class Codec:
 
         Raises RenderError for a tokenizer without a backend of the `tokenizers` library.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise RenderError(
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
@@ -103,20 +105,23 @@ class Codec:
         """Text of one id."""
         return self._backend.id_to_token(id) or ""
 
-    def mark(self, value: Any, where: str, only: re.Pattern[str] | None = None) -> Any:
+    def mark(self, value: MarkedT, where: str, only: re.Pattern[str] | None = None) -> MarkedT:
         """Split every control token in `value` (text, or nested lists and dicts of text) by a mark.
 
         Returns the same object if there is nothing to split. where: the place of the value, for the error message.
         only: split just the tokens that it matches, and never refuse them. The value is then an answer, in which the
         model may have sampled other control tokens. Raises SpecialText.
         """
+        return cast(MarkedT, self._mark(value, where, only))
+
+    def _mark(self, value: Any, where: str, only: re.Pattern[str] | None) -> Any:
         if isinstance(value, str):
             return self._mark_text(value, where, only)
         if isinstance(value, Mapping):
-            items = {self.mark(k, where, only): self.mark(v, where, only) for k, v in value.items()}
+            items = {self._mark(k, where, only): self._mark(v, where, only) for k, v in value.items()}
             return items if items != value else value
         if isinstance(value, list | tuple):
-            parts = [self.mark(part, where, only) for part in value]
+            parts = [self._mark(part, where, only) for part in value]
             return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
         return value
 
@@ -209,6 +214,6 @@ def common_prefix(a: array[int], b: array[int]) -> int:
     return low
 
 
-def digest(*parts: Any) -> str:
+def digest(*parts: object) -> str:
     """SHA-256 (hex) over parts as canonical JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

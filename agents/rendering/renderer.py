@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import JsonValue
+
 from ...tapes.arrays import ints
 from ...tapes.records import Message
 from .codec import (
@@ -53,7 +55,7 @@ class Track:
     """All ids, prompt and completion (int32)."""
     completion: array[int]
     """The last of `ids`: what was sampled (int32), with the turn-ending id unless the answer was cut off."""
-    tools: tuple[dict[str, Any], ...] | None
+    tools: tuple[dict[str, JsonValue], ...] | None
     """The offered tools; None without tools."""
     text: str
     """The prompt as the template rendered it; control-token text of content is marked in it."""
@@ -81,7 +83,7 @@ class Rendered:
     """Why a new row starts although there are earlier tracks; None when the base is extended, or for the first."""
     messages: tuple[Message, ...]
     """All messages of the prompt."""
-    tools: tuple[dict[str, Any], ...] | None
+    tools: tuple[dict[str, JsonValue], ...] | None
     text: str
     """As `Track.text`."""
     marked: tuple[Message, ...]
@@ -106,7 +108,7 @@ class Renderer:
         *,
         history: Literal["sampled", "template"] = "sampled",
         special_text: Literal["split", "refuse"] = "split",
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
         """`template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
@@ -119,7 +121,7 @@ class Renderer:
                 raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, known))}")
         self.history = history
         self.special_text = special_text
-        self.template_kwargs: Mapping[str, Any] = dict(template_kwargs or {})
+        self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
         """Arguments of the template besides messages and tools."""
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
@@ -135,7 +137,10 @@ class Renderer:
         """SHA-256 (hex) of everything that determines the ids of authored text."""
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, tracks: Sequence[Track] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, JsonValue]] | None = None,
+        tracks: Sequence[Track] = (),
     ) -> Rendered:
         """The ids that ask for the next answer to `messages`, spliced onto the track that shares most of them."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
@@ -187,7 +192,7 @@ class Renderer:
         *,
         call: str,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
+        tools: Sequence[dict[str, JsonValue]] | None,
         ids: array[int],
         completion: array[int],
     ) -> Track:
@@ -231,7 +236,7 @@ class Renderer:
         return ints(ids if ids[-1:] and ids[-1] in self.end_ids else [*ids, self.end_ids[0]])
 
     def authored(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]] | None = None
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, JsonValue]] | None = None
     ) -> tuple[array[int], array[int]]:
         """(prompt ids, completion ids) of an answer that no model sampled."""
         rendered = self.prompt(messages, tools)
@@ -256,7 +261,11 @@ class Renderer:
         return self._template.findings()
 
     def _mark(
-        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, base: Track | None, shared: int
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, JsonValue], ...] | None,
+        base: Track | None,
+        shared: int,
     ) -> tuple[tuple[Message, ...], Any]:
         known = base.marked[:shared] if base is not None else ()
         marked = (*known, *(self._mark_one(messages[i], i) for i in range(len(known), len(messages))))
@@ -291,7 +300,7 @@ class Renderer:
         base: Track,
         shared: int,
         messages: tuple[Message, ...],
-        tools: tuple[dict[str, Any], ...] | None,
+        tools: tuple[dict[str, JsonValue], ...] | None,
         marked: tuple[Message, ...],
         marked_tools: Any,
         text: str,
@@ -349,7 +358,7 @@ class Renderer:
 
 
 def _longest(
-    messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None, tracks: Sequence[Track]
+    messages: tuple[Message, ...], tools: tuple[dict[str, JsonValue], ...] | None, tracks: Sequence[Track]
 ) -> tuple[Track | None, int]:
     """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
     The same tools, then the later track, break a tie."""

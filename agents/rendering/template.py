@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+from pydantic import JsonValue
 
 from ...tapes.errors import MissingExtra
 from ...tapes.records import Message
@@ -52,7 +54,7 @@ class Template:
     """One chat template with fixed keyword arguments."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, Any], end_tokens: Sequence[str] = ()
+        self, tokenizer: ChatTokenizer, codec: Codec, kwargs: Mapping[str, JsonValue], end_tokens: Sequence[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._codec = codec
@@ -60,7 +62,7 @@ class Template:
         self._source = template_text(tokenizer)
         # A copy: the rendered text must match the hash even if the tokenizer's template is changed later.
         template = tokenizer.chat_template
-        self._by_name: dict[str, str] = dict(template) if isinstance(template, Mapping) else {"default": template}
+        self._by_name = dict(template) if isinstance(template, Mapping) else {"default": template}
         try:
             from jinja2.exceptions import TemplateError
         except ImportError:
@@ -83,7 +85,7 @@ class Template:
         self.framing: frozenset[str] = self._find_framing()
         """Control tokens that frame turns. Inside an answer, such a token can only be plain text."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
         """Render a conversation as text. prompt: add the generation prompt, which starts the next answer.
 
         Raises RenderError if there is no message or the template refuses the messages.
@@ -92,7 +94,7 @@ class Template:
             raise RenderError("a prompt needs at least one message; got none")
         template = self._by_name.get("tool_use") if tools else None
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools else None,
                 tokenize=False,
@@ -100,6 +102,7 @@ class Template:
                 chat_template=template or self._by_name["default"],
                 **self._kwargs,
             )
+            return cast(str, text)
         except self._refusals as error:
             roles = "/".join(str(message.get("role")) for message in messages[-6:])
             raise RenderError(

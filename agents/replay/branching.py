@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...envs.checks.reexec import own_environment
-from ...envs.environment import Environment, RestoreMismatch, new_environment
+from ...envs.environment import EnvironmentFactory, RestoreMismatch, new_environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape
 from ...tapes.common.config import load_config
@@ -56,7 +56,7 @@ async def branch(
     tape: Tape,
     turn: int,
     agent: Agent,
-    env: Callable[[], Environment[Any]],
+    env: EnvironmentFactory,
     *,
     engine: Engine | None = None,
     n: int = 1,
@@ -108,7 +108,7 @@ async def _continue(
     tape: Tape,
     turn: int,
     agent: Agent,
-    env: Callable[[], Environment[Any]],
+    env: EnvironmentFactory,
     *,
     engine: Engine | None,
     n: int,
@@ -168,7 +168,7 @@ def recorded_limits(tape: Tape) -> Limits:
 async def doubt_of(
     tape: Tape,
     turn: int,
-    make: Callable[[], Environment[Any]],
+    make: EnvironmentFactory,
     *,
     env_seed: int | None = None,
     limits: Limits | None = None,
@@ -297,7 +297,7 @@ async def _branch(
     tape: Tape,
     turn: int,
     agent: Agent,
-    env: Callable[[], Environment[Any]],
+    env: EnvironmentFactory,
     config: BranchConfig,
     own: set[str],
     unverified: bool,

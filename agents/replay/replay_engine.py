@@ -18,6 +18,7 @@ from ...tapes import Call, Tape
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences
 from ...tapes.records import Usage
 from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, SyncMode
+from ..rendering.renderer import Renderer
 from .script import record_of_call, turn_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class ReplayEngine:
 
     name = "replay"
 
-    def __init__(self, *tapes: Tape, renderer: Any | None = None) -> None:
+    def __init__(self, *tapes: Tape, renderer: Renderer | None = None) -> None:
         if not tapes:
             raise ValueError("ReplayEngine needs at least one tape: pass the tapes whose answers it returns")
         self._renderer = renderer
@@ -80,7 +81,7 @@ class ReplayEngine:
         self.stats = ReplayStats()
 
     @property
-    def renderer(self) -> Any | None:
+    def renderer(self) -> Renderer | None:
         return self._renderer
 
     @property

@@ -31,6 +31,7 @@ from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.recorder import Recorder
 from ..episode.rollout import Episode, parent_of
+from ..rendering.renderer import Renderer
 from ..setup.recorded_setup import import_steps, recorded_agent, recorded_renderer
 from .replay_engine import Diverged, ReplayEngine, recorded_answer
 from .script import Script
@@ -48,7 +49,7 @@ async def replay(
     tape: Tape,
     agent: Agent,
     *,
-    renderer: Any | None = None,
+    renderer: Renderer | None = None,
     turn: int | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
@@ -154,7 +155,7 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
     return None
 
 
-async def _play(script: Script, agent: Agent, renderer: Any | None, seconds: float) -> None:
+async def _play(script: Script, agent: Agent, renderer: Renderer | None, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
             await _episode(script, agent, renderer).run()
@@ -164,7 +165,7 @@ async def _play(script: Script, agent: Agent, renderer: Any | None, seconds: flo
             raise
 
 
-def _episode(script: Script, agent: Agent, renderer: Any | None) -> Episode:
+def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode:
     """The rollout that runs the agent again, with the tape's settings."""
     begin = script.tape.begin
     if all(call.prompt is None for call in script.calls):
@@ -199,7 +200,7 @@ class _Episode(Episode):
 class _Engine(ReplayEngine):
     """Returns the recorded answers; a request that differs from the recorded one ends the replay."""
 
-    def __init__(self, script: Script, renderer: Any | None) -> None:
+    def __init__(self, script: Script, renderer: Renderer | None) -> None:
         super().__init__(script.tape, renderer=renderer)
         self._script = script
         self.skip(script.answered)

@@ -110,7 +110,7 @@ class Script:
         self.over = True
         return Over()
 
-    def beyond(self, by: str, does: str, observed: Any) -> Over:
+    def beyond(self, by: str, does: str, observed: object) -> Over:
         """The agent does something after its last recorded step or call. The caller raises the result."""
         if self.cut_off and self.turn > self.last:
             self.notes[f"turn {self.turn}, within which the episode was cut off"] = None
@@ -131,8 +131,8 @@ class Script:
     def divergence(
         self,
         field: str,
-        recorded: Any,
-        observed: Any,
+        recorded: object,
+        observed: object,
         cause: Likely,
         sentence: str,
         *,

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ...envs.environment import Environment, check_factory
+from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Status, Tape, Task
 from ...tapes.journal import Journal
@@ -106,7 +106,7 @@ class Group:
 
     number: int
     """Place in the order of a loop's groups; the task follows from it."""
-    task: Any
+    task: object
     size: int
     """Attempts."""
     begun: int = 0
@@ -180,8 +180,8 @@ async def fill(
 
 async def rollout_group(
     agent: Agent,
-    env: Callable[[], Environment[Any]],
-    task: Any,
+    env: EnvironmentFactory,
+    task: object,
     *,
     n: int,
     engine: Engine,

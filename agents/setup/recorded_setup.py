@@ -6,8 +6,11 @@ tape holds, since a tape may come from an untrusted source. The demo's agent is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
 
 from ...envs.adapters.calculator import read_action
 from ...envs.load_named import load_named
@@ -18,6 +21,9 @@ from ...tapes.store.run_directory import CONFIG, recorded_settings
 from ..episode.agent import Agent, qualified
 from ..episode.chat import ChatAgent
 from .setup import is_unnamed, load_agent
+
+if TYPE_CHECKING:
+    from ..rendering.renderer import Renderer
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
@@ -30,7 +36,7 @@ def tokenizer_folder(run: str | Path) -> str | None:
     return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
 
 
-def recorded_renderer(run: str | Path, folder: str | None = None) -> Any | None:
+def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | None:
     """The renderer with the run's settings and the tokenizer in `folder` (default: the run's), or None."""
     folder = folder or tokenizer_folder(run)
     if folder is None:
@@ -84,8 +90,8 @@ def _own(identity: Identity) -> Agent | None:
     return ChatAgent(**known, parse=read_action, name=identity.name)
 
 
-def with_trainer_settings(engine: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+def with_trainer_settings(engine: Mapping[str, JsonValue], trainer: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Engine settings for sampling outside of training. An embedded engine gets the trainer's device settings."""
     if engine.get("kind") != "embedded":
-        return engine
+        return dict(engine)
     return {**engine, **{key: trainer[key] for key in ("device", "dtype", "threads") if key in trainer}}

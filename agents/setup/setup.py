@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 from pydantic import Field, JsonValue
 
-from ...envs.environment import Environment
+from ...envs.environment import Environment, EnvironmentFactory
 from ...envs.load_named import load_named, not_loaded
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset
@@ -32,7 +32,7 @@ LISTED = 100
 
 AgentSource = str | Agent | type[Agent] | Callable[[], Agent]
 """An agent, its class, a function without arguments that creates an agent, or the name of one of these."""
-EnvSource = str | Callable[[], Environment[Any]]
+EnvSource = str | EnvironmentFactory
 """An environment class, a function without arguments that creates an instance, or the name of one of these."""
 TasksSource = str | Iterable[Any] | Callable[[], Iterable[Any]]
 """Tasks or values that become tasks, a function that returns them, the name of one of these, or a file."""
@@ -43,7 +43,7 @@ class LoadedSetup:
     """The objects that a `Setup` names. `env` creates one environment per episode."""
 
     agent: Agent
-    env: Callable[[], Environment[Any]]
+    env: EnvironmentFactory
     tasks: Taskset
 
 
@@ -132,7 +132,7 @@ def load_agent(source: AgentSource) -> Agent:
     return _load_agent(source, source if isinstance(source, str) else _name_of(source))
 
 
-def load_env(source: EnvSource) -> Callable[[], Environment[Any]]:
+def load_env(source: EnvSource) -> EnvironmentFactory:
     """The factory that `source` is or names. It creates a separate instance for each episode."""
     return _load_env(source, source if isinstance(source, str) else _name_of(source))
 
@@ -160,7 +160,7 @@ def _load_agent(source: Any, name: str) -> Agent:
     )
 
 
-def _load_env(source: Any, name: str) -> Callable[[], Environment[Any]]:
+def _load_env(source: Any, name: str) -> EnvironmentFactory:
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
     if isinstance(found, Environment):
@@ -172,7 +172,7 @@ def _load_env(source: Any, name: str) -> Callable[[], Environment[Any]]:
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
     run_async(made.close())
-    return cast(Callable[[], Environment[Any]], found)
+    return cast(EnvironmentFactory, found)
 
 
 def _load_tasks(source: Any, name: str, row: str | None, count: int | None) -> Taskset:

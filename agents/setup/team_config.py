@@ -7,7 +7,7 @@ own agents: the setting `players`. `finetune` decides which models are trained.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -17,6 +17,9 @@ from ..engines.engine import Engine
 from ..engines.team_engine import TeamEngine, check_writing
 from ..episode.limits import Limits
 from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, make_engine
+
+if TYPE_CHECKING:
+    from ..rendering.renderer import Renderer
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
@@ -74,7 +77,7 @@ class AttemptsConfig(Config):
     """Episodes in flight."""
 
 
-def renderer_of(config: AnyEngineConfig) -> Any | None:
+def renderer_of(config: AnyEngineConfig) -> Renderer | None:
     """The renderer of the engine that `config` describes, without creating the engine. None for text-only engines."""
     folder = getattr(config, "tokenizer" if config.kind == "scripted" else "model", None)
     if config.kind == "litellm" or folder is None:
