@@ -22,7 +22,7 @@ import resource
 import signal
 import sys
 import time
-from typing import Any
+from typing import TypedDict
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000,
@@ -50,6 +50,29 @@ POLL_SECONDS = 0.01
 """Seconds between two checks whether the command has ended."""
 KILL_SECONDS = 20
 """Time limit for killing the remaining processes; generous, for a loaded machine."""
+
+
+class Bounds(TypedDict):
+    """Limits of a command."""
+
+    seconds: float
+    memory: int
+    processes: int
+    file_size: int
+
+
+class Order(Bounds):
+    """What the sandbox asks for, as JSON on stdin."""
+
+    command: list[str]
+    folder: str
+    file: tuple[str, str] | None
+    """Name and text of a file that the command's process writes first."""
+    report: int
+    """File descriptor of the pipe to the sandbox."""
+    isolation: str
+    uid: int
+
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -125,7 +148,7 @@ def bound(what: int, value: float) -> None:
     resource.setrlimit(what, (least, least))
 
 
-def limit(order: dict[str, Any]) -> None:
+def limit(order: Order) -> None:
     """Set all resource limits except that of file size, which `become` sets after the order's file is written."""
     # CPU time has 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
     seconds = int(order["seconds"]) + 2
@@ -134,12 +157,12 @@ def limit(order: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, order["memory"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_NPROC, order["processes"] + order["others"]),
+        (resource.RLIMIT_NPROC, order["processes"]),
     ):
         bound(what, value)
 
 
-def settle(order: dict[str, Any]) -> None:
+def settle(order: Order) -> None:
     """Enter the folder and write the order's file, with the rights of the command.
 
     Only an earlier command can have put an obstacle there. So a failure is written to stderr as output of this command
@@ -162,7 +185,7 @@ def settle(order: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def become(order: dict[str, Any]) -> None:
+def become(order: Order) -> None:
     """Replace this process by the command, without privileges and with its limits. Never returns."""
     # Order matters. Inherited descriptors are closed first, so that the command reaches no file of the parent. The
     # groups change before the user, because only root can change groups. The folder is entered last, when this process
@@ -189,7 +212,7 @@ def become(order: dict[str, Any]) -> None:
     os._exit(127)
 
 
-def tell(order: dict[str, Any], what: dict[str, Any]) -> None:
+def tell(order: Order, what: dict[str, str | int | bool | None]) -> None:
     """Send a JSON line to the parent of the jail by the report pipe, which the command doesn't have.
 
     The parent reads the first line only. A parent that is gone is no error.
@@ -253,7 +276,7 @@ def kill_all() -> None:
                 pass
 
 
-def run_apart(order: dict[str, Any]) -> None:
+def run_apart(order: Order) -> None:
     """Run the order with namespaces. This process waits for init; the kernel kills all other processes with init."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parent gave up: SystemExit, so that cleanup runs
     init = os.fork()
@@ -280,7 +303,7 @@ def run_apart(order: dict[str, Any]) -> None:
         raise
 
 
-def run_beside(order: dict[str, Any]) -> None:
+def run_beside(order: Order) -> None:
     """Run the order without namespaces, as a subreaper that kills all descendants at the end."""
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parent gave up: SystemExit, so that cleanup runs
@@ -306,9 +329,8 @@ def processes_of(uid: int) -> int:
     return total
 
 
-def main(order: dict[str, Any]) -> None:
+def main(order: Order) -> None:
     """Carry out the order. If isolation is required and the system forbids namespaces, report that with `tell`."""
-    order["others"] = 0
     apart = order["isolation"] != "none"
     if apart:
         try:
@@ -319,12 +341,12 @@ def main(order: dict[str, Any]) -> None:
                 tell(order, {"failed": f"this system gives no namespaces ({error}), and isolation is required"})
                 return
     if not apart and os.getuid() != 0:
-        order["others"] = processes_of(os.getuid())
+        order["processes"] += processes_of(os.getuid())
     (run_apart if apart else run_beside)(order)
 
 
 if __name__ == "__main__":
-    told = json.load(sys.stdin)
+    received = json.load(sys.stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    main(told)
+    main(received)

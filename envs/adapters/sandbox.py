@@ -13,11 +13,11 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ LONGEST_WORD = (128 << 10) - 1
 """The system's size limit for one argument of a command (for example a shell command), in bytes."""
 _CHUNK = 1 << 16
 """Bytes of one read from a pipe."""
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NoSandbox(ToolsLost):
@@ -78,6 +77,9 @@ class Sandbox:
     machine, with this sandbox inside it.
     """
 
+    effect: Effect = "pure"
+    """A snippet changes its folder only, and each episode has a new one."""
+
     def __init__(
         self,
         *,
@@ -98,10 +100,10 @@ class Sandbox:
             `python`; None takes the current one if all users may run it, else the system's: as root, the sandbox uses
             another user.
         """
-        self._bounds = {"seconds": seconds, "memory": memory, "processes": processes, "file_size": file_size}
-        for name, value in self._bounds.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}")
+        self._bounds = jail.Bounds(seconds=seconds, memory=memory, processes=processes, file_size=file_size)
+        for name in ("seconds", "memory", "processes", "file_size"):
+            if not self._bounds[name] > 0:
+                raise ValueError(f"{name} must be above 0, not {self._bounds[name]}")
         self._limit, self._names, self._python = limit, tuple(tools), python or _interpreter()
         self._files = dict(files or {})
         for name in self._files:
@@ -111,11 +113,6 @@ class Sandbox:
         self._folder: Path | None = None
         self._uid = 0
         self._count = 0
-
-    @property
-    def effect(self) -> Effect:
-        """Pure: a snippet changes its folder only, and each episode has a new one."""
-        return "pure"
 
     async def open(self) -> Sequence[Tool]:
         if sys.platform != "linux":
@@ -132,7 +129,7 @@ class Sandbox:
         if os.getuid() == 0:
             _hand_over(folder, self._uid)
         offered = {"python": self.python, "shell": self.shell}
-        # The tool's own timeout is the outermost one: the jail ends a snippet first, and `_run` ends a jail that hangs.
+        # The tool's own timeout is the outermost one: the jail ends a snippet first, and `run` ends a jail that hangs.
         slack = self._bounds["seconds"] + 2 * GRACE_SECONDS
         return [tool(offered[name], timeout=slack, limit=self._limit + 1000) for name in self._names]
 
@@ -153,7 +150,7 @@ class Sandbox:
         """
         self._count += 1
         name = f"program_{self._count}.py"
-        return self._text_or_failure(await self._run([self._python, "-B", "-s", "-E", name], (name, code)))
+        return _text_or_failure(await self.run([self._python, "-B", "-s", "-E", name], (name, code)))
 
     async def shell(self, command: str) -> str:
         """Run a shell command and give what it prints. Files in the working directory stay for the next call.
@@ -161,39 +158,30 @@ class Sandbox:
         Args:
             command: for /bin/sh
         """
-        return self._text_or_failure(await self.run(["/bin/sh", "-c", command.replace("\0", "")]))
-
-    def _text_or_failure(self, ran: Ran) -> str:
-        if ran.code != 0:
-            raise ToolFailed(str(ran))
-        return str(ran)
+        return _text_or_failure(await self.run(["/bin/sh", "-c", command.replace("\0", "")]))
 
     def _place(self) -> Path:
         if self._folder is None:
             raise NoSandbox("the sandbox is not open: call the environment's `reset` first")
         return self._folder
 
-    async def run(self, command: Sequence[str]) -> Ran:
-        """Run one command in the sandbox. ToolFailed if it is too long; NoSandbox if the jail fails or can't provide
-        the required isolation."""
-        return await self._run(command, None)
+    async def run(self, command: Sequence[str], file: tuple[str, str] | None = None) -> Ran:
+        """Run one command in the sandbox. file: name and text of a file that the command's process writes first.
 
-    async def _run(self, command: Sequence[str], file: tuple[str, str] | None) -> Ran:
-        """`run`, with `file`: name and text of a file that the command's process writes first."""
+        ToolFailed if the command is too long; NoSandbox if the jail fails or can't provide the required isolation.
+        """
         words = [_sendable(word) for word in command]
         folder = self._place()
-        report, told = os.pipe()
-        order = json.dumps(
-            {
-                **self._bounds,
-                "command": words,
-                "folder": str(folder),
-                "file": file,
-                "report": told,
-                "isolation": self._isolation,
-                "uid": self._uid,
-            }
-        )
+        report, write_end = os.pipe()
+        order: jail.Order = {
+            **self._bounds,
+            "command": words,
+            "folder": str(folder),
+            "file": file,
+            "report": write_end,
+            "isolation": self._isolation,
+            "uid": self._uid,
+        }
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -205,7 +193,7 @@ class Sandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(told,),
+                pass_fds=(write_end,),
                 start_new_session=True,
             )
         except BaseException:
@@ -213,10 +201,10 @@ class Sandbox:
             raise
         finally:
             # Only the jail keeps the write end; otherwise each command would leak a descriptor here.
-            os.close(told)
+            os.close(write_end)
         try:
             async with asyncio.timeout(self._bounds["seconds"] + GRACE_SECONDS):
-                await _give(process, order.encode())
+                await _give(process, json.dumps(order).encode())
                 output = await _read(process, self._limit)
                 await process.wait()
         except TimeoutError as error:
@@ -231,6 +219,12 @@ class Sandbox:
         if "failed" in found:
             raise NoSandbox(f"the jail failed: {found['failed']}")
         return Ran(output, found["code"], found["isolated"])
+
+
+def _text_or_failure(ran: Ran) -> str:
+    if ran.code != 0:
+        raise ToolFailed(str(ran))
+    return str(ran)
 
 
 def _interpreter() -> str:
@@ -254,65 +248,17 @@ def _hand_over(folder: Path, uid: int) -> None:
 
 
 def _delete(place: Path) -> None:
-    """Delete a tree that untrusted snippets made: `place`, the parent of the snippets' folder, with all its content.
+    """Delete `place`, a tree that untrusted snippets made. Raises OSError if something of it is left.
 
-    No link is followed. One folder is open at a time and the path is a list, so a deep tree uses neither the call stack
-    nor file descriptors. Raises OSError, also if a folder was moved during the deletion.
+    `find` and `rm` follow no link, and neither a deep path nor many files stop them. Root needs no `find`; others must
+    be able to read and write a folder before they can empty it.
     """
-    here, left = os.open(place, _FOLDER), list[str]()
-    path: list[tuple[str, list[str], os.stat_result]] = []
-    """(name of a folder, remaining folder names in its parent, identity of the parent), from `place` down to `here`."""
-    try:
-        while True:
-            if left := left or _folders_of(here):
-                name = left.pop()
-                _unlock(name, here)
-                path.append((name, left, os.fstat(here)))
-                here, left = _step(name, here), []
-            elif path:
-                name, left, above = path.pop()
-                # ".." of a moved folder is another place: without this check, files outside the tree could be deleted.
-                here = _step("..", here)
-                if not os.path.samestat(os.fstat(here), above):
-                    raise OSError(f"{name!r:.80} was moved away meanwhile")
-                os.rmdir(name, dir_fd=here)
-            else:
-                break
-    finally:
-        os.close(here)
-    place.rmdir()
-
-
-def _step(name: str, here: int) -> int:
-    """Open the folder `name` in the open folder `here`, close `here`, and return the new descriptor."""
-    there = os.open(name, _FOLDER, dir_fd=here)
-    os.close(here)
-    return there
-
-
-def _folders_of(here: int) -> list[str]:
-    """Delete entries of a folder that aren't folders, until folders are found. Returns their names; [] if it is empty.
-
-    Reads at most 1000 entries at a time, because a snippet may make more files than fit into memory.
-    """
-    while True:
-        with os.scandir(here) as entries:
-            some = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in islice(entries, 1000)]
-        for name, is_folder in some:
-            if not is_folder:
-                os.unlink(name, dir_fd=here)
-        folders = [name for name, is_folder in some if is_folder]
-        if folders or not some:
-            return folders
-
-
-def _unlock(name: str, above: int) -> None:
-    """Make a folder readable and writable, so that it can be emptied.
-
-    Root doesn't need this, and chmod follows links: as root, a link made meanwhile could change the mode of any file.
-    """
+    unlock = ["find", place, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "700", "{}", ";"]
     if os.getuid() != 0:
-        os.chmod(name, 0o700, dir_fd=above)
+        subprocess.run(unlock, env=_environment(place), capture_output=True)
+    done = subprocess.run(["rm", "-rf", "--", place], capture_output=True, text=True, errors="replace")
+    if place.exists():
+        raise OSError(done.stderr[-500:])
 
 
 def _sendable(word: str) -> str:

@@ -45,7 +45,6 @@ def _lines(name: str) -> Iterator[str]:
 
 
 LEFT: dict[str, int] = {
-    "envs/adapters": 6,
     "tapes/store": 3,
 }
 """Room -> lines that still hold a banned word. A number may only shrink; a room without an entry has none."""
