@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -17,28 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from ..tapes.common.text import counted, number, safe
+from ..tapes.common.text import safe
 from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
-
-
-__all__ = [
-    "Exit",
-    "UsageError",
-    "Verb",
-    "answer",
-    "check_port",
-    "check_target",
-    "console_for",
-    "counted",
-    "number",
-    "safe",
-    "say",
-    "table",
-]
 
 
 class Exit(IntEnum):
@@ -113,6 +99,7 @@ def console_for(out: TextIO) -> Console:
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
 
 
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 NARROWEST = 12
 """Least characters of a column whose lines may break, if a cell is that long."""
 WIDEST = 10_000
@@ -129,6 +116,62 @@ def table(*headings: str, fold: Collection[str] = ()) -> Table:
         side = "right" if heading.startswith("#") else "left"
         made.add_column(name, justify=side, no_wrap=name not in fold, overflow="fold")
     return made
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title, and the sentences below it."""
+
+    headings: tuple[str, ...]
+    """As in `table`."""
+    rows: Sequence[tuple[str, ...]]
+    title: str = ""
+    empty: str = "none"
+    """Printed in place of a table without rows."""
+    notes: tuple[str, ...] = ()
+    fold: Collection[str] = ()
+    """As in `table`."""
+
+
+def sections_shown(parts: Iterable[Section | str]) -> list[RenderableType]:
+    """Sections and sentences for `answer`. Text from a tape is escaped: it can't control a terminal."""
+    shown: list[RenderableType] = []
+    for part in parts:
+        if isinstance(part, str):
+            shown.append(safe(part))
+        elif not part.rows:
+            shown.append(f"{part.title}: {part.empty}")
+        else:
+            made = table(*part.headings, fold=part.fold)
+            made.title, made.title_justify = part.title or None, "left"
+            for row in part.rows:
+                made.add_row(*map(safe, row))
+            shown.append(made)
+        if isinstance(part, Section):
+            shown += map(safe, part.notes)
+    return shown
+
+
+def markdown(parts: Iterable[Section | str]) -> str:
+    """Sections and sentences as Markdown. Text from a tape is escaped: it can't act as Markdown or HTML."""
+    blocks: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            blocks.append(escaped(part))
+            continue
+        if part.title:
+            blocks.append(f"## {escaped(part.title)}")
+        names = [heading.removeprefix("#") for heading in part.headings]
+        rules = ["---:" if heading.startswith("#") else "---" for heading in part.headings]
+        cells = [map(escaped, names), rules, *(map(escaped, row) for row in part.rows)]
+        lines = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+        blocks += [lines if part.rows else escaped(part.empty), *map(escaped, part.notes)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text as one line of Markdown that shows every character as it is."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(safe(text).split()))
 
 
 def _least_width(item: RenderableType, console: Console) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...tapes.audit.checking import check_split, torn_tails
 from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, check_target, say
+from ..console import Exit, answer, check_target, escaped, markdown, say, sections_shown
 from ..progress_bars import live_progress
 
 EXAMPLE = """
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Audit, and print or write the result."""
     from ...tapes.audit.auditor import audit_run
     from ...tapes.store.store import Store
-    from .audit_sections import markdown, sections, terminal
+    from .audit_sections import sections
 
     _check_arguments(args)
     with Store.open(args.run) as store, live_progress() as progress:
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
         **books.model_dump(),
         "audit": audit.model_dump(),
     }
-    shown = [*map(safe, torn), *terminal(found), *broken, verdict]
+    shown = [*map(safe, torn), *sections_shown(found), *broken, verdict]
     if args.markdown is not None:
-        document = markdown(f"Audit of {args.run}", found, "; ".join([*torn, verdict, *broken]))
+        document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown(['; '.join([*torn, verdict, *broken]), *found])}"
         if args.markdown == STDOUT:
             shown = [document]
         else:

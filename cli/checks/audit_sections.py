@@ -1,87 +1,16 @@
-"""The sections of an audit, as terminal tables and as Markdown.
-
-An empty section is one line with its text `empty`. Text from a tape is untrusted: it is escaped, so it can't control a
-terminal or act as Markdown.
-"""
+"""The sections of an audit, for the terminal and for Markdown."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...tapes.audit.auditor import Audit, Spent
-from ...tapes.common.text import safe
 from ...tapes.store.books import Books
-from ..console import table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from ..console import Section
 
 MOST = 20
 """Largest number of rows of a printed table; `--json` has all."""
 UNKNOWN = "?"
-_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table and the sentences below it."""
-
-    title: str
-    headings: tuple[str, ...]
-    """As in `console.table`: `#` marks a column of numbers."""
-    rows: Sequence[tuple[str, ...]]
-    empty: str = "none"
-    """Printed in place of a table without rows."""
-    notes: tuple[str, ...] = ()
-    wide: tuple[str, ...] = ()
-    """Headings of columns whose text may wrap."""
-
-
-def terminal(sections: Iterable[Section]) -> list[RenderableType]:
-    """The sections for `console.answer`."""
-    shown: list[RenderableType] = []
-    for section in sections:
-        if section.rows:
-            made = table(*section.headings, fold=section.wide)
-            made.title, made.title_justify = section.title, "left"
-            for row in section.rows:
-                made.add_row(*(safe(cell) for cell in row))
-            shown.append(made)
-        else:
-            shown.append(f"{section.title}: {section.empty}")
-        shown += [safe(note) for note in section.notes]
-    return shown
-
-
-def markdown(title: str, sections: Iterable[Section], verdict: str) -> str:
-    """The sections as one Markdown document."""
-    lines = [f"# {_cell(title)}", "", _cell(verdict)]
-    for section in sections:
-        lines += ["", f"## {_cell(section.title)}", ""]
-        if section.rows:
-            names = [heading.removeprefix("#") for heading in section.headings]
-            rules = ["---:" if heading.startswith("#") else "---" for heading in section.headings]
-            lines += [
-                _row_line(map(_cell, names)),
-                _row_line(rules),
-                *(_row_line(map(_cell, row)) for row in section.rows),
-            ]
-        else:
-            lines.append(_cell(section.empty))
-        for note in section.notes:
-            lines += ["", _cell(note)]
-    return "\n".join(lines) + "\n"
-
-
-def _row_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(text: str) -> str:
-    return _MARKDOWN.sub(r"\\\1", " ".join(safe(text).split()))
 
 
 def sections(books: Books, audit: Audit) -> list[Section]:
@@ -110,7 +39,7 @@ def _tokens(books: Books) -> Section:
     ]
     if books.textual:
         notes.append(f"{books.textual:,} calls of engines that return only text: their tokens can't be counted")
-    return Section("sampled tokens", ("tokens", "#number", "#share"), rows, notes=tuple(notes))
+    return Section(("tokens", "#number", "#share"), rows, "sampled tokens", notes=tuple(notes))
 
 
 def _ends(books: Books, audit: Audit) -> Section:
@@ -133,12 +62,12 @@ def _ends(books: Books, audit: Audit) -> Section:
     whole = f"the whole run: {books.begun:,} began, {books.ended:,} ended, {books.open:,} are open"
     notes = (ended,) if audit.tapes == books.begun else (ended, whole)
     return Section(
-        "how episodes ended",
         ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
         rows,
+        "how episodes ended",
         "no episode ended",
         notes,
-        wide=("tapes",),
+        fold=("tapes",),
     )
 
 
@@ -147,7 +76,7 @@ def _lengths(audit: Audit, length: str) -> Section:
         (name, f"{ended:,}", f"{lost:,}", _share(lost / ended)) for name, (ended, lost) in audit.lost_by(length).items()
     ]
     return Section(
-        f"attrition by length in {length}", (length, "#ended", "#never trained on", "#share"), rows, "no episode ended"
+        (length, "#ended", "#never trained on", "#share"), rows, f"attrition by length in {length}", "no episode ended"
     )
 
 
@@ -172,16 +101,16 @@ def _cost_sections(audit: Audit) -> list[Section]:
     )
     return [
         Section(
-            "cost by agent and engine",
             ("agent", "engine", *headings),
             paths[:MOST],
+            "cost by agent and engine",
             "no calls",
             (*notes, *_more(len(paths), "agents and engines")),
         ),
         Section(
-            "cost by policy version",
             ("version", *headings),
             versions[-MOST:],
+            "cost by policy version",
             "no call names a version",
             _more(len(versions), "versions, the oldest"),
         ),
@@ -217,9 +146,9 @@ def _components(audit: Audit) -> Section:
     unknown = sum(one.unknown for one in audit.components)
     notes = (f"{unknown:,} values are not numbers, and in none of the sums",) if unknown else ()
     return Section(
-        "reward by component",
         ("component", "#scores", "#low", "#mean", "#high", "#total", "#share", "#with evidence"),
         rows[:MOST],
+        "reward by component",
         "nothing was scored",
         (*notes, *_more(len(rows), "components")),
     )
@@ -239,12 +168,12 @@ def _earned(audit: Audit) -> Section:
         for one in audit.earned
     ]
     return Section(
-        "reward by action",
         ("component", "action", "#scores", "#mean", "#total", "#share", "most on tapes"),
         rows[:MOST],
+        "reward by action",
         "nothing was scored",
         _more(len(rows), "actions"),
-        wide=("most on tapes",),
+        fold=("most on tapes",),
     )
 
 
@@ -260,12 +189,12 @@ def _anomalies(audit: Audit) -> Section:
         for one in audit.anomalies
     ]
     return Section(
-        "anomalies",
         ("anomaly", "#number", "#of", "what it is", "tapes"),
         rows[:MOST],
+        "anomalies",
         "no anomaly was found",
         _more(len(rows), "anomalies"),
-        wide=("anomaly", "what it is", "tapes"),
+        fold=("anomaly", "what it is", "tapes"),
     )
 
 

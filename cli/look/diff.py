@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import html
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...tapes.common.text import number, safe
+from ...tapes.common.text import number
 from ...tapes.errors import UsageError
-from ..console import answer, table
+from ..console import Section, answer, markdown, sections_shown
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
-    from rich.console import RenderableType
 
     from ...tapes.audit.compare import Parting, RunDiff, TapeDiff
     from ...tapes.store.store import Store
@@ -35,9 +33,6 @@ SHOWN = 20
 """Number of steps, or of tasks per kind of change, in the printed output; `--json` has all."""
 CLIP = 300
 """Number of characters of one text in the printed output."""
-
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Headings and rows of one table."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.audit.compare import TapeDiff
 
     parts = list(_tape_parts(found) if isinstance(found, TapeDiff) else _run_parts(found))
-    if args.markdown:
-        answer(args, found, "\n\n".join(_markdown(part) for part in parts))
-    else:
-        answer(args, found, *(_shown(part) for part in parts))
+    answer(args, found, *([markdown(parts)] if args.markdown else sections_shown(parts)))
     return found.exit_code
 
 
@@ -111,20 +103,18 @@ def _tape(word: str, stores: dict[str, Store], stack: ExitStack) -> Tape:
     return _store(path, stores, stack).tape(name)
 
 
-def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
+def _tape_parts(found: TapeDiff) -> Iterator[str | Section]:
     a, b = found.first, found.second
     if not found.same_task:
         yield "The tapes have different tasks."
-    yield (
-        ("", a.id, b.id),
-        [
-            ("status", a.status, b.status),
-            ("reward", number(a.reward), number(b.reward)),
-            ("turns", str(a.turns), str(b.turns)),
-            ("forked from", a.parent or "", b.parent or ""),
-            *((setting.field, _value(setting.first), _value(setting.second)) for setting in found.settings),
-        ],
-    )
+    rows = [
+        ("status", a.status, b.status),
+        ("reward", number(a.reward), number(b.reward)),
+        ("turns", str(a.turns), str(b.turns)),
+        ("forked from", a.parent or "", b.parent or ""),
+        *((setting.field, _value(setting.first), _value(setting.second)) for setting in found.settings),
+    ]
+    yield _section(("", a.id, b.id), rows)
     if found.parting is None:
         yield f"No step differs: {found.shared} steps, {found.shared_turns} turns."
         return
@@ -135,38 +125,36 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Rows]:
         f"{p.field} is {_value(p.first)} and {_value(p.second)}"
     )
     if found.steps:
-        yield (
-            ("step", "first", "second"),
-            [(str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps[:SHOWN])],
-        )
-    if len(found.steps) > SHOWN:
-        yield f"and {len(found.steps) - SHOWN:,} more steps: --json has all"
+        steps = [(str(found.shared + k), _step(one), _step(two)) for k, (one, two) in enumerate(found.steps)]
+        yield _section(("step", "first", "second"), steps, "steps")
 
 
-def _run_parts(found: RunDiff) -> Iterator[str | Rows]:
+def _section(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], what: str = "") -> Section:
+    notes = (f"and {len(rows) - SHOWN:,} more {what}: --json has all",) if what and len(rows) > SHOWN else ()
+    return Section(headings, rows[:SHOWN] if what else rows, notes=notes, fold=headings)
+
+
+def _run_parts(found: RunDiff) -> Iterator[str | Section]:
     from ...tapes.audit.compare import SHOWN_FIRST
 
     splits = ["" if split is None else f", split {split}" for split in found.splits]
     yield f"{found.first}{splits[0]}, and {found.second}{splits[1]}"
     for change in SHOWN_FIRST:
-        tasks = [task for task in found.tasks if task.change == change]
-        if tasks:
-            yield (
-                ("task", "change", "first", "second", "tapes", "differ at"),
-                [
-                    (
-                        task.name or task.task[:12],
-                        change.replace("_", " "),
-                        number(task.first),
-                        number(task.second),
-                        " ".join(task.tapes or ()),
-                        _place(task.parting),
-                    )
-                    for task in tasks[:SHOWN]
-                ],
+        rows = [
+            (
+                task.name or task.task[:12],
+                change.replace("_", " "),
+                number(task.first),
+                number(task.second),
+                " ".join(task.tapes or ()),
+                _place(task.parting),
             )
-        if len(tasks) > SHOWN:
-            yield f"and {len(tasks) - SHOWN:,} more {change.replace('_', ' ')}: --json has all"
+            for task in found.tasks
+            if task.change == change
+        ]
+        if rows:
+            headings = ("task", "change", "first", "second", "tapes", "differ at")
+            yield _section(headings, rows, change.replace("_", " "))
     counts = ", ".join(f"{n:,} {change.replace('_', ' ')}" for change, n in found.counts.items())
     yield f"{sum(found.counts.values()):,} tasks, from the first run to the second: {counts}"
     if found.mean_first is not None and found.mean_second is not None:
@@ -196,29 +184,3 @@ def _cut(text: str) -> str:
 
 def _value(value: JsonValue) -> str:
     return "nothing" if value is None else _cut(value if isinstance(value, str) else json.dumps(value))
-
-
-def _shown(part: str | Rows) -> RenderableType:
-    if isinstance(part, str):
-        return safe(part)
-    headings, rows = part
-    made = table(*headings, fold=headings)
-    for row in rows:
-        made.add_row(*map(safe, row))
-    return made
-
-
-def _markdown(part: str | Rows) -> str:
-    """One part as Markdown. Text from tapes is untrusted: it is escaped (Markdown and HTML) and joined to one line."""
-    if isinstance(part, str):
-        return _escaped(part)
-    headings, rows = part
-    lines: Sequence[Sequence[str]] = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(
-        "| " + " | ".join(_escaped(cell) if k != 1 else cell for cell in line) + " |" for k, line in enumerate(lines)
-    )
-
-
-def _escaped(text: str) -> str:
-    text = html.escape(safe(text), quote=False).replace("\n", " ")
-    return "".join(f"\\{c}" if c in "\\`*_[]|" else c for c in text)
