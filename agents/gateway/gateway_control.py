@@ -108,8 +108,8 @@ class _Open:
     """One open tape, from the request that begins it until its rollout is written."""
 
     id: str
-    ready: asyncio.Future[tuple[Session, str]]
-    """Set to the session and its API key when the agent starts to act."""
+    ready: asyncio.Future[str]
+    """Set to the tape's API key when the agent starts to act."""
     end: asyncio.Future[EndTape]
     """Set by the request that ends the tape; stays pending if the tape ends by a limit, a failure or cancellation."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Client(Agent):
         session, end = Session(tape, llm), self._open.end
         key = self._gateway.open(session)
         self._open.llm = llm
-        self._open.ready.set_result((session, key))
+        self._open.ready.set_result(key)
         # `over` only ends the loop below. The reason for the end is found afterwards in `_ending`, so the order in
         # which the client, the idle watch and a failure call `over` doesn't matter.
         end.add_done_callback(lambda _: session.over())
@@ -222,35 +222,15 @@ class Control(Gateway):
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of OpenAI's protocol, and the control routes."""
-
-        async def begin(request: web.Request) -> object:
-            return await self.begin(await self._body(request, BeginTape), self.url_for(request))
-
-        async def score(request: web.Request) -> object:
-            return self.score(request.match_info["tape"], await self._body(request, ScoreTape))
-
-        async def end(request: web.Request) -> object:
-            return await self.end(request.match_info["tape"], await self._body(request, EndTape))
-
-        async def state(request: web.Request) -> object:
-            return self.state(request.match_info["tape"])
-
-        async def pause(request: web.Request) -> object:
-            self.pause()
-            return {"paused": True}
-
-        async def resume(request: web.Request) -> object:
-            return {"paused": self.resume()}
-
         tape = "/tapereel/tapes/{tape:[0-9a-f]{8,64}}"
         return [
             *super().routes(),
-            web.get(tape, self._route(state)),
-            web.post("/tapereel/tapes", self._route(begin)),
-            web.post(f"{tape}/rewards", self._route(score)),
-            web.post(f"{tape}/end", self._route(end)),
-            web.post("/tapereel/pause", self._route(pause)),
-            web.post("/tapereel/resume", self._route(resume)),
+            web.get(tape, self._route(self._state)),
+            web.post("/tapereel/tapes", self._route(self._begin)),
+            web.post(f"{tape}/rewards", self._route(self._score)),
+            web.post(f"{tape}/end", self._route(self._end)),
+            web.post("/tapereel/pause", self._route(self._pause)),
+            web.post("/tapereel/resume", self._route(self._resume)),
         ]
 
     def _route(self, route: _Route) -> Handler:
@@ -271,11 +251,19 @@ class Control(Gateway):
         self.without_keys(body.model_dump())
         return body
 
-    async def begin(self, asked: BeginTape, url: str) -> dict[str, JsonValue]:
-        """Begin a tape. Returns its id, its API key and the base URL for requests to the model, which is `url`.
+    async def _pause(self, request: web.Request) -> object:
+        self.pause()
+        return {"paused": True}
+
+    async def _resume(self, request: web.Request) -> object:
+        return {"paused": self.resume()}
+
+    async def _begin(self, request: web.Request) -> object:
+        """Begin a tape. Returns its id, its API key and the base URL for requests to the model.
 
         Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
         """
+        asked = await self._body(request, BeginTape)
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
         if len(self._open) >= self._most:
@@ -312,7 +300,7 @@ class Control(Gateway):
         if not new.ready.done():
             new.task.result()  # raises StoreFailed; no other failure ends an episode before the agent acts
             raise Refused(500, f"tape {new.id} ended before it began to ask", kind="server_error")
-        return {"tape": new.id, "key": new.ready.result()[1], "base_url": url}
+        return {"tape": new.id, "key": new.ready.result(), "base_url": self.url_for(request)}
 
     def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
         del self._open[open_.id]
@@ -328,19 +316,21 @@ class Control(Gateway):
         if len(self._done) > REMEMBERED:
             self._done.popitem(last=False)
 
-    def score(self, tape: str, asked: ScoreTape) -> dict[str, object]:
+    async def _score(self, request: web.Request) -> object:
         """Set named rewards and metrics of an open tape."""
-        open_ = self._the(tape)
+        asked = await self._body(request, ScoreTape)
+        open_ = self._the(request.match_info["tape"])
         open_.scores.update(asked.rewards)
         open_.metrics.update(asked.metrics)
-        return {"tape": tape, "rewards": open_.scores, "metrics": open_.metrics}
+        return {"tape": open_.id, "rewards": open_.scores, "metrics": open_.metrics}
 
-    async def end(self, tape: str, asked: EndTape) -> dict[str, JsonValue]:
+    async def _end(self, request: web.Request) -> object:
         """End a tape. Returns how it ended, after its last record is written. Raises Refused or StoreFailed."""
-        open_ = self._the(tape)
+        asked = await self._body(request, EndTape)
+        open_ = self._the(request.match_info["tape"])
         assert open_.task is not None
         if open_.end.done():
-            raise Refused(409, f"tape {tape} is being ended already", code="tape_ended")
+            raise Refused(409, f"tape {open_.id} is being ended already", code="tape_ended")
         if asked.status == "cancelled":
             open_.task.cancel()
         else:
@@ -349,10 +339,11 @@ class Control(Gateway):
         await asyncio.wait([open_.task])
         if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
             raise error
-        return self.state(tape)
+        return self._done[open_.id]
 
-    def state(self, tape: str) -> dict[str, JsonValue]:
+    async def _state(self, request: web.Request) -> object:
         """The state of an open tape, or how an ended tape ended. Raises Refused for an unknown tape."""
+        tape = request.match_info["tape"]
         if tape in self._done:
             return self._done[tape]
         return {**_use_of(self._the(tape)), "status": "running", "cause": None, "reward": None}

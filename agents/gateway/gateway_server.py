@@ -18,7 +18,7 @@ import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -79,9 +79,6 @@ class Gateway(HttpService):
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._paused = 0
-        self._resumed = asyncio.Event()
-        self.held = 0
-        """Requests that wait for a weight sync."""
 
     @property
     def url(self) -> str:
@@ -130,13 +127,12 @@ class Gateway(HttpService):
 
     def without_keys(self, *values: object) -> None:
         """Raise Refused if a text in these JSON values, which are recorded, holds a tape's key or the admin token."""
-        for text in _texts(values):
-            if self.token is not None and self.token in text:
-                raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
-            if PREFIX in text and any(
-                _digest(key) in self._sessions or _digest(key) in self._ended for key in set(_KEY.findall(text))
-            ):
-                raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
+        text = to_json(values).decode()
+        if self.token is not None and to_json(self.token).decode()[1:-1] in text:
+            raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
+        digests = map(_digest, set(_KEY.findall(text)))
+        if any(digest in self._sessions or digest in self._ended for digest in digests):
+            raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
 
     def _session(self, request: web.Request) -> Session:
         key = bearer(request.headers.get("Authorization"))
@@ -156,46 +152,32 @@ class Gateway(HttpService):
         Calls that are already in flight go on; the engine decides what a weight sync does to them.
         """
         self._paused += 1
-        self._resumed.clear()
 
     def resume(self) -> bool:
         """Undo one `pause`; returns whether another one is still in effect."""
         self._paused = max(self._paused - 1, 0)
-        if not self._paused:
-            self._resumed.set()
         return self._paused > 0
 
     async def _steady(self, session: Session) -> None:
         """Wait until no weight sync is in progress. Raises Refused with 429 after `hold_seconds`."""
-        if not self._paused and not session.changing:
-            return
         deadline = time.monotonic() + self.bounds.hold_seconds
         # A held request counts as activity of its session, or the idle limit would end the tape during a long sync.
-        self.held += 1
         session.held += 1
         try:
-            await self._until(deadline, session)
+            # The engine doesn't signal the end of its own weight sync, so it is polled.
+            while self._paused or session.changing:
+                if time.monotonic() >= deadline:
+                    raise Refused(
+                        429,
+                        "the model's weights are being replaced; ask again in a moment",
+                        kind="rate_limit_error",
+                        code="weights_changing",
+                        headers={"Retry-After": "1"},
+                    )
+                await asyncio.sleep(0.02)
         finally:
-            self.held -= 1
             session.held -= 1
             session.heard_at = time.monotonic()
-
-    async def _until(self, deadline: float, session: Session) -> None:
-        while self._paused or session.changing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise Refused(
-                    429,
-                    "the model's weights are being replaced; ask again in a moment",
-                    kind="rate_limit_error",
-                    code="weights_changing",
-                    headers={"Retry-After": "1"},
-                )
-            # `resume` sets an event. The engine doesn't signal the end of its own weight sync, so it is polled.
-            try:
-                await asyncio.wait_for(self._resumed.wait() if self._paused else asyncio.sleep(0.05), min(left, 1.0))
-            except TimeoutError:
-                continue
 
     # Requests
 
@@ -334,20 +316,6 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def _about(model: str) -> dict[str, JsonValue]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value, keys of objects included."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            left += one
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
 
 
 def _digest(key: str) -> bytes:

@@ -166,7 +166,7 @@ def test_requests_wait_while_weights_change_and_are_then_told_when_to_come_again
             _, client = await there.begin(task="t")
             there.gateway.pause()
             asking = asyncio.ensure_future(client.ask("hi"))
-            await until(lambda: there.gateway.held)
+            await until(lambda: any(session.held for session in there.gateway._sessions.values()))
             assert not asking.done()
             there.gateway.resume()
             assert (await asking)[0] == 200
@@ -181,7 +181,7 @@ def test_who_waits_for_weights_has_not_left_the_tape_alone(tmp_path: Path):
             tape, client = await there.begin(task="t", budget={"idle": 0.3})
             there.gateway.pause()
             asking = asyncio.ensure_future(client.ask("hi"))
-            await until(lambda: there.gateway.held)
+            await until(lambda: any(session.held for session in there.gateway._sessions.values()))
             await asyncio.sleep(1.0)  # longer than it may be idle
             there.gateway.resume()
             assert (await asking)[0] == 200
