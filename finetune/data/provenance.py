@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from ...envs.rewards.relative import training_reward
 from ...tapes import Tape
 from ...tapes.errors import TapereelError
-from ...tapes.records import Label, Record, Use
+from ...tapes.records import Label, Record
+from ...tapes.store.ledger import Range
 from .by_agent import turn_rewards
 from .rows import Row
 from .stream import Episode, Stream
-from .update_info import Range, UpdateInfo
 
 Item = tuple[str, str, int, int, float]
 """(tape, call, start, end, weight) over a call's completion tokens."""
@@ -62,18 +62,6 @@ def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
 
 def _layer_digest(layer: Record) -> str:
     return hashlib.sha256(layer.body()).hexdigest()
-
-
-def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Pin of every tape with a token that one of these updates trained on, from the last update that did."""
-    taught: dict[str, Pin] = {}
-    pins: dict[str, Pin] = {}
-    for use in uses:
-        found = UpdateInfo.of(use).pins
-        pins = found if found is not None else pins  # only the first epoch of an update records pins
-        for tape in dict.fromkeys(item[0] for item in use.items):
-            taught[tape] = pins.get(tape, ())
-    return taught
 
 
 def known(number: float) -> float | None:

@@ -19,11 +19,10 @@ import torch
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
-from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, taught_by, weighed
+from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, weighed
 from ..data.rows import Row, rows
 from ..data.staleness import version_name
 from ..data.stream import Episode
-from ..data.update_info import by_update
 from ..trainer.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -33,7 +32,7 @@ from ..trainer.checkpoint import (
     weights_digest,
 )
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
-from .plan import Batch, Plan, Source
+from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
 from .update_facts import computed_on, items, left_out
 
 __all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
@@ -307,14 +306,14 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
             f"lineage {history.lineage!r}: update {history.updates} is not in the ledger, but update "
             f"{use.update} is; the run directory is incomplete"
         )
-    info: Any = use.info
-    with with_threads((info.get("on") or {}).get("threads")):
-        try:
-            stats, again = history.update(Plan.of(info), as_read(history, use))
-        except ChangedTape as error:
-            raise Differs(use, "tape", f"can't be applied again: {error}") from error
-        except (NoSuchTape, NotATape) as error:
-            raise GoneTape(use, error) from error
+    try:
+        info = UpdateInfo.of(use)
+        with with_threads((info.on or ComputedOn()).threads):
+            stats, again = history.update(info, as_read(history, info))
+    except ChangedTape as error:
+        raise Differs(use, "tape", f"can't be applied again: {error}") from error
+    except (NoSuchTape, NotATape) as error:
+        raise GoneTape(use, error) from error
     try:
         for then, now in zip(epochs, again, strict=False):
             _compare(then, now)
@@ -323,10 +322,10 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
     return stats, again
 
 
-def as_read(history: History, use: Use) -> Source:
+def as_read(history: History, info: UpdateInfo) -> Source:
     """The source of tapes with the content that the update read. ChangedTape where a tape lost it."""
-    pins: Any = use.info.get("pins") or {}
-    return lambda tape: history.from_store(tape, tuple(pins[tape]) if pins.get(tape) else None)
+    pins = info.pins or {}
+    return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
 
 @contextmanager

@@ -6,12 +6,18 @@ mini-batches, with an optimiser step for each; there is a `use` record for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Self
 
+from pydantic import ConfigDict, JsonValue, ValidationError
+
+from ...tapes.errors import NotATape
+from ...tapes.records import Use
+from ...tapes.value import Value
 from ..data.by_agent import apart, check_addresses
-from ..data.provenance import Range, drop_others, own_ranges
+from ..data.provenance import Pin, Range, drop_others, own_ranges
 from ..data.rows import Row
 from ..data.staleness import drop_stale
 from ..data.stream import Episode
@@ -35,12 +41,29 @@ class Batch:
     """Demonstrations, for a recipe with an `nll` regulariser."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ComputedOn(Value):
+    """What the bits of an update depend on besides tapes and weights."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    recipe: str | None = None
+    """SHA-256 of the recipe's JSON."""
+    torch: str | None = None
+    threads: int | None = None
+    """CPU threads of torch: sums in another order have other last bits."""
+    device: str | None = None
+    chip: str | None = None
+    ranks: int = 1
+    """Processes that trained together."""
+
+
+class Plan(Value):
     """The tapes of an update, and how it trains on them. The field names are those of the `use` record."""
 
-    phase: str
-    tapes: tuple[str, ...]
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    phase: str = ""
+    tapes: tuple[str, ...] = ()
     oldest: int | None = None
     """Tokens that an older version sampled are stale and are left out; None: no bound on staleness."""
     rewards: tuple[float | None, ...] | None = None
@@ -72,29 +95,29 @@ class Plan:
         """All tapes that the update reads, with its demonstrations."""
         return (*self.every, *self.shown)
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, JsonValue]:
         """The plan as a `use` record holds it. Fields at their defaults are left out, so a record of before a field
         existed equals one that is made now."""
-        own = {
-            "phase": self.phase,
-            "tapes": list(self.tapes),
-            "oldest": self.oldest,
-            "rewards": list(self.rewards) if self.rewards is not None else None,
+        whole = self.model_dump(mode="json", include=set(Plan.model_fields))
+        kept = ("phase", "tapes", "oldest", "rewards")
+        return {
+            name: value
+            for name, value in whole.items()
+            if name in kept or getattr(self, name) != Plan.model_fields[name].default
         }
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in own and value != one.default:
-                own[one.name] = list(value) if isinstance(value, tuple) else value
-        return own
 
     @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Plan:
-        """The plan in a record's info; other keys of the info are ignored."""
-        known: dict[str, Any] = {one.name: info[one.name] for one in fields(cls) if one.name in info}
-        for name, value in known.items():
-            if isinstance(value, list):
-                known[name] = tuple(value)
-        return cls(**known)
+    def of(cls, use: Use) -> Self:
+        """The plan of a recorded update. NotATape where a field has the wrong type."""
+        try:
+            return cls.model_validate(use.info)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise NotATape(
+                f"update {use.update} of lineage {use.lineage!r} has info.{place} = {first['input']!r:.80}: "
+                f"{first['msg']}; the ledger was changed, restore it from a copy of the run"
+            ) from error
 
     def batch(self, lineage: str, source: Source) -> Batch:
         """The batch. `oldest` counts versions of `lineage`; tokens of other lineages have no age."""
@@ -124,3 +147,48 @@ class Plan:
             found, _ = source(tape)
             batch.shown.extend(found if self.agents is None else drop_others(found, self.agents)[0])
         return batch
+
+
+class UpdateInfo(Plan):
+    """`Use.info` of one epoch of an update: its plan, and what came of it.
+
+    Unknown keys are kept: another version of this package, or another trainer (TRL), may have written more.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    stale: tuple[Range, ...] = ()
+    """Tokens that were too old to be trained on."""
+    filtered: tuple[Range, ...] = ()
+    """Tokens of scored episodes that took no part."""
+    lr: float | None = None
+    skipped: str | None = None
+    """Why no step was taken; None: the update was applied."""
+    loss: float | None = None
+    """None where it wasn't finite."""
+    grad_norm: float | None = None
+    """Before clipping; None where it wasn't finite."""
+    context: tuple[Range, ...] = ()
+    """Tokens of agents that aren't trained."""
+    pins: dict[str, tuple[str, ...]] | None = None
+    """Tape -> its digests as the update read it. Only the first epoch of an update has `pins`, `on` and `mismatch`."""
+    on: ComputedOn | None = None
+    mismatch: float | None = None
+    """Largest |log-prob in training - at sampling| of a token."""
+
+
+def by_update(uses: Iterable[Use]) -> list[list[Use]]:
+    """The records of each update, in order: one for each epoch."""
+    return [list(epochs) for _, epochs in groupby(uses, key=lambda use: use.update)]
+
+
+def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
+    """Pin of every tape with a token that one of these updates trained on, from the last update that did."""
+    taught: dict[str, Pin] = {}
+    pins: dict[str, Pin] = {}
+    for use in uses:
+        found = UpdateInfo.of(use).pins
+        pins = found if found is not None else pins  # only the first epoch of an update records pins
+        for tape in dict.fromkeys(item[0] for item in use.items):
+            taught[tape] = pins.get(tape, ())
+    return taught

@@ -30,8 +30,8 @@ from ...tapes.value import Value
 from ..data.provenance import ChangedTape, episode_of
 from ..data.rows import Row, rows
 from ..data.stream import Stream
-from ..data.update_info import UpdateInfo
-from ..history.history import History, Plan, as_read
+from ..history.history import History, as_read
+from ..history.plan import UpdateInfo
 from ..objective import Context, Running
 from ..objective.loss import prepare_batches
 from ..objective.recipe import Recipe
@@ -221,9 +221,8 @@ class Explainer:
         history = History(
             self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer, renderer=self.renderer
         )
-        plan = Plan.of(use.info)
         try:
-            batch = history.batch(plan, as_read(history, use))
+            batch = history.batch(info, as_read(history, info))
         except ChangedTape as error:
             return _Taken({}, {}, str(error))
         groups: dict[str, list[float | None]] = {}
@@ -234,7 +233,7 @@ class Explainer:
         if problem or recipe is None or not recipe.surrogate.advantages:
             return _Taken({}, groups, problem)
         whole = Stream.of(batch.rows, batch.episodes)
-        computed = prepare_batches(recipe, batch.rows, batch.episodes, whole, Context(), plan.batches)
+        computed = prepare_batches(recipe, batch.rows, batch.episodes, whole, Context(), info.batches)
         stream = computed.stream
         offsets = np.concatenate([row.offset for row in batch.rows])
         every = zip(
@@ -284,7 +283,7 @@ class _Update(NamedTuple):
 
     def read(self, tape: str) -> bool:
         """True if the update read the tape: to train on it, to set it aside or to imitate it."""
-        return tape in (*self.info.tapes, *self.info.aside, *self.info.shown)
+        return tape in self.info.read
 
 
 def _lasts(took: list[_Update]) -> list[_Update]:

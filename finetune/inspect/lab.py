@@ -33,10 +33,9 @@ from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.provenance import known
 from ..data.staleness import version_name
-from ..data.update_info import UpdateInfo, by_update
 from ..history.history import History, apply_again, as_read, with_threads
 from ..history.loop_config import RecipeConfig
-from ..history.plan import Batch, Plan
+from ..history.plan import Batch, ComputedOn, UpdateInfo, by_update
 from ..history.update_facts import items
 from ..objective.recipe import Recipe
 from ..policies.phases import Frozen, frozen
@@ -228,11 +227,11 @@ class _Bench:
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history
-        plan, on = Plan.of(use.info), UpdateInfo.of(use).on
-        with with_threads(on.threads if on is not None else None):
+        plan = UpdateInfo.of(use)
+        with with_threads((plan.on or ComputedOn()).threads):
             own = history.enter(plan.phase)
             assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
-            batch = history.batch(plan, as_read(history, use))
+            batch = history.batch(plan, as_read(history, plan))
             trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
         single = len(epochs) == 1 and plan.minibatches == 1
         first = trials[0]
@@ -246,7 +245,7 @@ class _Bench:
             lines=tuple(self._line(trial, first, batch, use if single else None) for trial in trials),
         )
 
-    def _trial(self, name: str, recipe: Recipe | None, own: Trainer, batch: Batch, plan: Plan) -> _Trial:
+    def _trial(self, name: str, recipe: Recipe | None, own: Trainer, batch: Batch, plan: UpdateInfo) -> _Trial:
         mine = recipe is None or recipe == own.recipe
         recipe = own.recipe if recipe is None else recipe
         if recipe.needs_value and own.critic is None:

@@ -26,10 +26,9 @@ from ...tapes.records import Use
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from ..data.provenance import taught_by
 from ..data.staleness import version_name
-from ..data.update_info import UpdateInfo, by_update
 from ..history.history import BrokenHistory, Differs, History, apply_again, elsewhere
+from ..history.plan import Plan, by_update, taught_by
 from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (
     STATE,
@@ -238,7 +237,7 @@ class _Walk:
 
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
-        trainer = self.history.enter(UpdateInfo.of(epochs[0]).phase)
+        trainer = self.history.enter(Plan.of(epochs[0]).phase)
         # The threads are set to the recorded number while an update is applied, so they can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other

@@ -8,7 +8,7 @@ from typing import Any
 from ...tapes import Tape
 from ...tapes.records import Use
 from ..data.staleness import version_number
-from ..data.update_info import UpdateInfo
+from ..history.plan import UpdateInfo
 from ..trainer.trainer import UpdateStats
 
 

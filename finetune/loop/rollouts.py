@@ -160,7 +160,7 @@ class Rollouts:
         would be trained on a second time.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
-        used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use.info).every}
+        used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
         spent: set[int] = set()
         groups: dict[int, Group] = {}
         for summary in self.store.summaries(split="train"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...agents.engines.engine import TrainableEngine
@@ -48,7 +48,8 @@ class Player:
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
         """Its own plan for an update of the loop. The loop alone accounts for the flat groups (`aside`)."""
-        return replace(plan, agents=self.agents, oldest=stale_before(self.history.updates, max_lag), aside=())
+        oldest = stale_before(self.history.updates, max_lag)
+        return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
     def update(self, plan: Plan, source: Source, mode: str) -> tuple[UpdateStats, tuple[Use, ...], Any, Publish]:
         """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
@@ -71,7 +72,7 @@ class Player:
         for use in store.ledger(lineage).uses:
             if use.epoch or use.update < self.history.updates:
                 continue
-            plan = self.plan(Plan.of(use.info), max_lag)
+            plan = self.plan(Plan.of(use), max_lag)
             _, uses, weights, publish = await asyncio.to_thread(self.update, plan, self.history.from_store, "reprefill")
             for one in (*uses, publish):
                 store.append_layer(one)

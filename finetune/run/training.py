@@ -194,7 +194,7 @@ class Training:
                 history.scores[self.warm.updates + int(update)] = mean
 
     def _line(self, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
-        plan = Plan.of(uses[0].info)
+        plan = Plan.of(uses[0])
         if plan.phase.startswith("sft"):
             return imitation_line(stats, uses)
         tapes = [self.run.store.tape(tape, refresh=False) for tape in plan.every]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tapereel.finetune.data.update_info import UpdateInfo
+from tapereel.finetune.history.plan import UpdateInfo
 from tapereel.tapes import NotATape
 from tapereel.tapes.records import Use
 
@@ -35,7 +35,7 @@ def test_what_is_read_is_written_back_byte_for_byte() -> None:
     assert (info.stale, info.pins, info.minibatches) == ((("a", "a/0", 0, 4),), {"a": ("d1", "d2")}, 1)
     assert info.on is not None
     assert info.on.threads == 1
-    assert json.dumps(info.record()) == json.dumps(INFO)
+    assert json.dumps(info.model_dump(mode="json", exclude_unset=True)) == json.dumps(INFO)
 
 
 def test_a_wrong_type_is_refused_with_its_place() -> None:

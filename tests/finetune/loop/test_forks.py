@@ -106,7 +106,7 @@ def test_the_advantage_of_what_follows_a_turn_is_its_return_less_the_value_there
         asyncio.run(loop.run())
     store = Store.open(path)
     history = history_in(store, tmp_path / "fresh", config)
-    plan = Plan.of(next(iter(store.run_records("use"))).record.info)
+    plan = Plan.of(next(iter(store.run_records("use"))).record)
     stats, _ = history.update(plan, history.from_store)
     stream = stats.stream
     right: dict[tuple[int, bool], list[float]] = {}
@@ -134,7 +134,7 @@ def test_attempts_from_the_beginning_are_compared_with_each_other(tmp_path: Path
     path, config = tmp_path / "run", settings_of(updates=1, groups=2, changes=MEAN, forks=ForkConfig())
     run(path, config, tasks=tasks(2))
     store = Store.open(path)
-    plan = Plan.of(next(iter(store.run_records("use"))).record.info)
+    plan = Plan.of(next(iter(store.run_records("use"))).record)
     history = history_in(store, tmp_path / "fresh", config)
     stats, _ = history.update(plan, history.from_store)
     points: dict[str, list[str]] = {}

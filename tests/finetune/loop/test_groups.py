@@ -378,7 +378,7 @@ def test_a_resumed_run_uses_no_group_twice_those_set_aside_included(tmp_path: Pa
     assert done
     assert attempt >= 2
     store = Store.open(path)
-    plans = [Plan.of(stored.record.info) for stored in store.run_records("use")]
+    plans = [Plan.of(stored.record) for stored in store.run_records("use")]
     assert sum(len(plan.aside) for plan in plans) > 0
     taken = [name for plan in plans for name in plan.every]
     assert len(taken) == len(set(taken))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from pathlib import Path
@@ -24,7 +23,7 @@ class Flipped(Loop):
     def _plan(self, taken: Any) -> Any:
         tapes = [tape for group in taken.groups for tape in group.usable]
         rewards = tuple(None if tape.reward is None else -tape.reward for tape in tapes)
-        return dataclasses.replace(super()._plan(taken), rewards=rewards)
+        return super()._plan(taken).model_copy(update={"rewards": rewards})
 
 
 def rewards(path: Path) -> list[list[float]]:

@@ -120,7 +120,7 @@ def versions_of(tape: Tape, call: str) -> list[int]:
 def test_without_the_check_at_use_the_stale_would_be_trained_on(path: Path) -> None:
     class Unchecked(Stale):
         def _plan(self, taken: Any) -> Any:
-            return dataclasses.replace(super()._plan(taken), oldest=None)
+            return super()._plan(taken).model_copy(update={"oldest": None})
 
     run(path, settings_of(updates=8, groups=2, max_lag=1, max_concurrent=64), cls=Unchecked)
     store = Store.open(path)

@@ -163,9 +163,9 @@ def test_rollout_batches_add_up_to_one_gradient_and_compare_within_themselves(tm
     path = tmp_path / "run"
     run(path, settings_of(updates=1, groups=4, max_lag=0), env=Shifted)
     with Store.open(path) as store:
-        whole = Plan.of(uses_of(path)[0].info)
-        halves = Plan.of({**whole.info(), "batches": [8, 8]})
-        assert Plan.of(halves.info()) == halves
+        whole = Plan.of(uses_of(path)[0])
+        halves = whole.model_copy(update={"batches": (8, 8)})
+        assert Plan.model_validate(halves.info()) == halves
         weights: dict[tuple[str, str], dict[str, Any]] = {}
         advantages: dict[tuple[str, str], Any] = {}
         for name, changes in (("group", {}), ("batch", {"baseline": {"by": "batch"}})):

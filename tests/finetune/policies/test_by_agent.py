@@ -110,7 +110,7 @@ def test_a_reward_for_nobody_is_refused() -> None:
 
 def test_a_plan_is_written_and_read_back() -> None:
     plan = Plan(phase="rl", tapes=("t",), by_agent=True, agents=(ALTO,))
-    assert Plan.of(plan.info()) == plan
+    assert Plan.model_validate(plan.info()) == plan
     assert "by_agent" not in Plan(phase="rl", tapes=("t",)).info(), "what is at its default is not written"
 
 

@@ -90,7 +90,7 @@ def test_what_is_frozen_is_context_in_the_rows_of_the_others(trained: Path):
         assert all((row.labels() >= 0).sum() == 1 and set(row.agents) == {GUIDE} for row in own)
         for name, path in ((guide, GUIDE), (seeker, SEEKER)):
             use = uses(trained)[name][0]
-            batch = Plan.of(use.info).batch(name, lambda tape: (rows(store.tape(tape)), episode_of(store.tape(tape))))
+            batch = Plan.of(use).batch(name, lambda tape: (rows(store.tape(tape)), episode_of(store.tape(tape))))
             assert {row.agents[k] for row in batch.rows for k in row.call} == {path}
 
 
