@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 from pydantic_core import PydanticSerializationError, to_json
@@ -17,15 +18,10 @@ from .errors import Unwritable
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
-StepT = TypeVar("StepT", bound="type[Step]")
 
 _registry: dict[str, type[Step]] = {}
-_roles: dict[type[Step], Role] = {}
-"""Cache of `role_of`, which runs for every step: isinstance is slow on pydantic classes."""
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""The places between the words of a class name in camel case."""
 
 
 class Step(BaseModel):
@@ -53,7 +49,7 @@ class Step(BaseModel):
         super().__pydantic_init_subclass__(**kwargs)
         if cls.__pydantic_generic_metadata__["origin"] is not None:
             return
-        cls.kind = kind or _snake(cls.__name__)
+        cls.kind = kind or _WORD.sub("_", cls.__name__).lower()
         known = _registry.get(cls.kind)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
@@ -206,13 +202,10 @@ _unknown: dict[Role, type[Step]] = {
 
 def role_of(step: Step) -> Role:
     """`observation`, `thought` or `action`. TypeError for a direct subclass of `Step`."""
-    cls = type(step)
-    role = _roles.get(cls)
-    if role is None:
-        role = _roles[cls] = _role(cls)
-    return role
+    return _role(type(step))
 
 
+@cache  # runs for every step, and isinstance is slow on pydantic classes
 def _role(cls: type[Step]) -> Role:
     if issubclass(cls, Action):
         return "action"
@@ -223,7 +216,7 @@ def _role(cls: type[Step]) -> Role:
     raise TypeError(f"{cls.__qualname__} must subclass Observation, Thought or Action")
 
 
-def read_step(role: Role, kind: str, content: Any) -> Step:
+def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     """The step that was written as `content`.
 
     A kind without an imported class gives an `UnknownObservation` (or thought, or action), which keeps the content.

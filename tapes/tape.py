@@ -71,24 +71,6 @@ def step_record(tape: str, step: Step, *, by: str, calls: tuple[tuple[str, int, 
 class TapeLog:
     """The growing record of one episode. Records enter by `append` only, which checks their order."""
 
-    __slots__ = (
-        "_calls",
-        "_conversations",
-        "_in_turn",
-        "begin",
-        "bodies",
-        "call_order",
-        "cuts",
-        "digests",
-        "end",
-        "entries",
-        "inherited",
-        "layers",
-        "parent",
-        "rewards",
-        "turn",
-    )
-
     def __init__(self, begin: Begin, *, parent: Tape | None = None, body: bytes | None = None) -> None:
         self.begin = begin
         self.parent = parent = _checked_parent(begin, parent)

@@ -25,14 +25,14 @@ from ...agents.episode.seeds import derive_seed
 from ...envs.environment import Environment, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
 from ...envs.rewards.relative import training_reward
-from ...tapes.errors import TapereelError
+from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.store import Store
 from ..data.by_agent import reward_by_agent
 from ..data.rows import Row
 from ..data.staleness import stale_before
 from ..history.history import History, Plan
 from ..history.loop_config import LoopConfig
-from ..objective.recipe import BadRecipe, Recipe
+from ..objective.recipe import Recipe
 from ..policies.players import Player, check_players
 from ..recipes import get_recipe
 from ..trainer.updates import UpdateStats
@@ -57,16 +57,16 @@ class UnknownAgent(TapereelError, ValueError):
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
-    """BadRecipe where the settings ask for what the recipe doesn't use, or lack what it needs. shown: the number of
+    """UsageError where the settings ask for what the recipe doesn't use, or lack what it needs. shown: the number of
     tapes that may be imitated beside the rollouts; None: not known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
-        raise BadRecipe(
+        raise UsageError(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
             f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or remove `loop.forks`"
         )
     short = shown is not None and config.demonstrations > shown
     if short or bool(config.demonstrations) != recipe.imitates:
-        raise BadRecipe(
+        raise UsageError(
             f"recipe {recipe.name!r} has {'an' if recipe.imitates else 'no'} nll regulariser, "
             f"loop.demonstrations is {config.demonstrations}"
             f"{f' and the run has {shown} tapes to imitate' if short else ''}: use the regulariser, the setting and "

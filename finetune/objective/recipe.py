@@ -22,14 +22,6 @@ from .term import Kinds, Term, class_name
 from .weigh import Weigh
 
 
-class BadRecipe(UsageError):
-    """An unknown recipe, an unknown key, a wrong value, or terms that contradict each other."""
-
-
-class NoSuchRecipe(BadRecipe):
-    """An unknown recipe name; the message lists the known ones."""
-
-
 class Score(Term):
     """How the log-prob of each own token is computed, and whether its entropy is computed too.
 
@@ -164,7 +156,7 @@ class Recipe(Term):
         """A copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
         A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
-        Any other value replaces the term. Raises BadRecipe for an unknown key or a wrong value.
+        Any other value replaces the term. Raises UsageError for an unknown key or a wrong value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
@@ -179,11 +171,11 @@ class Recipe(Term):
 
 
 def read(data: Mapping[str, Any]) -> Recipe:
-    """The recipe of `data`. BadRecipe names the wrong key and the valid keys nearest to it."""
+    """The recipe of `data`. UsageError names the wrong key and the valid keys nearest to it."""
     try:
         return Recipe.model_validate(_plain(data))
     except ValidationError as error:
-        raise BadRecipe("; ".join(_sentence(e) for e in error.errors())) from None
+        raise UsageError("; ".join(_sentence(e) for e in error.errors())) from None
 
 
 def _plain(value: Any) -> Any:

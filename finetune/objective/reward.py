@@ -32,24 +32,19 @@ class Reward(Term):
     def __call__(self, stream: Stream, context: Context) -> Tensor:
         """(E,) or (N,) float64 rewards, NaN for an unscored unit."""
         if self.components is not None:
-            x = self._weighed(stream, context)
-        elif self.per == "turn":
+            return self._weighed(stream, self.components, context)
+        if self.per == "turn":
             return stream.turns.reward
-        elif self.reduce == "sum":
-            x = stream.episodes.reward
-        else:
-            x = self._reduced(stream)
-        return x
+        return stream.episodes.reward if self.reduce == "sum" else self._reduced(stream)
 
-    def _weighed(self, stream: Stream, context: Context) -> Tensor:
-        assert self.components is not None
+    def _weighed(self, stream: Stream, components: dict[str, float], context: Context) -> Tensor:
         out = []
         for parts in stream.episodes.components:
-            missing = [name for name in self.components if name not in parts]
+            missing = [name for name in components if name not in parts]
             for name in missing:
                 context.sums.put(f"reward/missing/{name}", 1)
             # A missing part isn't 0: a partial sum would rank this episode against complete ones of its group.
-            out.append(float("nan") if missing else sum(w * parts[name] for name, w in self.components.items()))
+            out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)
 

@@ -54,18 +54,17 @@ class Weigh(Term):
         one = entered.to(torch.float64)
         match self.kind:
             case "token":
-                w = one / max(n, 1.0)
+                return one / max(n, 1.0)
             case "episode":
-                w = self._share(one, stream.episode, len(stream.episodes.tape), n)
+                return self._share(one, stream.episode, len(stream.episodes.tape), n)
             case "turn":
-                w = self._share(one, stream.turn, len(stream.turns.reward), n)
+                return self._share(one, stream.turn, len(stream.turns.reward), n)
             case "group":
-                w = self._share(one, stream.group, len(stream.episodes.groups), n)
+                return self._share(one, stream.group, len(stream.episodes.groups), n)
             case "constant":
-                w = one / (max(n, 1.0) * self.limit)
+                return one / (max(n, 1.0) * self.limit)
             case _:
-                w = one / self.limit
-        return w
+                return one / self.limit
 
     @staticmethod
     def _share(one: Tensor, owner: Tensor, owners: int, n: float) -> Tensor:

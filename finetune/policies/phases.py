@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ...tapes.errors import UsageError
 from ..history.loop_config import CriticConfig, LoopConfig, OptimiserConfig, WarmStartConfig
-from ..objective.recipe import BadRecipe, Recipe
+from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.ranks import Ranks
@@ -47,7 +48,7 @@ class Phases:
     def __post_init__(self) -> None:
         self._reference: Frozen | None = frozen(self.model) if self.recipe.needs_reference else None
         if self.loop.critic is not None and not self.recipe.needs_value:
-            raise BadRecipe(
+            raise UsageError(
                 f"recipe {self.recipe.name!r} takes no values, so loop.critic would do nothing: remove it, or choose "
                 "a recipe with credit 'gae', as `ppo`"
             )

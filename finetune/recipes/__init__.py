@@ -10,7 +10,7 @@ from typing import Any
 
 from ...envs.load_named import load_named
 from ...tapes.errors import UsageError
-from ..objective.recipe import BadRecipe, NoSuchRecipe, Recipe, read
+from ..objective.recipe import Recipe, read
 from .clipped import cispo, cpgd, sapo
 from .grpo import dapo, dr_grpo, grpo, gspo
 from .imitation import distill, minor_sft, rft, sft
@@ -46,14 +46,14 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 
-    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. NoSuchRecipe for an
-    unknown name, BadRecipe for an object that is no recipe.
+    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
+    unknown name and for an object that is no recipe.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:
         near = difflib.get_close_matches(name, RECIPES, n=2)
         known = dict.fromkeys([*near, *sorted(RECIPES)])
-        raise NoSuchRecipe(
+        raise UsageError(
             f"there is no recipe {name!r}: take one of {', '.join(known)}, or name your own as module:name or "
             "file.py:name"
         )
@@ -64,13 +64,13 @@ def _own_recipe(name: str) -> Recipe:
     try:
         found = load_named(name)
     except UsageError as error:
-        raise NoSuchRecipe(f"recipe {name!r} can't be loaded: {error}") from error
+        raise UsageError(f"recipe {name!r} can't be loaded: {error}") from error
     if not isinstance(found, Recipe):
-        raise BadRecipe(
+        raise UsageError(
             f"recipe {name!r} is {found!r:.80}, which is no Recipe: assign a Recipe to that name, as in "
             "`mine = get_recipe('grpo').but(...)`"
         )
     return found
 
 
-__all__ = ["RECIPES", "BadRecipe", "NoSuchRecipe", "Recipe", "get_recipe", "read"]
+__all__ = ["RECIPES", "Recipe", "get_recipe", "read"]

@@ -130,7 +130,7 @@ class _Batches:
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
         """Rows in order of length, cut where one more would exceed the budget."""
-        micros: list[Micro] = []
+        groups: list[list[int]] = []
         group: list[int] = []
         for i in order:
             more = (
@@ -139,12 +139,12 @@ class _Batches:
                 else prefix + (len(group) + 1) * (int(self.length[i]) - prefix)
             )
             if group and more > micro_tokens:
-                micros.append(self.packed(group) if pack else self.one(group, prefix))
+                groups.append(group)
                 group = []
             group.append(i)
         if group:
-            micros.append(self.packed(group) if pack else self.one(group, prefix))
-        return micros
+            groups.append(group)
+        return [self.packed(group) if pack else self.one(group, prefix) for group in groups]
 
     def packed(self, group: Sequence[int]) -> Micro:
         """Rows end to end; each begins at position 0."""

@@ -56,10 +56,6 @@ class Ledger:
         """The number of the next update: one more than the last that was recorded, 0 at the start."""
         return self.uses[-1].update + 1 if self.uses else 0
 
-    def redo(self, after: int) -> tuple[Use, ...]:
-        """The updates that a checkpoint made after update `after` lacks (-1: the base weights)."""
-        return tuple(use for use in self.uses if use.update > after)
-
     def taught(self, before: int) -> dict[str, list[int]]:
         """tape -> the updates below `before` that trained on a token of it, tapes in the order of their first use.
 

@@ -97,7 +97,7 @@ class _Fold:
             record = parse_record(line.body)
             self.books.add(line.body)
         except ValueError as error:
-            self.broken.append(f"record {line.n} of segment {segment} can't be read: {_first_line(error)}")
+            self.broken.append(f"record {line.n} of segment {segment} can't be read: {str(error).splitlines()[0]}")
             return
         if tape is not None and t in IN_TAPE and tape not in self.ended:
             n, digest = self.digests.get(tape, (0, DIGEST_START))
@@ -314,7 +314,3 @@ def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
         yield "no pin was given: lines cut off at the end, or a run rewritten from the start, would not show"
     elif not wanted.anywhere:
         yield f"pins in the run's {PINS} show accidents only; against intent, give a pin that was kept elsewhere"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

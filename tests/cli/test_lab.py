@@ -14,7 +14,6 @@ import pytest
 from tapereel.cli import main
 from tapereel.finetune.history.history import History, apply_again
 from tapereel.finetune.inspect.lab import Experiment, LabReport, lab
-from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.errors import UsageError
@@ -131,7 +130,7 @@ def test_the_lab_leaves_the_run_as_it_is(trained: Path) -> None:
 def test_what_isn_t_there_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"updates 0 to {LAST}"):
         lab(trained, ["own"], [LAST + 1])
-    with pytest.raises(BadRecipe, match="there is no recipe 'grop'"):
+    with pytest.raises(UsageError, match="there is no recipe 'grop'"):
         lab(trained, ["grop"])
     with pytest.raises(UsageError, match="needs a critic"):
         lab(trained, ["ppo"])

@@ -17,10 +17,10 @@ import pytest
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
 from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
-from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes import Answer, Sampling
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 
 from ..finetune.loop import lab
@@ -152,5 +152,5 @@ def test_a_killed_run_goes_on_with_its_critic(model: str, tmp_path: Path) -> Non
 
 
 def test_a_critic_that_nothing_would_use_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(BadRecipe, match="takes no values"):
+    with pytest.raises(UsageError, match="takes no values"):
         train(config_of(model, "grpo", critic=CriticConfig()), tmp_path / "run")

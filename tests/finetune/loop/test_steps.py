@@ -17,11 +17,11 @@ from tapereel.agents import LLM, Agent, ScriptedEngine, delegate, rollout
 from tapereel.finetune.history.history import History, Plan
 from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
-from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store
 
@@ -287,7 +287,7 @@ def test_demonstrations_that_nothing_uses_or_that_are_missing_are_refused_ahead(
     there: int,
 ) -> None:
     config = settings_of(changes=changes, demonstrations=n)
-    with Store.create(tmp_path / "run") as store, pytest.raises(BadRecipe, match="demonstrations is"):
+    with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match="demonstrations is"):
         loop_in(store, history_in(store, tmp_path, config), config, shown=[f"t{k}" for k in range(there)])
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tapereel.finetune.data import segments
 from tapereel.finetune.objective import ClipAdvantage, Context, Credit, Relu, Whiten
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.recipes import get_recipe
+from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle
 from ..build import doubles, episode, exact, ledger, row, simple
@@ -130,7 +130,7 @@ def test_rows_of_an_episode_in_any_order_give_the_same_credit():
 
 
 def test_a_price_per_token_needs_a_credit_that_knows_time():
-    with pytest.raises(BadRecipe, match="token_kl adds a reward to each token"):
+    with pytest.raises(UsageError, match="token_kl adds a reward to each token"):
         get_recipe("grpo", {"shape": [{"kind": "token_kl", "beta": 0.1}]})
 
 

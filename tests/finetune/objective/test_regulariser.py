@@ -24,9 +24,9 @@ from tapereel.finetune.objective import (
 )
 from tapereel.finetune.objective import kl as estimators
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import BadRecipe
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.schedule import Schedule
+from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle
 from ..build import doubles, episode, exact, ledger, row, simple
@@ -95,7 +95,7 @@ def test_a_kl_loss_adds_beta_times_the_estimate_to_reference_or_sampler():
 @pytest.mark.ledger("F61", "F31")
 def test_a_kl_in_the_reward_and_one_in_the_loss_must_both_be_meant():
     both = {"shape": [{"kind": "episode_kl", "beta": 0.1}], "regulariser": [{"kind": "kl", "beta": 0.1}]}
-    with pytest.raises(BadRecipe, match="both_kls=True"):
+    with pytest.raises(UsageError, match="both_kls=True"):
         get_recipe("grpo", both)
     assert get_recipe("grpo", {**both, "both_kls": True}).needs_reference
 

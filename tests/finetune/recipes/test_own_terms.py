@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tapereel.finetune.objective import PPO, Baseline, Surrogate
-from tapereel.finetune.objective.recipe import BadRecipe, NoSuchRecipe, read
+from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.recipes.recipe_files import BrokenRecipes, read_recipes, write_recipes
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.errors import UsageError
 
 from ..build import batch, gradient, same, tiny_model
 from .own_terms import Confidence, Quadratic, Shifted, mine
@@ -96,7 +97,7 @@ def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_pa
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
     plain = json.loads(done.stdout)
     assert plain["surrogate"]["kind"] == "scripted:Mine"
-    with pytest.raises(BadRecipe, match="run in the folder of that module, or add it to PYTHONPATH"):
+    with pytest.raises(UsageError, match="run in the folder of that module, or add it to PYTHONPATH"):
         read(plain)
     (tmp_path / "recipes.json").write_text(json.dumps({"rl": plain}), encoding="utf-8")
     with pytest.raises(BrokenRecipes, match="scripted:Mine"):
@@ -106,11 +107,11 @@ def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_pa
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("no_such_module:mine", NoSuchRecipe, "there is no module 'no_such_module'"),
-        (f"{Quadratic.__module__}:yours", NoSuchRecipe, "has no 'yours'"),
-        ("no_such_file.py:mine", NoSuchRecipe, "there is no file"),
-        (f"{Quadratic.__module__}:no_recipe", BadRecipe, "which is no Recipe: assign a Recipe to that name"),
-        (f"{Quadratic.__module__}:Quadratic", BadRecipe, "which is no Recipe"),
+        ("no_such_module:mine", UsageError, "there is no module 'no_such_module'"),
+        (f"{Quadratic.__module__}:yours", UsageError, "has no 'yours'"),
+        ("no_such_file.py:mine", UsageError, "there is no file"),
+        (f"{Quadratic.__module__}:no_recipe", UsageError, "which is no Recipe: assign a Recipe to that name"),
+        (f"{Quadratic.__module__}:Quadratic", UsageError, "which is no Recipe"),
     ],
 )
 def test_a_wrong_name_of_an_own_recipe_is_refused(name: str, error: type[Exception], says: str):
@@ -129,7 +130,7 @@ def test_a_wrong_name_of_an_own_recipe_is_refused(name: str, error: type[Excepti
     ],
 )
 def test_a_wrong_own_term_is_refused(changes: dict, says: str):
-    with pytest.raises(BadRecipe, match=says):
+    with pytest.raises(UsageError, match=says):
         get_recipe("grpo", changes)
 
 
@@ -140,9 +141,9 @@ def test_a_class_that_no_record_could_name_is_refused():
     class Mean(Baseline):
         pass
 
-    with pytest.raises(BadRecipe, match="define the class at the top level"):
+    with pytest.raises(UsageError, match="define the class at the top level"):
         get_recipe("grpo", {"surrogate": Inside()})
-    with pytest.raises(BadRecipe):
+    with pytest.raises(UsageError):
         get_recipe("grpo", {"baseline": Mean()})
 
 

@@ -17,10 +17,11 @@ import torch
 from tapereel.finetune import recipes
 from tapereel.finetune.objective import KL, Context, Whiten
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import BadRecipe, Recipe
+from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe, read
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle
 from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, World, world
@@ -188,12 +189,12 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(changes, message):
-    with pytest.raises(BadRecipe, match=message):
+    with pytest.raises(UsageError, match=message):
         get_recipe("grpo", changes)
 
 
 def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
-    with pytest.raises(BadRecipe, match="there is no recipe 'grop': take one of grpo") as refused:
+    with pytest.raises(UsageError, match="there is no recipe 'grop': take one of grpo") as refused:
         get_recipe("grop")
     assert set(RECIPES) <= set(str(refused.value).replace(",", "").split())
 
@@ -213,7 +214,7 @@ def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
     ],
 )
 def test_an_unknown_constant_names_those_of_its_term(changes, says):
-    with pytest.raises(BadRecipe) as refused:
+    with pytest.raises(UsageError) as refused:
         get_recipe("grpo", changes)
     assert says in str(refused.value)
 
