@@ -11,7 +11,7 @@ import binascii
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -26,7 +26,7 @@ def floats(values: Iterable[float] = ()) -> array[float]:
     return array("f", values)
 
 
-def encode(values: array[Any]) -> str:
+def encode(values: array[int] | array[float]) -> str:
     """Base64 of the little-endian bytes."""
     if sys.byteorder == "big":
         values = array(values.typecode, values)
@@ -34,7 +34,7 @@ def encode(values: array[Any]) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 
-def decode(typecode: str, text: str) -> array[Any]:
+def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
     """The array that `encode` wrote; ValueError if `text` isn't such an array."""
     values = array(typecode)
     try:
@@ -46,8 +46,8 @@ def decode(typecode: str, text: str) -> array[Any]:
     return values
 
 
-def _column(typecode: str) -> Any:
-    def validate(value: Any) -> array[Any]:
+def _column(typecode: Literal["i", "f"]) -> Any:
+    def validate(value: Any) -> array[int] | array[float]:
         if isinstance(value, array) and value.typecode == typecode:
             return value
         if isinstance(value, str):

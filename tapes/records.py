@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, TypeAdapter, model_validator
 from pydantic_core import PydanticSerializationError, to_json
@@ -116,12 +116,12 @@ class Task(Value):
     """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
 
     @classmethod
-    def of(cls, value: Any) -> Task:
+    def of(cls, value: object) -> Task:
         """`value` if it is a Task, else a bare task with `value` as its private part."""
-        return value if isinstance(value, Task) else cls(private=value, bare=True)
+        return value if isinstance(value, Task) else cls(private=cast(JsonValue, value), bare=True)
 
     @property
-    def given(self) -> Any:
+    def given(self) -> Task | JsonValue:
         """The argument of `Environment.reset`: the plain value of a bare task, else the task."""
         return self.private if self.bare else self
 
@@ -516,7 +516,7 @@ AnyRecord = Annotated[
 _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 
 
-def parse_record(body: bytes) -> Any:
+def parse_record(body: bytes) -> AnyRecord:
     """The record in `body` (JSON). Raises a pydantic ValidationError, which is a ValueError, for an invalid body."""
     return _adapter.validate_json(body)
 

@@ -20,7 +20,7 @@ from typing import Any
 from ...tapes import Tape
 from ...tapes.errors import Unwritable
 from ...tapes.messages import ENV
-from ...tapes.records import Begin, Identity, Task, parse_record
+from ...tapes.records import Begin, Identity, StepRecord, Task
 from ...tapes.steps import Action, Step
 from ...tapes.tape import step_record
 from ...tapes.value import Value
@@ -149,7 +149,7 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
         what = f"{type(step).__qualname__} {step!r:.120}"
         try:
             body = _record(step)
-            back = parse_record(body)
+            back = StepRecord.model_validate_json(body)
             same = back.content == step and back.body() == body
             prompt = str(step)
         except Unwritable as error:

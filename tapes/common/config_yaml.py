@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 Keys = tuple[str, ...]
+Group = dict[str, Any]
+"""Settings as groups in groups: a value is plain data, or a group."""
 
 
 class YamlProblem(ValueError):
@@ -56,7 +58,7 @@ for _tag, (_rule, _first) in _OURS.items():
     _Dumper.add_implicit_resolver(_tag, _rule, list(_first))
 
 
-def read_yaml(text: str) -> Iterator[tuple[Keys, Any, int]]:
+def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
     """(keys, value, line) of each setting of a document, in order; lists are values."""
     try:
         loader = _Loader(text)
@@ -70,9 +72,9 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, Any, int]]:
         raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None
 
 
-def nested(settings: Iterable[tuple[Keys, Any]]) -> dict[str, Any]:
+def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
     """Settings by path of keys as groups in groups; `settings_of` is the way back."""
-    data: dict[str, Any] = {}
+    data: Group = {}
     for keys, value in settings:
         group = data
         for key in keys[:-1]:
@@ -81,7 +83,7 @@ def nested(settings: Iterable[tuple[Keys, Any]]) -> dict[str, Any]:
     return data
 
 
-def settings_of(data: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def settings_of(data: Mapping[str, object], above: Keys = ()) -> Iterator[tuple[Keys, object]]:
     """(keys, value) of each setting in groups in groups; an empty group is a value."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
@@ -90,7 +92,7 @@ def settings_of(data: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Key
             yield (*above, key), value
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str) -> object:
     """The value that `text` has after `key: ` in a file; an empty text is an empty string."""
     try:
         return yaml.load(text, _Loader) if text.strip() else text
@@ -98,7 +100,7 @@ def read_value(text: str) -> Any:
         return text
 
 
-def write_yaml(data: Any) -> str:
+def write_yaml(data: object) -> str:
     """`data` as YAML, in the order of its keys."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 

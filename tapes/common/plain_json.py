@@ -11,12 +11,14 @@ import math
 import re
 from typing import Any
 
+from pydantic import JsonValue
+
 DEPTH = 64
 """Largest nesting of arrays and objects."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
-def read_plain(text: str | bytes) -> Any:
+def read_plain(text: str | bytes) -> JsonValue:
     """The value in a JSON text. ValueError says what is wrong with the text."""
     if isinstance(text, bytes):
         text = text.decode()

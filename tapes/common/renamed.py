@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .config_yaml import Group
+
 PATHS: Mapping[str, str] = {
     # Agents.
     "tapereel.agents.agent": "tapereel.agents.episode.agent",
@@ -126,7 +128,7 @@ def current_path(path: str) -> str:
     return PATHS.get(path) or PATHS.get(module, module) + colon + name
 
 
-def translate_config(data: dict[str, Any]) -> dict[str, Any]:
+def translate_config(data: Group) -> Group:
     """A recorded configuration (nested, as `config.yaml` has it) with the present keys and paths of code.
 
     `data` is left as it is. The configuration may be of any kind of run (`train`, `demo`, `run`).

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 
 
-def run_async(main: Coroutine[Any, Any, ResultT]) -> ResultT:
+def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
     """The result of `main`, which runs in an event loop of its own.
 
     `asyncio.run` refuses to start inside a running event loop, and a notebook has one in its main thread. There `main`

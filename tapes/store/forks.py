@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from ..records import parse_record
+from ..records import Begin
 from ..value import Value
 
 if TYPE_CHECKING:
-    from ..records import Begin
     from .store import Store
     from .summary import Summary
 
@@ -82,4 +81,4 @@ def _fork(store: Store, name: str, tapes: dict[str, Summary], children: dict[str
 
 def _begin(store: Store, tape: str) -> Begin:
     places = [place for place in store.index.places(tape) if place.t == "begin"]
-    return parse_record(next(store.bodies(places[:1])))
+    return Begin.model_validate_json(next(store.bodies(places[:1])))

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..common.config import ConfigError, dump_config, load_config
-from ..common.config_yaml import YamlProblem, nested, read_yaml
+from ..common.config_yaml import Group, YamlProblem, nested, read_yaml
 from ..common.renamed import translate_config
 from ..errors import RunExists, UsageError
 from ..value import Value
@@ -154,7 +154,7 @@ class RunDir:
         table = self.results.seconds
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
-    def metrics(self, line: Mapping[str, Any]) -> None:
+    def metrics(self, line: Mapping[str, object]) -> None:
         """Append one line to metrics.jsonl, and call the listeners."""
         append_metrics(self.path / METRICS, line)
         for listener in self.listeners:
@@ -203,7 +203,7 @@ def open_run(
         yield run
 
 
-def recorded_settings(path: str | Path) -> dict[str, Any]:
+def recorded_settings(path: str | Path) -> Group:
     """As `recorded_config`, of a run of any kind. Empty where it has no readable configuration."""
     try:
         return recorded_config(path)
@@ -211,7 +211,7 @@ def recorded_settings(path: str | Path) -> dict[str, Any]:
         return {}
 
 
-def recorded_config(path: str | Path) -> dict[str, Any]:
+def recorded_config(path: str | Path) -> Group:
     """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
     it can't be read."""
     text = (Path(path) / CONFIG).read_text(encoding="utf-8")
@@ -225,7 +225,7 @@ def pin_line(path: str | Path) -> str:
     return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
 
 
-def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
+def append_metrics(path: Path, line: Mapping[str, object]) -> None:
     """Append one JSON line; NaN and infinities become null, which every JSON reader accepts."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     with path.open("a", encoding="utf-8") as file:

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import IN_TAPE, Publish, Record, Status, parse_record
+from ..records import IN_TAPE, Begin, Publish, Record, Status, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
@@ -276,7 +276,7 @@ class Store:
         """
         line = [self._read(tape, None)]
         seen = {tape}
-        while (above := parse_record(line[-1][0][0]).parent) is not None:
+        while (above := Begin.model_validate_json(line[-1][0][0]).parent) is not None:
             if above.tape in seen:
                 raise NotATape(f"tape {tape} is said to be a fork of itself, by way of {above.tape}")
             if above.tape not in self.index.ids(above.tape):
