@@ -90,11 +90,6 @@ class Rendered:
     """As `Track.marked`, of the prompt's messages."""
     marked_tools: Any
 
-    @property
-    def new_messages(self) -> tuple[Message, ...]:
-        """The messages after the kept ones."""
-        return self.messages[self.keep_messages :]
-
 
 class Renderer:
     """Turns conversations into token ids for one tokenizer and its chat template, and completions back into text.

@@ -19,7 +19,7 @@ from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, diff
 from ...tapes.records import Usage
 from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, SyncMode
 from ..rendering.renderer import Renderer
-from .script import record_of_call, turn_of
+from .script import call_divergence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,9 +151,8 @@ class ReplayEngine:
 
     def check(self, tape: Tape, call: Call, request: Request) -> None:
         """Diverged where the request isn't the recorded one."""
-        found = request_divergence(tape, call, request)
-        if found is not None:
-            raise Diverged(found)
+        for found, cause, sentence in _request_differences(tape, call, request):
+            raise Diverged(call_divergence(tape, call, found, cause, f"call {call.call} by {call.by!r}: {sentence}"))
 
     async def answer(self, call: Call, request: Request) -> Completion:
         """The recorded answer. Concurrent requests are answered in the recorded order of their answers.
@@ -163,7 +162,8 @@ class ReplayEngine:
         found = recorded_answer(call)
         if request.listener is not None and found.ids:
             request.listener.tokens(found.ids)
-        await self._wait_for_turn(self._order.get(call.call, 0))
+        place = self._order.get(call.call, 0)
+        await self._until(lambda: self._turn_of_answers >= place)
         self._answered.add(call.call)
         self._moved.set()
         while self._turn_of_answers < len(self._queue) and self._queue[self._turn_of_answers] in self._answered:
@@ -179,9 +179,6 @@ class ReplayEngine:
         if call.finish == "error":
             raise recorded_error(call)
         return found
-
-    async def _wait_for_turn(self, place: int) -> None:
-        await self._until(lambda: self._turn_of_answers >= place)
 
     async def _until(self, done: Callable[[], bool]) -> None:
         for _ in range(PATIENCE):
@@ -239,28 +236,6 @@ def recorded_error(call: Call) -> EngineError:
     if name == PromptTooLong.__name__:
         return PromptTooLong(message)
     return type(name if name.isidentifier() else "EngineError", (EngineError,), {})(message)
-
-
-def request_divergence(tape: Tape, call: Call, request: Request) -> Divergence | None:
-    """The first difference of a request from the recorded one; None where they are equal."""
-    found = next(_request_differences(tape, call, request), None)
-    if found is None:
-        return None
-    difference, cause, sentence = found
-    then, now = clipped(difference.recorded, difference.observed)
-    at = record_of_call(tape, call)
-    return Divergence(
-        tape=tape.id,
-        turn=turn_of(tape, at),
-        record=at,
-        call=call.call,
-        by=call.by,
-        field=difference.field,
-        recorded=then,
-        observed=now,
-        cause=cause,
-        sentence=f"call {call.call} by {call.by!r}: {sentence}",
-    )
 
 
 def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[tuple[Difference, Likely, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...tapes import Action, CauseType, Observation, ParseError, Status, Step, Tape, Thought
-from ...tapes.audit.verdict import Divergence, Likely, clipped, differences, plain
+from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences, plain
 from ...tapes.messages import ENV
 from ...tapes.records import Call, End, StepRecord
 from ...tapes.tape import Entry
@@ -59,9 +59,7 @@ class Script:
         steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
         self.answered = [call for at, call in log.call_order if at < records]
         """The tape's own calls in those turns."""
-        starts = [cut.records for cut in log.cuts[begun:]]
-        self.turns = {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in log.call_order}
-        """Call -> the turn in which it was made."""
+        self.turns = turns_of_calls(tape)
         self.calls = [call for at, call in log.call_order if at >= records]
         self.due: dict[int, dict[str, Call]] = defaultdict(dict)
         """Turn -> the calls that the agent must still make in it."""
@@ -142,16 +140,14 @@ class Script:
         where: str | None = None,
     ) -> Divergence:
         """A difference at the current turn, or at a step or call."""
-        then, now = clipped(recorded, observed)
-        turn, at = self.turn, record_of_step(self.tape, step)
         if call is not None:
-            turn, at = self.turns[call.call], record_of_call(self.tape, call)
+            return call_divergence(self.tape, call, Difference(field, recorded, observed), cause, sentence)
+        then, now = clipped(recorded, observed)
         return Divergence(
             tape=self.tape.id,
-            turn=turn,
-            record=at,
+            turn=self.turn,
+            record=record_of_step(self.tape, step),
             step=step,
-            call=call.call if call is not None else None,
             by=by,
             field=field,
             recorded=then,
@@ -298,9 +294,22 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def record_of_call(tape: Tape, call: Call) -> int | None:
-    """Index of the call's record in the tape; None for a call of its parent."""
-    return next((at for at, one in tape.log.call_order if one.call == call.call), None)
+def call_divergence(tape: Tape, call: Call, found: Difference, cause: Likely, sentence: str) -> Divergence:
+    """A difference at a call, with the call's place on the tape."""
+    then, now = clipped(found.recorded, found.observed)
+    at = next((at for at, one in tape.log.call_order if one.call == call.call), None)
+    return Divergence(
+        tape=tape.id,
+        turn=turns_of_calls(tape).get(call.call),
+        record=at,
+        call=call.call,
+        by=call.by,
+        field=found.field,
+        recorded=then,
+        observed=now,
+        cause=cause,
+        sentence=sentence,
+    )
 
 
 def record_of_step(tape: Tape, step: int | None) -> int | None:
@@ -311,12 +320,11 @@ def record_of_step(tape: Tape, step: int | None) -> int | None:
     return next((at for k, at in enumerate(own) if k == step - tape.inherited), None)
 
 
-def turn_of(tape: Tape, record: int | None) -> int | None:
-    """The agent's turn to which the record with that index belongs."""
-    if record is None:
-        return None
+def turns_of_calls(tape: Tape) -> dict[str, int]:
+    """Each of the tape's own calls -> the agent's turn in which it was made."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
-    return begun + max(0, bisect_right([cut.records for cut in tape.log.cuts[begun:]], record) - 1)
+    starts = [cut.records for cut in tape.log.cuts[begun:]]
+    return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
 def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, Any, Any]]:

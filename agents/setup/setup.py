@@ -88,10 +88,10 @@ class Setup(TasksConfig):
         `module:qualname` if an import returns this object, else `<object of module.Class>`. Raises UsageError if the
         setting and the argument differ.
         """
-        made_agent = _load_agent(*self._source("agent", agent))
-        made_env = _load_env(*self._source("env", env))
+        made_agent = load_agent(*self._source("agent", agent))
+        made_env = load_env(*self._source("env", env))
         source, name = self._source("tasks", tasks)
-        made_tasks = _load_tasks(source, name, self.task_row, self.count)
+        made_tasks = load_tasks(source, self.task_row, self.count, name=name)
         names = {
             "agent": self._recorded("agent", agent, _name_of),
             "env": self._recorded("env", env, _name_of),
@@ -127,27 +127,9 @@ class Setup(TasksConfig):
         return name
 
 
-def load_agent(source: AgentSource) -> Agent:
-    """The agent that `source` is, creates or names."""
-    return _load_agent(source, source if isinstance(source, str) else _name_of(source))
-
-
-def load_env(source: EnvSource) -> EnvironmentFactory:
-    """The factory that `source` is or names. It creates a separate instance for each episode."""
-    return _load_env(source, source if isinstance(source, str) else _name_of(source))
-
-
-def load_tasks(source: TasksSource, row: str | None = None, count: int | None = None) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count` of them. `row`: as `Setup.task_row`."""
-    return _load_tasks(source, source if isinstance(source, str) else "the list of tasks", row, count)
-
-
-def is_unnamed(name: str) -> bool:
-    """Whether a recorded `name` describes an object that only Python code can pass again."""
-    return name.startswith(UNNAMED)
-
-
-def _load_agent(source: Any, name: str) -> Agent:
+def load_agent(source: AgentSource, name: str | None = None) -> Agent:
+    """The agent that `source` is, creates or names. name: its name in errors."""
+    name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "agent")
     # An instance is used as it is. An act function is not called: it is an agent only under `@agent`, as the hint says.
     made = found if isinstance(found, Agent) or _is_act(found) or not callable(found) else _call(found, name)
@@ -160,7 +142,10 @@ def _load_agent(source: Any, name: str) -> Agent:
     )
 
 
-def _load_env(source: Any, name: str) -> EnvironmentFactory:
+def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
+    """The factory that `source` is or names. It creates a separate instance for each episode. name: its name in
+    errors."""
+    name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
     if isinstance(found, Environment):
@@ -175,8 +160,15 @@ def _load_env(source: Any, name: str) -> EnvironmentFactory:
     return cast(EnvironmentFactory, found)
 
 
-def _load_tasks(source: Any, name: str, row: str | None, count: int | None) -> Taskset:
-    to_task = _function(row) if row is not None else None
+def load_tasks(
+    source: TasksSource, row: str | None = None, count: int | None = None, *, name: str | None = None
+) -> Taskset:
+    """The tasks that `source` names or holds, or the first `count` of them. row: as `Setup.task_row`. name: their name
+    in errors."""
+    name = name or (source if isinstance(source, str) else "the list of tasks")
+    to_task = load_named(row) if row is not None else None
+    if row is not None and not callable(to_task):
+        raise UsageError(f"{row} is {_described(to_task)}, not a function from a row to a task")
     try:
         tasks = _tasks(source, name, to_task, count)
     except BadTasks as error:
@@ -204,6 +196,11 @@ def _tasks(source: Any, name: str, row: Callable[[Any], Any] | None, count: int 
     return Taskset(found, row=row, size=count)
 
 
+def is_unnamed(name: str) -> bool:
+    """Whether a recorded `name` describes an object that only Python code can pass again."""
+    return name.startswith(UNNAMED)
+
+
 def _named(source: Any, key: str) -> Any:
     """The object that `source` is or names. Raises UsageError for the recorded name of an unnamed object."""
     if not isinstance(source, str):
@@ -222,15 +219,12 @@ def _name_of(thing: Any) -> str:
     module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str):
         return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
+    # What an import of the name finds; None where it finds nothing, as below a function's `<locals>`.
+    found = reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
     # `__main__` is a different module in every process, so a later process can't import this object by that name.
-    if module != "__main__" and _attribute(module, path) is thing:
+    if module != "__main__" and found is thing:
         return f"{module}:{path}"
     return f"{UNNAMED}{module}.{path}>"
-
-
-def _attribute(module: str, path: str) -> Any:
-    """The object at `path` in an imported module. None if it doesn't exist, such as below a function's `<locals>`."""
-    return reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
@@ -246,13 +240,6 @@ def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
         return tuple(thing)
     name = _name_of(thing)
     return f"{name[:-1]}, {len(tasks)} tasks, {tasks.digest[:12]}>" if is_unnamed(name) else name
-
-
-def _function(name: str) -> Callable[[Any], Any]:
-    found = load_named(name)
-    if not callable(found):
-        raise UsageError(f"{name} is {_described(found)}, not a function from a row to a task")
-    return found
 
 
 def _call(thing: Any, name: str) -> Any:

@@ -6,7 +6,6 @@ records in the run itself. `controls` adds two runs on as many tokens, without t
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import Field, model_validator
 
 from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.group import run_all
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...envs.adapters.calculator import Calculator, calculator_tasks, demonstrate, read_action
 from ...tapes import Sampling, Tape
@@ -265,29 +265,28 @@ class DemoRun(TrainingRun):
             return demonstrate(heard[0], heard[1:], random.Random(request.seed), bad=BAD)
 
         engine = ScriptedEngine(policy, renderer=self.policy.renderer)
-        tasks, work = self.scene.train_tasks, iter(missing)
+        tasks = self.scene.train_tasks
 
-        async def worker() -> None:
-            for k in work:
-                tape = await rollout(
-                    self.scene.agent,
-                    self.scene.env,
-                    tasks[k % len(tasks)],
-                    engine=engine,
-                    seed=derive_seed(self.demo.seed, "demo", k),
-                    attempt=k,
-                    split="demo",
-                    limits=self.demo.loop.limits,
-                    sampling=self.demo.loop.sampling,
-                    journal=self.directory.store.writer,
-                )
-                if not tape.trains:
-                    raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
-                have[k] = tape.id
-                self._keep(tape)
-                self.progress("recording demonstrations", len(have), self.demo.demonstrations, "")
+        async def record(k: int) -> None:
+            tape = await rollout(
+                self.scene.agent,
+                self.scene.env,
+                tasks[k % len(tasks)],
+                engine=engine,
+                seed=derive_seed(self.demo.seed, "demo", k),
+                attempt=k,
+                split="demo",
+                limits=self.demo.loop.limits,
+                sampling=self.demo.loop.sampling,
+                journal=self.directory.store.writer,
+            )
+            if not tape.trains:
+                raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
+            have[k] = tape.id
+            self._keep(tape)
+            self.progress("recording demonstrations", len(have), self.demo.demonstrations, "")
 
-        await asyncio.gather(*(worker() for _ in range(256)))
+        await run_all(missing, record, concurrency=256)
 
     # Controls: the same number of trained tokens, without the rewards that are claimed to teach
 

@@ -73,7 +73,7 @@ def episode(renderer: Renderer, turns: list[dict[str, Any]]) -> tuple[list[Rende
             base=rendered.base.call if rendered.base else None,
             keep=rendered.keep,
             keep_messages=rendered.keep_messages,
-            messages=rendered.new_messages,
+            messages=rendered.messages[rendered.keep_messages :],
             prompt=rendered.new,
             completion=turn["sampled"],
             logprobs=[-1.0] * len(turn["sampled"]),
@@ -123,7 +123,7 @@ def test_the_next_prompt_keeps_every_sampled_id_and_encodes_only_what_came_after
     assert (second.keep, second.keep_messages, second.split) == (len(track.ids), 2, None)
     assert list(second.new) == [TOOL, *chars("3"), END, ASSISTANT]
     assert second.ids == track.ids + second.new
-    assert second.new_messages == (say("tool", "3"),)
+    assert second.messages[second.keep_messages :] == (say("tool", "3"),)
 
 
 @pytest.mark.ledger("T31")

@@ -238,7 +238,7 @@ def test_nothing_is_trained_twice_when_thinking_is_stripped() -> None:
             base=rendered.base.call if rendered.base else None,
             keep=rendered.keep,
             keep_messages=rendered.keep_messages,
-            messages=rendered.new_messages,
+            messages=rendered.messages[rendered.keep_messages :],
             prompt=rendered.new,
             completion=ids,
             logprobs=[-1.0] * len(ids),

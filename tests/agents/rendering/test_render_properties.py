@@ -99,7 +99,7 @@ class Episode:
             base=rendered.base.call if rendered.base is not None else None,
             keep=rendered.keep,
             keep_messages=rendered.keep_messages,
-            messages=rendered.new_messages,
+            messages=rendered.messages[rendered.keep_messages :],
             prompt=rendered.new,
             completion=completion,
             logprobs=[-0.5] * len(completion),
