@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from ..tapes.errors import UsageError
+from ..tapes.store.lease import end_lease
 
 
 def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +20,14 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_out_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--out` and `--resume`."""
+    """`--out`, `--resume` and `--take-over`."""
     parser.add_argument("--out", metavar="DIR", help="run directory")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out where it stopped")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --resume: end the lease of the process that leads the run; it stops before its next record",
+    )
 
 
 def scene_settings(args: argparse.Namespace, *more: str) -> list[str]:
@@ -38,7 +45,19 @@ def engine_settings(args: argparse.Namespace) -> list[str]:
 
 
 def run_directory(args: argparse.Namespace) -> str:
-    """The value of `--out`. UsageError where it is missing."""
+    """The value of `--out`, whose lease `--take-over` ends. UsageError where it is missing."""
     if args.out is None:
         raise UsageError("`--out DIR` is required: the run directory")
+    if args.take_over and os.environ.get("RANK", "0") == "0":
+        end_lease(args.out)
     return args.out
+
+
+def variable_value(variable: str | None) -> str | None:
+    """The token in an environment variable; None without a variable. UsageError if the variable is not set."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise UsageError(f"the environment variable {variable} with the token is not set")
+    return token

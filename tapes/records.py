@@ -452,6 +452,8 @@ class Use(Record):
     """What applying the update again needs beyond the items: phase, tapes with their pinned digests, the recipe's hash,
     learning rate, and the tokens that were set aside (`stale`, `filtered`, `context`). Also what the update measured:
     loss, gradient norm, mismatch of trainer and sampler."""
+    lead: int | None = Field(default=None, exclude_if=_is_none)
+    """Epoch of the lead that wrote it (`tapes/store/lease.py`); None: it was written without a lease."""
 
 
 class Void(Record):
@@ -462,6 +464,8 @@ class Void(Record):
     update: int
     into: str
     reason: str
+    lead: int | None = Field(default=None, exclude_if=_is_none)
+    """As `Use.lead`."""
 
 
 class Open(Record):
@@ -487,6 +491,18 @@ class Publish(Record):
     mode: str = "reprefill"
     """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode of the engine's own."""
     at: float
+    lead: int | None = Field(default=None, exclude_if=_is_none)
+    """As `Use.lead`."""
+
+
+class Lead(Record):
+    """A process took the lease of the run: from here on it alone writes updates and publishes weights."""
+
+    t: Literal["lead"] = "lead"
+    epoch: int
+    host: str
+    pid: int
+    at: float
 
 
 class Commit(Record):
@@ -509,7 +525,7 @@ class Seal(Record):
 
 
 AnyRecord = Annotated[
-    Begin | StepRecord | Call | Reward | End | Label | Tokens | Use | Void | Open | Publish | Commit | Seal,
+    Begin | StepRecord | Call | Reward | End | Label | Tokens | Use | Void | Open | Publish | Lead | Commit | Seal,
     Field(discriminator="t"),
 ]
 

@@ -20,6 +20,7 @@ from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.records import Status
+from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ...tapes.store.summary import attempts_of
@@ -120,6 +121,7 @@ def run(
     started = time.perf_counter()
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
+    check_free(out)  # before a model is loaded
     return run_async(_run(config, setup, Path(out), resume, progress, started))
 
 

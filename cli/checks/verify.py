@@ -52,4 +52,5 @@ def _report_lines(report: Report) -> list[str]:
     lines += [f"torn: {text}" for text in report.torn]
     lines += [f"missing: segment {name}, which no pin covers" for name in report.holes]
     lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
+    lines += [f"doesn't count: {text}" for text in report.books.refused]
     return [*lines, *(f"not checked: {text}" for text in report.not_checked)]

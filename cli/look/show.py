@@ -25,7 +25,7 @@ from ...tapes.transcript import (
     step_lines,
     summarise,
 )
-from ..console import Exit, answer, table
+from ..console import Exit, answer, say, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,8 +47,7 @@ LONGEST = 4000
 """Number of characters of a step that are printed without `--full`."""
 TASK = 16
 """Largest number of characters of a task's name in the list."""
-RUNNING = "running"
-"""Printed as the status of a tape without an end."""
+RUNNING = "running"  # the status of a tape without an end, as printed
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
 
@@ -108,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
                 trained_on = _trained_on(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in trained_on]
             _show_list(args, found)
+            if store.doubles:
+                say(f"two processes trained in this run at once; recorded twice (lineage: updates): {store.doubles}")
     return Exit.HOLDS
 
 

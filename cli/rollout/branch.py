@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ...tapes.audit.compare import TapeDiff, diff_tapes
+from ...tapes.audit.forks import Fork, tree
 from ...tapes.common.text import number, safe
 from ...tapes.errors import UsageError
-from ...tapes.store.forks import Fork, tree
 from ...tapes.store.store import Store
 from ..console import Exit, answer, say, table
 

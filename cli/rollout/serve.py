@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-from ...tapes.errors import UsageError
-
 EXAMPLE = """
 tapereel serve model models/qwen --port 8000
 tapereel serve env my_env.py:GuessNumber --port 8100
@@ -18,13 +14,3 @@ TARGETS: dict[str, tuple[str, str]] = {
     "gateway": ("cli.rollout.serve_gateway", "serve any engine under OpenAI's protocol, and record each episode"),
 }
 """target -> (module inside tapereel, what it does)."""
-
-
-def variable_value(variable: str | None) -> str | None:
-    """The token in an environment variable; None without a variable. UsageError if the variable is not set."""
-    if variable is None:
-        return None
-    token = os.environ.get(variable)
-    if not token:
-        raise UsageError(f"the environment variable {variable} with the token is not set")
-    return token

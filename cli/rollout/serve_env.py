@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...envs.load_named import listed_tasks, load_named
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
+from ..scene_arguments import variable_value
 from ..signals import stop_event
-from .serve import variable_value
 
 if TYPE_CHECKING:
     from ...envs.remote import Service

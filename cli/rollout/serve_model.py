@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
+from ..scene_arguments import variable_value
 from ..signals import stop_event
-from .serve import variable_value
 
 if TYPE_CHECKING:
     from ...agents.engines.servers.launch import LocalServer

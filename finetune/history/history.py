@@ -204,6 +204,7 @@ class History:
             "pinned": pinned,
             "trained_tokens": self.trained_tokens,
             "cursor": self.cursor,
+            "lead": self.store.lease.epoch if self.store.lease is not None else None,
         }
         trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.trainer is not None:
@@ -244,8 +245,16 @@ class History:
         """
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
-        # A newer checkpoint has updates that these records don't explain, so an older one is loaded.
-        usable = [c for c in checkpoints(self.directory) if c.state["lineage"] == self.lineage and c.update <= last]
+        leads = {use.update + 1: use.lead or 0 for use in uses}
+        # A newer checkpoint has updates that these records don't explain, and so has one whose lead's last update a
+        # later lead made again. An older one is loaded then.
+        usable = [
+            c
+            for c in checkpoints(self.directory)
+            if c.state["lineage"] == self.lineage
+            and c.update <= last
+            and (c.state.get("lead") or 0) >= leads.get(c.update, 0)
+        ]
         if usable:
             self._load(usable[-1])
             self.taught = taught_by(use for use in uses if use.update < self.updates)
@@ -280,15 +289,14 @@ class History:
         The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
         weights under the same version, and tapes of both would count as of one policy.
         """
-        for stored in self.store.run_records("publish"):
-            if stored.record.version == self.version:
-                found = weights_digest(copied_weights(self.model))
-                if found != stored.record.digest:
-                    raise BrokenHistory(
-                        f"version {self.version} was published with digest {stored.record.digest}; "
-                        f"the restored weights have {found}: the run was recorded on another machine or with "
-                        "another number of threads or version of a library, so resume it there"
-                    )
+        recorded = self.store.published.get(self.version)
+        found = weights_digest(copied_weights(self.model)) if recorded is not None else None
+        if recorded is not None and found != recorded.digest:
+            raise BrokenHistory(
+                f"version {self.version} was published with digest {recorded.digest}; "
+                f"the restored weights have {found}: the run was recorded on another machine or with "
+                "another number of threads or version of a library, so resume it there"
+            )
 
 
 # The redo log: recorded updates, applied again

@@ -201,7 +201,7 @@ class _Walk:
         self.until = self.ledger.next_update if until is None else until
         self.files = {one.update: one for one in files}
         self.last = files[-1] if files else None
-        self.known = {stored.record.version: stored.record.digest for stored in history.store.run_records("publish")}
+        self.known = {version: one.digest for version, one in history.store.published.items()}
         self.counts = {"published": 0, "checkpoints": 0, "trainers": 0}
         self.digest: str | None = None
         self.started = time.perf_counter()

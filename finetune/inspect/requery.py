@@ -145,7 +145,7 @@ def requery_run(
         torn = torn_tails(store)
         chosen = chosen_tapes(store, tapes, split)
         ids = chosen if tapes else [one.id for one in store.summaries(split=split, closed=True) if one.sampled]
-        published = [stored.record for stored in store.run_records("publish")]
+        published = list(store.published.values())
         policies = Policies(store.path, published, only=model, begun=_begun(run))
         # A batch shares forward passes; only one batch of tapes is in memory at a time.
         for k in range(0, len(ids), BATCH):

@@ -20,6 +20,7 @@ from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
 from ...tapes.value import Value
 from ...tapes.view.curves import Plot, reward_plot
@@ -108,6 +109,8 @@ def train(
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
     with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
+        if not ranks.rank:
+            check_free(out)  # before a model is loaded
         run = TrainingRun(config, setup, Path(out), progress, ranks)
         if ranks.rank:
             return run.processes.follow()

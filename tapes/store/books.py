@@ -84,6 +84,8 @@ class Books(Value):
     open: int
     ends: tuple[Lost, ...]
     findings: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    """Records that don't count: a lead wrote them after a later one had taken the run over. Each a sentence."""
 
     @property
     def closes(self) -> bool:
@@ -216,6 +218,10 @@ class BooksFold:
             open=still,
             ends=self._ends(),
             findings=tuple(odd),
+            refused=tuple(
+                f"{late.t} {late.update} of lineage {late.lineage}, by lead {late.lead}, which a later lead replaced"
+                for late in self._lineages.refused
+            ),
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:

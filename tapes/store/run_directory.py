@@ -27,6 +27,7 @@ from ..common.renamed import translate_config
 from ..errors import RunExists, UsageError
 from ..value import Value
 from .books import Books
+from .lease import Lease
 from .store import Store
 
 CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
@@ -137,7 +138,9 @@ class RunDir:
         """Called with each line of metrics after it was written to the file."""
 
     def save(self) -> None:
-        """Write the results, durable when this returns."""
+        """Write the results, durable when this returns. LeaseLost where a later lead writes them."""
+        if self.store.lease is not None:
+            self.store.lease.check()
         self.results.write(self.path)
 
     @contextmanager
@@ -176,7 +179,8 @@ def open_run(
     `begin()` returns the results of a new run. The settings in `free` (dotted keys) may differ in a resumed run; the
     file keeps the old values. The settings in `changes` may differ where their function allows it; the file records
     the change. RunExists where a run is there and `resume` is false, or where the tapes there are not of such a run;
-    ConfigError where the run has another configuration. Leaving the context seals the store.
+    ConfigError where the run has another configuration; RunHeld where another process leads the run.
+    Leaving the context seals the store.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -187,20 +191,27 @@ def open_run(
     if not found and (path / "tapes").exists():
         raise RunExists(f"{path} holds tapes that another program recorded (it has no {CONFIG}); choose another --out")
     changes = changes or {}
-    results = _resume(path, config, (*free, *changes)) if found else begin()
-    path.mkdir(parents=True, exist_ok=True)
     if found:
-        _drop_torn_line(path / METRICS)
-    else:
-        # The results come first: a crash in between leaves no configuration, so the run is begun again. In the other
-        # order it would leave a run that looks begun and has no results to resume from.
-        results.write(path)
-        _replace(path / CONFIG, dump_config(config))
-    with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
-        run = RunDir(path, results, store, resumed=found)
+        _check_config(path, config, (*free, *changes))
+    results = Results() if found else begin()
+    with Lease(path) as lease:
+        if (path / CONFIG).exists() != found:
+            raise RunExists(f"{path} was begun by another process at the same moment; choose another --out")
         if found:
-            _change(run, config, changes)
-        yield run
+            # Read under the lease: the lead before may have written until then.
+            results = Results.read(path)
+            _drop_torn_line(path / METRICS)
+        else:
+            # The results come first: a crash in between leaves no configuration, so the run is begun again. In the
+            # other order it would leave a run that looks begun and has no results to resume from.
+            results.write(path)
+            _replace(path / CONFIG, dump_config(config))
+        with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
+            store.take_lead(lease)
+            run = RunDir(path, results, store, resumed=found)
+            if found:
+                _change(run, config, changes)
+            yield run
 
 
 def recorded_settings(path: str | Path) -> Group:
@@ -245,7 +256,7 @@ def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
         _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _resume(path: Path, config: BaseModel, free: Collection[str]) -> Results:
+def _check_config(path: Path, config: BaseModel, free: Collection[str]) -> None:
     recorded = load_config(type(config), path / CONFIG)
     then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
     if then != now:
@@ -254,7 +265,6 @@ def _resume(path: Path, config: BaseModel, free: Collection[str]) -> Results:
             f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
             "with that file as --config, or choose another --out"
         )
-    return Results.read(path)
 
 
 def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:

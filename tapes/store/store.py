@@ -19,11 +19,12 @@ from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import IN_TAPE, Begin, Publish, Record, Status, parse_record
+from ..records import IN_TAPE, Begin, Lead, Publish, Record, Status, Use, Void, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
 from .index import Index, Place
+from .lease import Lease, read_leads
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import PINS, Break, SegmentReader
@@ -67,6 +68,8 @@ class Store:
         self._index_path = index
         self._writer: SegmentWriter | None = None
         self._books_fold, self._books_cursor, self._books_lock = BooksFold(), Cursor(), threading.Lock()
+        self.lease: Lease | None = None
+        """The lease under which this process writes updates; None where it doesn't lead the run."""
         self.recovered = Recovered()
         """What opening for writing found and did about the segments of dead writers."""
 
@@ -158,8 +161,20 @@ class Store:
         return self._writer
 
     def append_layer(self, record: Record) -> None:
-        """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`)."""
+        """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`).
+
+        Under a lease the record of an update or of weights carries the lease's epoch. LeaseLost where it was ended.
+        """
+        if self.lease is not None and isinstance(record, Use | Void | Publish):
+            self.lease.check()
+            record = record.model_copy(update={"lead": self.lease.epoch})
         self.writer.append(record.body())
+
+    def take_lead(self, lease: Lease) -> None:
+        """Write under this lease from now on. Its record is durable when this returns."""
+        self.lease, holder = lease, lease.holder
+        self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
+        self.writer.sync()
 
     def record_weights(self, *publishes: Publish) -> None:
         """Queue the record of each version of weights that the store has no record of yet.
@@ -170,12 +185,17 @@ class Store:
         for publish in publishes:
             if publish.version not in known:
                 self.append_layer(publish)
-                known.add(publish.version)
+                known[publish.version] = publish
 
     @property
-    def published(self) -> set[str]:
-        """Versions of weights that have a `publish` record."""
-        return {stored.record.version for stored in self.run_records("publish")}
+    def published(self) -> dict[str, Publish]:
+        """Version of weights -> its `publish` record; that of the later lead, where two leads recorded one version."""
+        found: dict[str, Publish] = {}
+        for stored in self.run_records("publish"):
+            publish: Publish = stored.record
+            if publish.version not in found or (publish.lead or 0) > (found[publish.version].lead or 0):
+                found[publish.version] = publish
+        return found
 
     # Reading
 
@@ -361,6 +381,12 @@ class Store:
     def lineages(self) -> Lineages:
         """Every `use` and `void` record, folded."""
         return Lineages(stored.record for stored in self.run_records("use", "void"))
+
+    @property
+    def doubles(self) -> dict[str, list[int]]:
+        """Lineage -> updates that two processes recorded. Empty without a pass over all updates where the run had
+        leases, under which no two processes can lead."""
+        return {} if read_leads(self.path) else self.lineages().doubles
 
     def ledger(self, lineage: str) -> Ledger:
         """What that lineage has trained on: its redo log, its next update, the tapes in its updates."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..errors import NotATape
 from ..records import Call, Message, Use
 from ..store.ledger import FATES, Fate, ranges
 from ..store.store import Store
@@ -59,7 +60,11 @@ class Uses:
         self._of_tape: dict[str, list[int]] = {}
         lineages = store.lineages()
         for lineage in lineages.living:
-            for use in lineages.ledger(lineage).uses:
+            try:
+                uses = lineages.ledger(lineage).uses
+            except NotATape:
+                continue  # the overview says what contradicts; the tapes can be read all the same
+            for use in uses:
                 tapes = _tapes(use)
                 for tape in tapes:
                     self._of_tape.setdefault(tape, []).append(len(self._uses))

@@ -21,9 +21,9 @@ from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.tapes import Status, Tape, Task, Text
 from tapereel.tapes.audit.compare import diff_tapes
+from tapereel.tapes.audit.forks import Fork, tree
 from tapereel.tapes.common.text import number
 from tapereel.tapes.errors import NoSuchTape
-from tapereel.tapes.store.forks import Fork, tree
 from tapereel.tapes.store.store import Store
 
 from ...cli.lab import answer_of, refusal_of, settings

@@ -269,6 +269,47 @@ def test_a_ledger_that_contradicts_itself_is_refused(what: str, records: list[Us
         Lineages(records).ledger("main")
 
 
+def led(record: Use | Void, lead: int) -> Use | Void:
+    return record.model_copy(update={"lead": lead})
+
+
+def counted(*records: Use | Void) -> list[tuple[int, int, int | None]]:
+    return [(one.update, one.epoch, one.lead) for one in Lineages(records).ledger("main").uses]
+
+
+def test_a_record_of_a_lead_that_was_replaced_does_not_count() -> None:
+    before = [led(use(0), 1), led(use(1), 1)]
+    late, later = led(use(2), 1), led(use(2), 2)
+    assert counted(*before, late) == [(0, 0, 1), (1, 0, 1), (2, 0, 1)], "no later lead did this update"
+    assert counted(*before, late, later) == counted(*before, later, late) == [(0, 0, 1), (1, 0, 1), (2, 0, 2)]
+    much_later = led(use(3), 1)
+    assert counted(*before, later, much_later) == [(0, 0, 1), (1, 0, 1), (2, 0, 2)]
+    assert Lineages([*before, late, later, much_later]).refused == [late, much_later]
+    assert counted(*before, led(use(1, epoch=1), 2)) == [(0, 0, 1), (1, 0, 1), (1, 1, 2)], "a resumed update"
+
+
+def test_records_without_a_lease_all_count() -> None:
+    assert counted(led(use(0), 3), use(1)) == [(0, 0, 3), (1, 0, None)]
+    assert Lineages([led(use(0), 3), use(1)]).refused == []
+
+
+def test_a_void_of_a_lead_that_was_replaced_does_not_count() -> None:
+    late = led(void("main", 0, "b"), 1)
+    ledger = Lineages([led(use(0), 1), led(use(1), 2), late])
+    assert (ledger.living, ledger.refused) == (["main"], [late])
+    assert Lineages([led(use(0), 1), late]).living == ["b"]
+    both = [led(use(0), 1), late, led(void("main", 0, "c"), 2), led(use(1, lineage="c"), 2)]
+    assert [one.update for one in Lineages(both).ledger("c").uses] == [0, 1]
+    assert Lineages(both).ledger("main").ended == both[2]
+
+
+def test_updates_that_two_processes_recorded_are_listed() -> None:
+    records = [use(0), use(1), use(1), use(2), use(2)]
+    assert Lineages(records).doubles == {"main": [1, 2]}
+    with pytest.raises(NotATape, match=r"2 updates are recorded twice \(update 1, 2\): two processes trained"):
+        Lineages(records).ledger("main")
+
+
 def test_a_range_that_is_none_is_refused() -> None:
     record = Use(lineage="main", update=0, items=(), info={"stale": [["a", 1]]})
     with pytest.raises(NotATape, match="an entry is"):

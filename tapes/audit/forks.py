@@ -9,8 +9,8 @@ from ..records import Begin
 from ..value import Value
 
 if TYPE_CHECKING:
-    from .store import Store
-    from .summary import Summary
+    from ..store.store import Store
+    from ..store.summary import Summary
 
 
 class Fork(Value):
