@@ -85,7 +85,7 @@ def _closing(summary: DemoSummary) -> str:
         f"s (engine {seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
-        f"Written to {run}: report.html, reward.png, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
+        f"Written to {run}: report.html, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
         pin_line(run),
         "",
         "Next, with this run:",

@@ -359,7 +359,7 @@ class DemoRun(TrainingRun):
 
     # What a demo writes for a reader
 
-    def reward_plot(self) -> Plot:
+    def _reward_plot(self) -> Plot:
         """Reward per update, with the held-out levels and the control."""
         shuffled = self.out / "controls" / "shuffled" / METRICS
         others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
@@ -368,7 +368,7 @@ class DemoRun(TrainingRun):
     def page(self, overview: Overview) -> Overview:
         return overview.model_copy(
             update={
-                "plots": (self.reward_plot(), *(plot for plot in overview.plots if plot.small)),
+                "plots": (self._reward_plot(), *(plot for plot in overview.plots if plot.small)),
                 "scores": _scores(self.directory.results),
                 "tapes": self._tapes_to_read(),
             }

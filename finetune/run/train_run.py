@@ -23,7 +23,6 @@ from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
 from ...tapes.value import Value
-from ...tapes.view.curves import Plot, reward_plot
 from ...tapes.view.overview import Overview
 
 try:
@@ -37,7 +36,6 @@ try:
     from ..policies.policy import Policy, check_begun, check_custom, load_policy
     from ..policies.policy_team import NO_WARM_START, Team
     from ..recipes import get_recipe
-    from ..report.plots import plot_curve
     from ..report.run_report import REPORT, Reporter, reporting
     from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
@@ -188,10 +186,6 @@ class TrainingRun:
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()
-                plot = self.reward_plot()
-                plot_curve(
-                    self.out / "reward.png", plot.curves, levels=plot.levels, title=plot.title, ylabel=plot.ylabel
-                )
         return self.summary()
 
     def _new_results(self) -> Results:
@@ -275,10 +269,6 @@ class TrainingRun:
 
     def control(self) -> None:
         """Runs to compare with, after the loop."""
-
-    def reward_plot(self) -> Plot:
-        """The curves of reward.png."""
-        return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, self.training.trained)
 
     def page(self, overview: Overview) -> Overview:
         """The page of the finished run."""

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
+from pydantic import Field, JsonValue, computed_field
 from pydantic_core import to_jsonable_python
+
+from ..value import Value
 
 if TYPE_CHECKING:
     from ..tape import Tape
@@ -49,10 +51,9 @@ class Likely(StrEnum):
     """The reward code differs from the code that scored the tape."""
 
 
-class Divergence(BaseModel):
+class Divergence(Value):
     """The first place where the observed value differs from the recorded one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     tape: str
     turn: int | None = None
     """Counted from 0; None where the place has no turn."""
@@ -83,10 +84,9 @@ class Divergence(BaseModel):
         return diff_lines(self.recorded, self.observed)
 
 
-class Failure(BaseModel):
+class Failure(Value):
     """Code whose result a check needed, and that raised, took too long or returned an unusable value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     source: str
     """The name of the code; for a reward, that of its source."""
     error: str
@@ -95,10 +95,9 @@ class Failure(BaseModel):
     """`file:line in function` of the code that caused it; None where no line is known."""
 
 
-class Verdict(BaseModel):
+class Verdict(Value):
     """The outcome of one check of one tape."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     verb: str
     """`replay`, `reexec`, `rescore` or `requery`."""
     tape: str
@@ -109,15 +108,15 @@ class Verdict(BaseModel):
     """The place of the divergence; None for the other outcomes."""
     reason: str | None = None
     """Why it can't be verified; None for the other outcomes."""
-    checked: dict[str, int] = {}
+    checked: dict[str, int] = Field(default={})
     """Kind of value (calls, steps, observations, rewards, tokens) -> how many were compared and found equal."""
     not_checked: tuple[str, ...] = ()
     """Parts of the tape that the verdict doesn't cover."""
     failures: tuple[Failure, ...] = ()
     """Failures of code in this check that concern a part of it only."""
-    measured: dict[str, float] = {}
+    measured: dict[str, float] = Field(default={})
     """Measurements of the check, such as the largest difference of log-probs."""
-    proposed: dict[str, str | None] = {}
+    proposed: dict[str, str | None] = Field(default={})
     """Field that varies between executions -> the declaration for it (`Environment.varies`)."""
 
     def of(self, tape: Tape) -> Verdict:
@@ -132,10 +131,9 @@ class Verdict(BaseModel):
         return f"unverifiable: {self.reason}" if self.reason is not None else "verified"
 
 
-class Verdicts(BaseModel):
+class Verdicts(Value):
     """The verdicts of one verb on a run, or on some of its tapes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     verb: str
     run: str
     verdicts: tuple[Verdict, ...]

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from ..store.disk import REAL, put_file
+from ..value import Value
 from .verdict import Verdict, Verdicts
 
 FOLDER = "verdicts"
@@ -29,27 +30,24 @@ LARGEST = 2**29
 _NAME = re.compile(r"(replay|reexec|rescore|requery)-\d{8}T\d{6}Z-([0-9a-f]{16})\.jsonl")
 
 
-class Check(BaseModel):
+class Check(Value):
     """The first line of a file: one check of some tapes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     verb: Literal["replay", "reexec", "rescore", "requery"]
     at: float
     """Seconds since 1970."""
     turn: int | None = None
     """The only turn of each tape that was checked; None for all."""
-    given: dict[str, str] = {}
+    given: dict[str, str] = Field(default={})
     """What the caller named (agent, environment, reward, model); for all else the check used the run's own."""
 
 
 class _Line(NamedTuple):
-    """The place of one verdict in its file."""
+    """One verdict, as its file has it."""
 
     check: Check
-    file: str
-    offset: int
-    length: int
     outcome: str
+    data: bytes
 
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
@@ -77,7 +75,7 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
 
 
 class Checks:
-    """The verdicts that a run keeps. `refresh()` reads new files; a verdict's content is read on request."""
+    """The verdicts that a run keeps. `refresh()` reads new files; a verdict stays JSON until it is asked for."""
 
     def __init__(self, run: Path) -> None:
         self.problems: list[str] = []
@@ -114,15 +112,8 @@ class Checks:
 
     def of(self, tape: str) -> list[tuple[Check, Verdict]]:
         """Every verdict on the tape, newest first."""
-        found = []
-        for line in sorted(self._lines.get(tape, ()), key=lambda line: -line.check.at):
-            try:
-                with (self._folder / line.file).open("rb") as file:
-                    file.seek(line.offset)
-                    found.append((line.check, Verdict.model_validate_json(file.read(line.length))))
-            except (OSError, ValidationError):
-                continue  # the file was removed or changed since: the next `refresh` reports it
-        return found
+        lines = sorted(self._lines.get(tape, ()), key=lambda line: -line.check.at)
+        return [(line.check, Verdict.model_validate_json(line.data)) for line in lines]
 
     def _read(self, name: str) -> set[str]:
         """Read one file completely, or add a problem; returns its tapes."""
@@ -134,16 +125,12 @@ class Checks:
             data = path.read_bytes()
             if hashlib.sha256(data).hexdigest()[:16] != name.rpartition("-")[2].removesuffix(".jsonl"):
                 raise ValueError("its bytes are not those that were written")
-            lines = data.splitlines(keepends=True)
+            lines = data.splitlines()
             check = Check.model_validate_json(lines[0])
-            found, offset = list[tuple[str, _Line]](), len(lines[0])
-            for text in lines[1:]:
-                verdict = Verdict.model_validate_json(text)
-                found.append((verdict.tape, _Line(check, name, offset, len(text), verdict.outcome)))
-                offset += len(text)
+            verdicts = [Verdict.model_validate_json(text) for text in lines[1:]]
         except (OSError, ValueError, IndexError) as error:
             self.problems.append(f"{FOLDER}/{name} is not shown: {str(error).splitlines()[0]}")
             return set()
-        for tape, line in found:
-            self._lines.setdefault(tape, []).append(line)
-        return {tape for tape, _ in found}
+        for verdict, text in zip(verdicts, lines[1:], strict=True):
+            self._lines.setdefault(verdict.tape, []).append(_Line(check, verdict.outcome, text))
+        return {verdict.tape for verdict in verdicts}

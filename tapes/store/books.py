@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..errors import NotATape
-from ..records import Status, Use, Void
+from ..records import Status, Tokens, Use, Void
 from ..value import Value
 from .ledger import FATES, Fate, Lineages, ranges
 from .segment import peek
@@ -32,7 +32,6 @@ from .summary import (
     RewardFacts,
     Summary,
     TapeFold,
-    TokensFacts,
     column_length,
     read_facts,
 )
@@ -162,8 +161,8 @@ class BooksFold:
             self._odd.append(f"a {t} of tape {tape.begun.id} after its end")
         if isinstance(facts, CallFacts):
             self._call(tape, facts)
-        elif isinstance(facts, TokensFacts):
-            tape.authored[facts.call] = facts.completion
+        elif isinstance(facts, Tokens):
+            tape.authored[facts.call] = len(facts.completion)
         elif isinstance(facts, RewardFacts) and closed:
             tape.layered |= bool(facts.weight)
             tape.group_failed |= facts.failed and facts.layer in (None, GROUP_LAYER)

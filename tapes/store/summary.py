@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import CauseType, Status, Use, Void, trains, unscores
+from ..records import CauseType, Status, Tokens, Use, Void, trains, unscores
 from .segment import read_body
 
 if TYPE_CHECKING:
@@ -98,13 +98,6 @@ class EndFacts(NamedTuple):
     at: float
 
 
-class TokensFacts(NamedTuple):
-    """Token ids of an authored answer."""
-
-    call: str
-    completion: int
-
-
 class Summary(NamedTuple):
     """A tape as a list of tapes shows it, without reading the tape."""
 
@@ -187,7 +180,7 @@ class TapeFold:
         return self.begun.split not in ("train", "demo")
 
 
-Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | TokensFacts | Use | Void
+Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | Tokens | Use | Void
 
 
 def read_facts(t: str, body: bytes) -> Facts | None:
@@ -288,18 +281,13 @@ def _end(body: bytes) -> EndFacts:
     )
 
 
-def _tokens(body: bytes) -> TokensFacts:
-    read = read_body(body)
-    return TokensFacts(str(read.get("call")), column_length(read.get("completion")))
-
-
 _READERS = {
     "begin": read_begin,
     "step": read_step,
     "call": _call,
     "reward": read_reward,
     "end": _end,
-    "tokens": _tokens,
+    "tokens": Tokens.model_validate_json,
     "use": Use.model_validate_json,
     "void": Void.model_validate_json,
 }

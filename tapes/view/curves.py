@@ -1,6 +1,6 @@
 """The curves of a training run, from its metrics.jsonl and its results: numbers and names, no drawing.
 
-The overview page of the viewer draws them in the browser; `finetune/report/plots.py` draws them as a PNG.
+The overview page of the viewer draws them in the browser.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from pydantic import model_validator
 
 from ..store.run_directory import Results, read_metrics
 from ..value import Value
@@ -31,18 +29,6 @@ class Curve(Value):
     """Above 1: a thin line of the numbers, and a thick line of the mean over this many of them (itself and earlier)."""
     points: bool = False
     """Mark each number: the numbers are few, with many updates between them."""
-    band: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    """(lower, upper) ends of an interval at each place; None draws no interval."""
-
-    @model_validator(mode="after")
-    def _paired(self) -> Curve:
-        if len(self.x) != len(self.y):
-            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and {len(self.y)} values")
-        if self.band is not None and {len(self.band[0]), len(self.band[1])} != {len(self.x)}:
-            raise ValueError(f"the curve {self.name!r} has {len(self.x)} places and a band of another length")
-        if self.mean_of < 1:
-            raise ValueError(f"the curve {self.name!r} can't be averaged over {self.mean_of} values")
-        return self
 
 
 class Level(Value):

@@ -46,12 +46,10 @@ def test_a_run_leaves_what_its_reader_needs(trained: Path):
         "results.json",
         "recipes.json",
         "metrics.jsonl",
-        "reward.png",
         "checkpoints",
         "tapes",
         "pins.json",
     } <= found
-    assert (trained / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert load_config(TrainConfig, trained / "config.yaml").loop.groups == 8
     assert read_recipes(trained)["rl"] == get_recipe("grpo")
     lines = read_metrics(trained / "metrics.jsonl")

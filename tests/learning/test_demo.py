@@ -42,7 +42,7 @@ def test_grpo_learns_and_the_controls_dont(seed, tmp_path):
             assert control["trained_tokens"] == pytest.approx(tokens["applied"] - _imitated(tmp_path), rel=0.15)
     with Store.open(tmp_path) as store:
         assert store.books().closes
-    for name in ("report.html", "reward.png", "metrics.jsonl", "config.yaml"):
+    for name in ("report.html", "metrics.jsonl", "config.yaml"):
         assert (tmp_path / name).stat().st_size > 0
 
 

@@ -8,16 +8,12 @@ import math
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
-from tapereel.finetune.report.plots import plot_curve, running_mean
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.bundle import NOT_EXPLAINED, write_report
-from tapereel.tapes.view.curves import Curve, Level
 from tapereel.tapes.view.overview import Overview, overview_of
 
 from ...front.making import run_of
-from ...front.pages import EVIL, curve, data_of, empty_run, overview_in, overview_with, words_of
+from ...front.pages import EVIL, data_of, empty_run, overview_in, overview_with, words_of
 
 
 class _Page(HTMLParser):
@@ -109,32 +105,3 @@ def test_a_run_without_training_has_an_overview(tmp_path: Path) -> None:
     assert [fault.error.split(":")[0] for fault in found.faults] == ["ValueError"]
     assert [line.split()[1] for line in found.checks] == ["verify", "audit"]
     assert "of the tapes to train on" in found.tapes[0].caption
-
-
-def test_a_curve_is_a_png_of_the_promised_size(tmp_path: Path) -> None:
-    plot_curve(
-        tmp_path / "curve.png",
-        [curve("$a_b$"), Curve(name="one", x=(1,), y=(0.5,))],
-        title="t",
-        levels=[Level(name=f"l{i}", value=i / 10) for i in range(6)],
-    )
-    head = (tmp_path / "curve.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")) == (1600, 900)
-
-
-def test_a_running_mean_leaves_unknown_values_out() -> None:
-    assert running_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
-    assert math.isnan(running_mean([math.nan], 3)[0])
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"x": (1, 2), "y": (1.0,)}, "2 places and 1 values"),
-        ({"x": (1,), "y": (1.0,), "mean_of": 0}, "can't be averaged over 0"),
-    ],
-)
-def test_a_curve_that_does_not_add_up_is_refused(values, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Curve(name="c", **values)
