@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.store.disk import RealDisk
+from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.lease import Lease, LeaseLost, RunHeld, read_leads
 
 HOLD = """
@@ -31,7 +31,7 @@ except LeaseLost as error:
 """
 
 
-class NoLocks(RealDisk):
+class NoLocks(Disk):
     """A file system on which `flock` has no effect."""
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
