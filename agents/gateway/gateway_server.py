@@ -27,10 +27,9 @@ from pydantic_core import to_json
 from ...tapes import StoreFailed
 from ...tapes.common.http_service import EVERYWHERE, Handler, HttpService, web
 from ...tapes.common.redact import bearer, without_secrets
-from .gateway_session import Session, ended
+from .gateway_session import Live, Session, ended
 from .linking import USES, Use
 from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
-from .streaming import Live
 
 log = logging.getLogger("tapereel.gateway")
 

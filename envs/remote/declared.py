@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from ...tapes.errors import TapereelError
 from ...tapes.steps import Action, Answer, Observation, Step, Text
@@ -47,7 +47,7 @@ class Declared:
     """As `Environment.rewards`, if the class has them: they read the tape, so they score on the client's side."""
 
     @classmethod
-    def of(cls, thing: Any, *, kinds: Iterable[type[Step]] = ()) -> Declared:
+    def of(cls, thing: object, *, kinds: Iterable[type[Step]] = ()) -> Declared:
         """The declaration of an Environment class or instance, or of a function whose return type names one.
 
         `kinds` are added to those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name. A
@@ -94,11 +94,11 @@ class Declared:
                 "be equal: the effect decides what is durable on disk before an action"
             )
 
-    def action(self, kind: str, content: Any) -> Action:
+    def action(self, kind: str, content: Mapping[str, JsonValue]) -> Action:
         """The action of a message. BadAnswer if the kind is not declared or the content is invalid."""
         return _read(self.actions, "action", kind, content)
 
-    def observation(self, kind: str, content: Any) -> Observation:
+    def observation(self, kind: str, content: Mapping[str, JsonValue]) -> Observation:
         """The observation of a message. BadAnswer if the kind is not declared or the content is invalid."""
         return _read(self.observations, "observation", kind, content)
 
@@ -107,7 +107,7 @@ class Declared:
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 
-def _read(kinds: Mapping[str, type[StepT]], role: str, kind: str, content: Any) -> StepT:
+def _read(kinds: Mapping[str, type[StepT]], role: str, kind: str, content: Mapping[str, JsonValue]) -> StepT:
     cls = kinds.get(kind)
     if cls is None:
         raise BadAnswer(f"the {role} kind {kind[:80]!r} is not declared; declared are {', '.join(sorted(kinds))}")

@@ -8,8 +8,8 @@ must belong to the call and be of a declared kind; otherwise the episode ends as
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from ..environment import EnvironmentFactory
 from .channel import Channel, Dropped, Line
 from .declared import Declared
 from .env_protocol import PROTOCOL, Answer, Call, CloseCall, Fault, Welcome, read_answer, read_welcome
@@ -29,7 +29,7 @@ class RemoteEnvironment(Proxy):
     def __init__(
         self,
         url: str,
-        environment: Any,
+        environment: Declared | EnvironmentFactory,
         *,
         key_variable: str | None = None,
         seconds: float = 60.0,

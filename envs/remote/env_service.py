@@ -20,7 +20,6 @@ import secrets
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from pydantic import Field
 
@@ -34,7 +33,7 @@ from ...tapes.common.http_service import (
     web,
 )
 from ...tapes.value import Value
-from ..environment import Environment
+from ..environment import EnvironmentFactory
 from .declared import Declared
 from .env_client import ROUTE, SESSION
 from .env_protocol import PROTOCOL, Call, CloseCall, Fault, Welcome, read_call
@@ -144,7 +143,7 @@ class Service(HttpService):
 
     def __init__(
         self,
-        make: Callable[[], Environment[Any]],
+        make: EnvironmentFactory,
         *,
         declared: Declared | None = None,
         host: str = "127.0.0.1",
@@ -330,7 +329,7 @@ class Service(HttpService):
             return socket
 
     async def converse(
-        self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[Any, Any, None]]
+        self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[object, object, None]]
     ) -> None:
         """Reply to each message until the connection ends.
 

@@ -19,14 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import IO, Any
 
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
-from ..environment import Environment, RestoreMismatch, as_observation, as_outcome, new_environment
+from ..environment import Environment, EnvironmentFactory, RestoreMismatch, as_observation, as_outcome, new_environment
 from ..load_named import load_named
 from .declared import Declared
 from .env_protocol import (
@@ -58,7 +58,7 @@ class Host:
     """Answers the calls to one instance, which is made at the first `reset` or `restore`."""
 
     def __init__(
-        self, make: Callable[[], Environment[Any]], declared: Declared, seconds: float | None, *, alone: bool = False
+        self, make: EnvironmentFactory, declared: Declared, seconds: float | None, *, alone: bool = False
     ) -> None:
         """`seconds`: time limit of a call; None for no limit. `alone`: no other episode uses this event loop, so a
         blocking environment needs no thread."""
@@ -211,7 +211,7 @@ def main(name: str, largest: int) -> None:
 
 
 def _serve(
-    make: Callable[[], Environment[Any]], declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
+    make: EnvironmentFactory, declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
 ) -> None:
     with asyncio.Runner() as runner:
         host = Host(make, declared, None, alone=True)

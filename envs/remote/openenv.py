@@ -102,7 +102,7 @@ class OpenEnvironment(Environment[Action]):
         self.url = self._line.url
         self.action, self.observation = action, observation
 
-    async def reset(self, task: Any) -> Observation:
+    async def reset(self, task: JsonValue | Task) -> Observation:
         """Connect, and begin an episode."""
         data = _arguments(task)
         if "seed" not in data and getattr(self, "rng", None) is not None:

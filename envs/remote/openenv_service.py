@@ -53,7 +53,7 @@ class _Asked(BaseModel):
     data: dict[str, JsonValue] = {}
 
 
-def add_openenv(service: Service, tasks: Sequence[Any] | None = None) -> Service:
+def add_openenv(service: Service, tasks: Sequence[JsonValue | Task] | None = None) -> Service:
     """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: tasks for a `reset` without
     one."""
     routes = _Routes(service, tasks)

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from ..environment import Environment, check_factory
+from ..environment import EnvironmentFactory, check_factory
 from ..load_named import load_named
 from .declared import Declared
 from .env_protocol import Answer, Call, CloseCall, Fault, read_welcome
@@ -31,6 +31,7 @@ from .remote_errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
 
 _STARTING = 120.0
 """Time limit for a process to start, in seconds: it imports the packages of its environment."""
+ResultT = TypeVar("ResultT")
 _ENDING = 5.0
 """Seconds that a process has to exit before it is killed."""
 
@@ -40,7 +41,7 @@ class Pool:
 
     def __init__(
         self,
-        make: str | Callable[[], Environment[Any]],
+        make: str | EnvironmentFactory,
         *,
         processes: int,
         seconds: float = 60.0,
@@ -98,7 +99,7 @@ class Pool:
             worker.reap()
         self._threads.shutdown(wait=True)
 
-    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def run(self, work: Callable[..., ResultT], *args: object) -> ResultT:
         """Run a blocking function in one of the pool's threads."""
         if self._closed:
             raise self._gone()

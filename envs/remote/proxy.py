@@ -6,7 +6,9 @@ environment is raised here under the same class name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
@@ -46,7 +48,7 @@ class Proxy(Environment[Action]):
         self._declared = declared
         self._number = 0
 
-    async def reset(self, task: Any) -> Observation:
+    async def reset(self, task: JsonValue | Task) -> Observation:
         """Begin the episode, with the state of the local `rng`."""
         call = ResetCall(id=self._next(), task=Task.of(task), rng=self._rng_state())
         answer = await self._asked(call)
@@ -77,7 +79,7 @@ class Proxy(Environment[Action]):
             raise _mismatched(call, answer)
         return None
 
-    async def restore(self, task: Any, tape: Tape) -> None:
+    async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
         """Call the environment's own `restore`; the tape's actions and observations are sent."""
         steps = [step for step in tape if isinstance(step, Action | Observation)]
         foreign = next((step for step in steps if not self._declared.holds(step)), None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import Completion
 from tapereel.agents.episode.llm import cut_at_stop
+from tapereel.agents.gateway.gateway_session import Live
 from tapereel.agents.gateway.openai_protocol import ChatRequest, read_calls, read_request
-from tapereel.agents.gateway.streaming import Live
 from tapereel.agents.rendering.renderer import Renderer
 
 from ..families import FAMILIES, tokenizer
