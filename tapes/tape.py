@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue, TypeAdapter
+from pydantic import GetCoreSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, core_schema, from_json, to_json
 
 from .errors import HiddenFromAgent, NotATape
@@ -20,7 +20,6 @@ from .messages import ENV, Conversation, Messages
 from .records import (
     DIGEST_START,
     SCHEMA,
-    AnyRecord,
     Begin,
     Call,
     Cause,
@@ -513,31 +512,10 @@ class Tape(Sequence[Step]):
         return cls.model_validate(document)
 
     @classmethod
-    def model_json_schema(cls) -> dict[str, Any]:
-        """JSON Schema of the document."""
-        return TypeAdapter(cls).json_schema()
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             cls.model_validate, serialization=core_schema.plain_serializer_function_ser_schema(cls.model_dump)
         )
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {
-            "title": "Tape",
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["schema", "digest", "records"],
-            "properties": {
-                "schema": {"const": SCHEMA},
-                "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
-                "parent": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-                "records": handler(TypeAdapter(list[AnyRecord]).core_schema),
-                "layers": {"type": "array", "items": {"type": "object"}},
-            },
-        }
 
     def __eq__(self, other: object) -> bool:
         """Views are equal when they show the same records of the same episode."""

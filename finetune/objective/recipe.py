@@ -152,7 +152,7 @@ class Recipe(Term):
             lines.append(f"  {field:<12}{shown}")
         return "\n".join(lines)
 
-    def but(self, changes: Mapping[str, Any] | None = None, /, **terms: Any) -> Recipe:
+    def but(self, changes: Mapping[str, object] | None = None, /, **terms: object) -> Recipe:
         """A copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
         A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
@@ -170,7 +170,7 @@ class Recipe(Term):
         return read(whole)
 
 
-def read(data: Mapping[str, Any]) -> Recipe:
+def read(data: Mapping[str, object]) -> Recipe:
     """The recipe of `data`. UsageError names the wrong key and the valid keys nearest to it."""
     try:
         return Recipe.model_validate(_plain(data))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
 
 from ...envs.load_named import load_named
 from ...tapes.errors import UsageError
@@ -43,7 +42,7 @@ RECIPES: dict[str, Recipe] = {
 """Every named recipe."""
 
 
-def get_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+def get_recipe(name: str, changes: Mapping[str, object] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 
     `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...tapes.errors import TapereelError
 from ..data.rows import Row
+from ..objective import Score
 from . import lm_head as head
 from .micro_batches import MICRO_TOKENS, Micro, plan
 from .ranks import Ranks
@@ -27,6 +28,10 @@ class UnsupportedModel(TapereelError, ValueError):
     """A model whose log-probs `score` can't compute exactly; the message names the part that prevents it."""
 
 
+RECORDED = Score()
+"""At the recorded temperatures, with the dtype of the weights."""
+
+
 class Scores(NamedTuple):
     """Log-probs and entropies of own tokens under a model, in row order."""
 
@@ -36,33 +41,15 @@ class Scores(NamedTuple):
     """(T,) entropy of that distribution in nats; None unless requested."""
 
 
-def forward(
-    model: nn.Module, micro: Micro, *, entropy: bool = False, unit_temperature: bool = False, float32: bool = False
-) -> Scores:
+def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
-    return read_out(
-        model,
-        states(parts(model)[0], micro),
-        micro,
-        entropy=entropy,
-        unit_temperature=unit_temperature,
-        float32=float32,
-    )
+    return read_out(model, states(parts(model)[0], micro), micro, how, entropy=entropy)
 
 
-def read_out(
-    model: nn.Module,
-    hidden: Tensor,
-    micro: Micro,
-    *,
-    entropy: bool = False,
-    unit_temperature: bool = False,
-    float32: bool = False,
-) -> Scores:
-    """Scores from hidden states (n, D) that `states` gave. float32: the output layer's product in float32, whatever
-    the dtype of its weights."""
+def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entropy: bool = False) -> Scores:
+    """Scores from hidden states (n, D) that `states` gave."""
     _, output = parts(model)
-    temperature = torch.ones_like(micro.temperature) if unit_temperature else micro.temperature
+    temperature = torch.ones_like(micro.temperature) if how.temperature == "one" else micro.temperature
     if not bool((temperature > 0).all()):
         raise ValueError(
             "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
@@ -70,7 +57,8 @@ def read_out(
         )
     # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
     with torch.autocast(hidden.device.type, enabled=False):
-        dtype = torch.promote_types(output.weight.dtype, torch.float32) if float32 else output.weight.dtype
+        wide = how.head == "float32"
+        dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
         return Scores(*head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy))
 
@@ -95,21 +83,19 @@ def states(body: nn.Module, micro: Micro) -> Tensor:
 def score(
     model: nn.Module,
     rows: Sequence[Row],
+    how: Score = RECORDED,
     *,
     ref: bool = False,
     entropy: bool = False,
-    unit_temperature: bool = False,
     micro_tokens: int = MICRO_TOKENS,
     live: Tensor | None = None,
     ranks: Ranks | None = None,
-    float32: bool = False,
     pack: bool = False,
 ) -> Scores:
     """Scores of all own tokens of `rows`, in row order, without gradient.
 
-    ref: with the LoRA adapters of a peft model switched off. unit_temperature: T = 1 whatever was recorded.
-    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time.
-    float32: as in `read_out`; pack: as in `plan`.
+    ref: with the LoRA adapters of a peft model switched off. live: (T,) bool, the tokens wanted; the others are NaN.
+    ranks: those that score their rows at the same time. pack: as in `plan`.
     """
     ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
@@ -119,10 +105,7 @@ def score(
     with torch.no_grad(), without_adapters(model) if ref else nullcontext():
         share = shares_prefixes(model) and not ranks.sharded
         for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
-            part = ranks.run(
-                model,
-                partial(forward, model, micro, entropy=entropy, unit_temperature=unit_temperature, float32=float32),
-            )
+            part = ranks.run(model, partial(forward, model, micro, how, entropy=entropy))
             lp[micro.index] = part.logprob.to(lp.device)
             if h is not None and part.entropy is not None:
                 h[micro.index] = part.entropy.to(h.device)
@@ -170,7 +153,7 @@ def packs(model: nn.Module) -> bool:
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
 
 
-def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """A context in which the model's body forwards in `dtype`; None: in the dtype of its weights."""
     return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
 

@@ -105,7 +105,7 @@ class Ranks:
         """`tree` (tensors in dicts, lists and tuples) with its sharded tensors gathered whole on every rank."""
         return tree
 
-    def part(self, tree: T, like: Any) -> T:
+    def part(self, tree: T, like: object) -> T:
         """The inverse of `whole`: tensors sharded as those at the same place in `like`."""
         return tree
 
@@ -244,7 +244,7 @@ class ShardedRanks(DataParallelRanks):
     def whole(self, tree: T) -> T:
         return _mapped(tree, _whole)
 
-    def part(self, tree: T, like: Any) -> T:
+    def part(self, tree: T, like: object) -> T:
         return _mapped(tree, self._cut, like)
 
     def _cut(self, tensor: Tensor, like: Any) -> Tensor:

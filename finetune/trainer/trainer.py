@@ -165,21 +165,12 @@ class Trainer(PolicyTrainer):
             return score(
                 model,
                 rows,
-                unit_temperature=self._unit,
+                self.recipe.score,
                 micro_tokens=self.micro_tokens,
                 ranks=self.ranks,
-                float32=self._float32,
                 pack=self.pack,
                 **options,
             )
-
-    @property
-    def _unit(self) -> bool:
-        return self.recipe.score.temperature == "one"
-
-    @property
-    def _float32(self) -> bool:
-        return self.recipe.score.head == "float32"
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         batch = prepared.batch
@@ -364,25 +355,18 @@ class Trainer(PolicyTrainer):
             return self._read(hidden, micro), self.recipe.balance * aux
 
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
-        lp, entropy = read_out(
-            self.model,
-            hidden,
-            micro,
-            entropy=self.recipe.needs_entropy,
-            unit_temperature=self._unit,
-            float32=self._float32,
-        )
+        lp, entropy = read_out(self.model, hidden, micro, self.recipe.score, entropy=self.recipe.needs_entropy)
         return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """Adds the demonstrations' gradient. A batch without a live token becomes an update by it."""
         rows, part = demonstrations
         scale = self.recipe.imitation
+        how = self.recipe.score.model_copy(update={"temperature": "one"})
         done.skipped = None
         for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
             with casting(self.model, self.autocast):
-                work = partial(forward, self.model, micro, unit_temperature=True, float32=self._float32)
-                lp = self.ranks.run(self.model, work).logprob.cpu()
+                lp = self.ranks.run(self.model, partial(forward, self.model, micro, how)).logprob.cpu()
             done.sums.add("demonstrations/nll", -lp.detach())
             loss = scale * part.loss(lp, None, micro.index, Context(), ())
             bad = not bool(loss.isfinite())

@@ -223,16 +223,13 @@ class Store:
         agent: str | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
-        since: float | None = None,
-        until: float | None = None,
         closed: bool | None = None,
         durable: bool = False,
     ) -> list[Summary]:
         """Summaries of the tapes that fit, in the order in which they began, from the index alone.
 
-        `version`: a policy version that sampled one of the tape's calls. `since`, `until`: seconds since 1970 of its
-        begin, half-open. `durable`: only closed tapes whose every record is below the frontier. A trainer takes only
-        those: an update on a tape that a power cut then removes could not be reproduced.
+        `version`: a policy version that sampled one of the tape's calls. `durable`: only closed tapes whose records are
+        all below the frontier, so that no power cut removes them.
         """
         self.refresh()
         where: list[str] = []
@@ -245,8 +242,6 @@ class Store:
             ("agent = ?", agent),
             ("reward >= ?", min_reward),
             ("reward <= ?", max_reward),
-            ("begun >= ?", since),
-            ("begun < ?", until),
             ("exists (select 1 from versions v where v.tape = id and v.version = ?)", version),
         ):
             if value is not None:

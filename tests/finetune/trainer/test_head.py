@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tapereel.finetune.objective import Score
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import lm_head as head
 from tapereel.finetune.trainer.logprobs import forward, score
@@ -63,11 +64,11 @@ def test_a_product_in_float32_is_exact_where_the_weights_are_narrow():
         hidden = model.model(input_ids=micro.ids).last_hidden_state.flatten(0, 1)[micro.at].double()
         lsm = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
         want = lsm.gather(1, micro.token[:, None])[:, 0]
-        narrow, wide = (forward(model, micro, float32=wide).logprob for wide in (False, True))
+        narrow, wide = (forward(model, micro, Score(head=head)).logprob for head in ("weights", "float32"))
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), want, rtol=0, atol=2e-6)
     assert (narrow - want).abs().max() > 1e-3
-    torch.testing.assert_close(score(model, rows, float32=True).logprob[micro.index], wide)
+    torch.testing.assert_close(score(model, rows, Score(head="float32")).logprob[micro.index], wide)
     recipe = get_recipe("sft", {"score": {"head": "float32"}})
     loss, grads = gradient(model, recipe, rows, episodes)
     assert loss == pytest.approx(-float(want.mean()), abs=2e-6)

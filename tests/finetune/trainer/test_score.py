@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tapereel.finetune.objective import Score
 from tapereel.finetune.trainer import lm_head as head
 from tapereel.finetune.trainer.logprobs import UnsupportedModel, forward, plan, score
 
@@ -182,7 +183,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(monkeypatch):
 def test_a_token_sampled_greedily_has_no_distribution_to_score():
     with pytest.raises(ValueError, match="temperature 0"):
         score(MODEL, [row(temperature=0.0)])
-    assert torch.isfinite(score(MODEL, [row(temperature=0.0)], unit_temperature=True).logprob).all()
+    assert torch.isfinite(score(MODEL, [row(temperature=0.0)], Score(temperature="one")).logprob).all()
 
 
 def test_a_head_that_does_more_than_multiply_is_refused_by_name():

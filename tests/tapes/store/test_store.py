@@ -96,8 +96,6 @@ def test_tapes_are_found_by_what_they_are(tmp_path: Path) -> None:
         assert ids(agent="agent", closed=False) == ["open"]
         assert ids(min_reward=0.5) == ["good1", "good2"]
         assert ids(max_reward=0.5) == ["bad"]
-        assert ids(since=1500.0) == ["good2"]
-        assert ids(until=1500.0, closed=True) == ["good1", "bad"]
         assert ids(task_hash=store.tape("good2").begin.task_hash) == ["good2"]
         assert [tape.id for tape in store.tapes(status="finished")] == ["good1", "good2"]
         summary = store.summaries(status="error")[0]
