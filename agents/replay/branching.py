@@ -35,7 +35,7 @@ from ..episode.rollout import Caller, rollout
 from ..episode.seeds import derive_seed
 from ..runs.group import Group, fill
 from ..setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
-from ..setup.setup import EnvSource, load_env
+from ..setup.setup import EnvSource, SeedConfig, load_env
 from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
 
 SPLIT = "branch"
@@ -212,12 +212,11 @@ async def doubt_of(
 # Branches of a recorded run: configuration, environment and weights come from the run
 
 
-class BranchConfig(RolloutConfig, AttemptsConfig):
+class BranchConfig(RolloutConfig, AttemptsConfig, SeedConfig):
     """Settings of the continuations, which are the attempts of one group. The other defaults are the recorded values;
-    the split is `branch`."""
+    the split is `branch`. `seed` is the sampling seed of the first continuation; the other seeds are derived from it.
+    """
 
-    seed: int
-    """Sampling seed of the first continuation; the seeds of the others are derived from it."""
     env_seed: int
 
 

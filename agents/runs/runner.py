@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ...envs.rewards.relative import compared
 from ...tapes import Tape, Task
 from ...tapes.audit.faults import Fault, Faults
+from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.records import Status
@@ -33,13 +34,18 @@ from .group import RETRIES, needs_episode, run_all, run_attempt
 from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
 
 
-class ScoresConfig(AttemptsConfig):
+class SuccessConfig(Config):
+    """What counts as a success."""
+
+    success: float = 1.0
+    """The least reward of a success."""
+
+
+class ScoresConfig(AttemptsConfig, SuccessConfig):
     """The attempts at each task, and the scores to report of them."""
 
     k: tuple[int, ...] = ()
     """Report pass@k for each k; no k may exceed `attempts`."""
-    success: float = 1.0
-    """The least reward of a success."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

@@ -57,7 +57,14 @@ class TasksConfig(Config):
     """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
 
 
-class Setup(TasksConfig):
+class SeedConfig(Config):
+    """The seed of a run."""
+
+    seed: int = 0
+    """Seed of sampling, of environments and of training."""
+
+
+class Setup(TasksConfig, SeedConfig):
     """The agent, the environment, the tasks and the seed of a run."""
 
     agent: str | None = None
@@ -72,8 +79,6 @@ class Setup(TasksConfig):
     """Sources that score each episode at its end, in addition to the environment. Each is `module:name` of a Rewards, a
     RewardSource or a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP
     reward model."""
-    seed: int = 0
-    """Seed of sampling, of environments and of training."""
 
     def resolve(
         self,

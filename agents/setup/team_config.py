@@ -27,13 +27,19 @@ REST = ""
 """The team's key for the engine of all agents without a partner."""
 
 
-class PartnerConfig(Config):
-    """A further model in the episodes, and the agents that it samples for."""
+class ModelConfig(Config):
+    """A model that samples."""
+
+    engine: EngineConfig
+    """The engine that samples with it. The run's engine samples for every agent that no player has."""
+
+
+class PartnerConfig(ModelConfig):
+    """A further model in the episodes, and the agents that it samples for. Its engine has the tokenizer and chat
+    template of the run's engine, or returns only text."""
 
     agents: tuple[str, ...] = Field(min_length=1)
     """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
-    engine: EngineConfig
-    """Its engine. It has the tokenizer and chat template of the run's engine, or returns only text."""
 
 
 def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfig]:
@@ -49,11 +55,9 @@ PlayerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 Partners = Annotated[dict[PlayerName, PartnerConfig], AfterValidator(_distinct)]
 
 
-class EpisodesConfig(Config):
+class EpisodesConfig(ModelConfig):
     """How episodes are sampled and recorded."""
 
-    engine: EngineConfig
-    """The model of every agent that has no player."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     """Limits of one episode."""

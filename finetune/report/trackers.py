@@ -25,6 +25,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from ...tapes.common.config import Config
 from ...tapes.errors import MissingExtra
 from ...tapes.store.disk import REAL, put_file
 from ...tapes.store.run_directory import METRICS, RunDir, read_metrics
@@ -38,6 +39,13 @@ IDS = "ids.json"
 """File in that folder: tracker -> its id of the run, so that a resumed run continues the same curves."""
 ROLLOUT = frozenset({"reward", "episodes", "turns", "lag", "truncated", "stale_tokens", "filtered_tokens"})
 """Keys of a line that describe rollouts; keys that begin with one of these and a slash do too."""
+
+
+class TrackedConfig(Config):
+    """The trackers of a run."""
+
+    trackers: tuple[TrackerName, ...] = ()
+    """Send the metrics to these trackers too; metrics.jsonl is always written."""
 
 
 _UNNAMED = re.compile(r"[^\w.\- :/]")

@@ -17,6 +17,7 @@ from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import run_all
 from ...agents.setup.engine_config import EmbeddedConfig
+from ...agents.setup.setup import SeedConfig
 from ...envs.adapters.calculator import Calculator, calculator_tasks, demonstrate, read_action
 from ...tapes import Sampling, Tape
 from ...tapes.common.config import Config
@@ -43,7 +44,7 @@ try:
     from ..loop.warm_start import bring_in
     from ..policies.policy import Policy
     from ..policies.trainer_config import TrainerConfig
-    from ..report.trackers import TrackerName
+    from ..report.trackers import TrackedConfig
     from ..trainer.checkpoint import checkpoints
     from ..trainer.ranks import Ranks
     from ..trainer.schedule import Schedule
@@ -65,10 +66,9 @@ BAD = 0.7
 """Share of demonstrations with a wrong solution."""
 
 
-class DemoConfig(Config):
+class DemoConfig(SeedConfig, TrackedConfig):
     """The settings of the demo. The README's numbers were made with the defaults."""
 
-    seed: int = 0
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
     """The recipe of the loop; `loop.recipe` is set to it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
@@ -91,8 +91,6 @@ class DemoConfig(Config):
     )
     threads: int = Field(default=1, ge=1)
     """Torch threads. One keeps its speed while other work runs on the machine; two are faster on an idle machine."""
-    trackers: tuple[TrackerName, ...] = ()
-    """Send the metrics to these trackers too; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
     def _agrees(self) -> DemoConfig:

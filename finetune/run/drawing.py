@@ -10,21 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import Field
 
+from ...agents.runs.runner import SuccessConfig
 from ...envs.curriculum import EASY, HARD, Curriculum, Rate, pass_rates, pools
 from ...envs.taskset import BadTasks, Taskset
-from ...tapes.common.config import Config
 from ...tapes.errors import UsageError
 from ...tapes.records import Task
 from ...tapes.store.store import Store
 
 
-class CurriculumConfig(Config):
+class CurriculumConfig(SuccessConfig):
     """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed; new without any attempt."""
 
     tapes: str
     """A run directory: its attempts at these tasks are counted once, when training begins."""
-    success: float = 1.0
-    """The least reward of an attempt that passed."""
     easy: float = Field(default=EASY, ge=0, le=1)
     """A task of which a larger share of attempts passed is easy."""
     hard: float = Field(default=HARD, ge=0, le=1)

@@ -13,7 +13,7 @@ from ...tapes import Sampling
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
 from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
 from ..policies.trainer_config import TrainerConfig
-from ..report.trackers import TrackerName
+from ..report.trackers import TrackedConfig
 from .drawing import CurriculumConfig
 
 MeasuredBy = Literal["own", "loop"]
@@ -52,7 +52,7 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes with at least this reward."""
 
 
-class TrainConfig(Setup):
+class TrainConfig(Setup, TrackedConfig):
     """What to train, on what, and how."""
 
     engine: TrainedEngine
@@ -69,8 +69,6 @@ class TrainConfig(Setup):
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
     """Multi-process settings; ignored unless started by `accelerate launch` or `torchrun`."""
-    trackers: tuple[TrackerName, ...] = ()
-    """Send the metrics to these trackers too; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
