@@ -10,23 +10,20 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Never, Protocol, cast
 
 from pydantic import JsonValue
+from typing_extensions import TypeVar
 
-from ..tapes import Action, Observation, Status, TapereelError, Text
+from ..tapes import Action, Answer, Observation, Status, TapereelError, Text
 from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar as TypeVarWithDefault
-
-    from ..tapes import Answer, Tape
+    from ..tapes import Tape
     from ..tapes.records import Reward
 
-    # `class Guess(Environment)` takes `Answer`. Python before 3.13 has no default of a type variable at run time.
-    ActionT = TypeVarWithDefault("ActionT", bound=Action, default=Answer)
-else:
-    ActionT = TypeVar("ActionT", bound=Action)
+ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
+TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
 """Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
@@ -89,7 +86,7 @@ def check_factory(factory: object) -> None:
         raise NotAnEnvironment(f"{factory!r:.80} is not an environment factory: {_FACTORY}")
 
 
-def new_environment(factory: Callable[[], Environment[Any]]) -> Environment[Any]:
+def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
     """A new instance from `factory`. NotAnEnvironment if `factory` can't be called or returns another type."""
     check_factory(factory)
     env = factory()
@@ -160,11 +157,12 @@ class TapeScorer(Protocol):
         ...
 
 
-class Environment(Generic[ActionT]):
+class Environment(Generic[ActionT, TaskT]):
     """Subclass it and define `reset` and `step`: `class GuessNumber(Environment[Guess]): ...`
 
     Without an action type, as in `class GuessWord(Environment): ...`, `step` receives `Answer`, an action with one
-    field, `text`. Observations may be plain `str`: they are recorded as `Text`.
+    field, `text`. A second type says what a task is, for type checkers: `Environment[Guess, int]`. Observations may be
+    plain `str`: they are recorded as `Text`.
     """
 
     effect: Effect = "pure"
@@ -190,7 +188,7 @@ class Environment(Generic[ActionT]):
     rng: random.Random
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
-    async def reset(self, task: Any) -> Observation | str:
+    async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
@@ -205,7 +203,7 @@ class Environment(Generic[ActionT]):
         """
         return None
 
-    async def restore(self, task: Any, tape: Tape) -> None:
+    async def restore(self, task: TaskT, tape: Tape) -> None:
         """Bring a fresh instance to the state after the last step of `tape`.
 
         The default resets, applies the recorded actions again and compares each observation. Override it with a
@@ -214,7 +212,7 @@ class Environment(Generic[ActionT]):
         """
         seen = [as_observation(await self.reset(task))]
         for action in tape.actions:
-            outcome = as_outcome(await self.step(action))  # type: ignore[arg-type]
+            outcome = as_outcome(await cast("Environment[Action]", self).step(action))
             if outcome.observation is not None:
                 seen.append(outcome.observation)
         recorded = list(tape.observations)
@@ -236,7 +234,7 @@ class Environment(Generic[ActionT]):
         """Release the instance's resources. Called once, however the episode ended."""
 
 
-AnyEnvironment = Environment[Any]
-"""An environment of any action type."""
+AnyEnvironment = Environment[Never]
+"""An environment of any action type. A caller of `step` must know the type, or cast."""
 EnvironmentFactory = Callable[[], AnyEnvironment]
 """An environment class, or a function without arguments that makes an instance for one episode."""

@@ -226,7 +226,7 @@ class _Engine(ReplayEngine):
         return await self.answer(call, request)
 
 
-class _World(Environment[Any]):
+class _World(Environment[Action]):
     """Returns the recorded observations."""
 
     def __init__(self, script: Script) -> None:

@@ -57,7 +57,7 @@ class CodecNeeded(TapereelError, TypeError):
     """A space has no plain form; the message names the space and the codec to pass."""
 
 
-class GymEnvironment(Environment[Any]):
+class GymEnvironment(Environment[Action]):
     """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a factory function.
 
     A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict: the `options` of

@@ -24,7 +24,7 @@ from ...tapes.records import Begin, Identity, StepRecord, Task
 from ...tapes.steps import Action, Step
 from ...tapes.tape import step_record
 from ...tapes.value import Value
-from ..environment import Environment, Outcome
+from ..environment import AnyEnvironment, EnvironmentFactory, Outcome
 from ..taskset import BadTasks
 from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
 
@@ -87,7 +87,7 @@ class Report(Value):
 
 
 def check_env(
-    factory: Callable[[], Environment[Any]],
+    factory: EnvironmentFactory,
     tasks: Iterable[Any],
     actions: Policy,
     *,
@@ -376,7 +376,7 @@ def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
     return any(waited)
 
 
-async def _cancel(probe: Probe, env: Environment[Any], method: str, argument: Any) -> bool:
+async def _cancel(probe: Probe, env: AnyEnvironment, method: str, argument: Any) -> bool:
     """Start the call, cancel it at its first wait and check that it ends as cancelled. False if it never waits."""
     call = asyncio.ensure_future(getattr(env, method)(argument))
     await asyncio.sleep(0)

@@ -22,7 +22,9 @@ from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Answer, Observation
 from ...tapes.value import Value
 from ..environment import (
+    AnyEnvironment,
     Environment,
+    EnvironmentFactory,
     EnvironmentFault,
     NotAnEnvironment,
     Outcome,
@@ -84,7 +86,7 @@ class Probe:
 
     def __init__(
         self,
-        factory: Callable[[], Environment[Any]],
+        factory: EnvironmentFactory,
         policy: Policy,
         *,
         max_turns: int,
@@ -103,7 +105,7 @@ class Probe:
         self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
         self._inside: dict[int, str] = {}
         """Thread id -> the method that the thread called last."""
-        self._made: list[Environment[Any]] = []
+        self._made: list[AnyEnvironment] = []
         self.unused = self.make()
         """An instance that is closed without a reset."""
         kind = type(self.unused)
@@ -124,7 +126,7 @@ class Probe:
             severity = "warning" if warning else "error"
             self.findings.append(Finding(check=check, severity=severity, sentence=sentence, where=where))
 
-    def make(self) -> Environment[Any]:
+    def make(self) -> AnyEnvironment:
         """A fresh instance. NotAnEnvironment if the factory returns another type, or the same instance twice."""
         env = new_environment(self._factory)
         if any(env is other for other in self._made):
@@ -174,7 +176,7 @@ class Probe:
         self._threads[done] = thread, watch
         return done
 
-    async def call(self, env: Environment[Any], method: str, *args: Any, check: str = "raises") -> Any:
+    async def call(self, env: AnyEnvironment, method: str, *args: Any, check: str = "raises") -> Any:
         """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
         self._calls += 1
         self._inside[threading.get_ident()] = method
@@ -231,7 +233,7 @@ class Probe:
         return play
 
     async def _turns(
-        self, env: Environment[Any], play: Play, rng: random.Random, script: Sequence[Action] | None
+        self, env: AnyEnvironment, play: Play, rng: random.Random, script: Sequence[Action] | None
     ) -> None:
         seen = play.first
         assert seen is not None
@@ -253,7 +255,7 @@ class Probe:
                 seen = outcome.observation
         play.status = Status.LIMIT
 
-    async def close(self, env: Environment[Any]) -> None:
+    async def close(self, env: AnyEnvironment) -> None:
         """Close; a failure is only reported."""
         with contextlib.suppress(Failed):
             await self.call(env, "close", check="close")

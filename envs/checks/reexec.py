@@ -41,7 +41,9 @@ from ...tapes.records import Identity, trains
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
 from ..environment import (
+    AnyEnvironment,
     Environment,
+    EnvironmentFactory,
     Normalisers,
     RestoreMismatch,
     as_observation,
@@ -82,7 +84,7 @@ class Moment:
 
 async def reexec(
     tape: Tape,
-    make: Callable[[], Environment[Any]],
+    make: EnvironmentFactory,
     *,
     normalise: Normalisers | None = None,
     times: int = 1,
@@ -113,7 +115,7 @@ async def reexec(
     return verified("reexec", tape.id, **more) if found is None else diverged("reexec", found, **more)
 
 
-def _unable(tape: Tape, env: Environment[Any]) -> str | None:
+def _unable(tape: Tape, env: AnyEnvironment) -> str | None:
     if "irreversible" in (env.effect, tape.begin.env.effect):
         return (
             f"{type(env).__name__} is irreversible: executing its actions again would repeat their effects on the "
@@ -163,7 +165,7 @@ def _scored(parts: Iterable[tuple[str, float, float]]) -> dict[str, JsonValue]:
 # What happens now
 
 
-async def _execute(tape: Tape, env: Environment[Any]) -> tuple[list[Moment], Exception | None]:
+async def _execute(tape: Tape, env: AnyEnvironment) -> tuple[list[Moment], Exception | None]:
     """The moments of one execution, and the exception that ended it, if any."""
     moments: list[Moment] = []
     try:
@@ -175,7 +177,7 @@ async def _execute(tape: Tape, env: Environment[Any]) -> tuple[list[Moment], Exc
     return moments, None
 
 
-async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> None:
+async def _steps(tape: Tape, env: AnyEnvironment, moments: list[Moment]) -> None:
     begin = tape.begin
     env.rng = random.Random(begin.env_seed)
     if tape.parent is not None:
@@ -186,7 +188,7 @@ async def _steps(tape: Tape, env: Environment[Any], moments: list[Moment]) -> No
     for k, entry in enumerate(tape.entries):
         if k < tape.inherited or not isinstance(entry.step, Action):
             continue
-        outcome = as_outcome(await env.step(entry.step))
+        outcome = as_outcome(await cast("Environment[Action]", env).step(entry.step))
         done = Status.FINISHED if outcome.terminated else Status.TRUNCATED if outcome.truncated else None
         seen, ends = _plain(outcome.observation), done.value if done is not None else None
         moments.append(Moment(entry.turn, k, {"observation": seen, **_scored(outcome.components()), "done": ends}))
@@ -370,7 +372,7 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
     return _merged(item for verdict in verdicts for item in verdict.proposed.items())
 
 
-def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None:
+def own_environment(identity: Identity) -> EnvironmentFactory | None:
     """The calculator with the settings on the tape, where the tape was recorded in one; None for any other.
 
     A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
@@ -384,7 +386,7 @@ def own_environment(identity: Identity) -> Callable[[], Environment[Any]] | None
     return partial(Calculator, **config)
 
 
-def _factory(name: str | None) -> Callable[[], Environment[Any]] | None:
+def _factory(name: str | None) -> EnvironmentFactory | None:
     """The factory called `name`; None without a name. UsageError where the name is that of something else."""
     if name is None:
         return None
@@ -394,7 +396,7 @@ def _factory(name: str | None) -> Callable[[], Environment[Any]] | None:
             f"{name} is an object of type {type(found).__qualname__}, not an environment class or a function that "
             "makes one"
         )
-    return cast("Callable[[], Environment[Any]]", found)
+    return cast("EnvironmentFactory", found)
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:

@@ -20,7 +20,7 @@ from pydantic import JsonValue, ValidationError
 
 from ...tapes.errors import TapereelError
 from ...tapes.steps import Action, Answer, Observation, Step, Text
-from ..environment import Effect, Environment
+from ..environment import AnyEnvironment, Effect, Environment
 from .remote_errors import BadAnswer, WrongEnvironment
 
 StepT = TypeVar("StepT", bound=Step)
@@ -132,7 +132,7 @@ def _how(here: str | None, there: str | None) -> str:
     return "only there" if here is None else "only here" if there is None else "other fields"
 
 
-def _environment_class(thing: Any) -> type[Environment[Any]]:
+def _environment_class(thing: Any) -> type[AnyEnvironment]:
     if isinstance(thing, Environment):
         return type(thing)
     if isinstance(thing, type) and issubclass(thing, Environment):
@@ -153,17 +153,17 @@ def _returned(function: Callable[..., Any]) -> Any:
         return None
 
 
-def _action_kinds(env: type[Environment[Any]]) -> Iterator[type[Step]]:
+def _action_kinds(env: type[AnyEnvironment]) -> Iterator[type[Step]]:
     for argument in _type_arguments(env):
         yield from _classes(argument, Action)
 
 
-def _names_actions(env: type[Environment[Any]]) -> bool:
+def _names_actions(env: type[AnyEnvironment]) -> bool:
     """False for `class Guess(Environment)`, which takes the default action, `Answer`."""
     return any(True for _ in _type_arguments(env))
 
 
-def _type_arguments(env: type[Environment[Any]]) -> Iterator[Any]:
+def _type_arguments(env: type[AnyEnvironment]) -> Iterator[Any]:
     """`Guess | Pass` of `Environment[Guess | Pass]`, for the class and its base classes."""
     for cls in env.__mro__:
         for base in vars(cls).get("__orig_bases__", ()):
@@ -172,7 +172,7 @@ def _type_arguments(env: type[Environment[Any]]) -> Iterator[Any]:
                 yield typing.get_args(base)[0]
 
 
-def _shown_by_reset(env: type[Environment[Any]]) -> Iterator[type[Step]]:
+def _shown_by_reset(env: type[AnyEnvironment]) -> Iterator[type[Step]]:
     """The classes in the return type of `reset`; `str` stands for `Text`."""
     yield from _classes(_returned(inspect.unwrap(env.reset)), Observation)
 

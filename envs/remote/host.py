@@ -20,13 +20,21 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
-from ..environment import Environment, EnvironmentFactory, RestoreMismatch, as_observation, as_outcome, new_environment
+from ..environment import (
+    AnyEnvironment,
+    Environment,
+    EnvironmentFactory,
+    RestoreMismatch,
+    as_observation,
+    as_outcome,
+    new_environment,
+)
 from ..load_named import load_named
 from .declared import Declared
 from .env_protocol import (
@@ -68,7 +76,7 @@ class Host:
         self._declared = declared
         self._seconds = seconds
         self._alone = alone
-        self._env: Environment[Any] | None = None
+        self._env: AnyEnvironment | None = None
         self._thread: EnvironmentThread | None = None
 
     async def answer(self, call: Call) -> Answer:
@@ -112,7 +120,7 @@ class Host:
             raise BadAnswer(f"`{call.t}` was called before `reset`")
         if isinstance(call, StepCall):
             action = self._declared.action(call.action.kind, call.action.content)
-            return self._led(call, await self._run(self._env.step(action)), none=False)
+            return self._led(call, await self._run(cast("Environment[Action]", self._env).step(action)), none=False)
         return self._led(call, await self._run(self._env.finish(call.status)), none=True)
 
     async def _begin(self, call: ResetCall | RestoreCall) -> Answer:
@@ -128,7 +136,7 @@ class Host:
         observation = as_observation(await self._run(env.reset(call.task.given)))
         return Shown(id=call.id, observation=self._item(observation))
 
-    def _made(self) -> Environment[Any]:
+    def _made(self) -> AnyEnvironment:
         if self._env is None:
             self._env = new_environment(self._make)
             if self._env.rewards is not None and self._declared.rewards is None:

@@ -20,7 +20,7 @@ from ...tapes import Action, Tape, TapereelError
 from ...tapes.errors import UsageError
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
-from ..environment import Environment, Outcome, TapeScorer, check_factory, new_environment
+from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
 
 SubjectT = TypeVar("SubjectT")
 LARGEST = sys.float_info.max
@@ -179,13 +179,13 @@ class Rewards(Generic[SubjectT]):
 class rewarded:
     """An environment factory whose instances have these rewards in addition to their own."""
 
-    def __init__(self, make: Callable[[], Environment[Any]], rewards: Rewards[Tape]) -> None:
+    def __init__(self, make: EnvironmentFactory, rewards: Rewards[Tape]) -> None:
         check_factory(make)
         self.make = make
         self._more = rewards
         self.rewards: Rewards[Tape] = Rewards([*_every(getattr(make, "rewards", None)), *_every(rewards)])
 
-    def __call__(self) -> Environment[Any]:
+    def __call__(self) -> AnyEnvironment:
         env = new_environment(self.make)
         env.rewards = Rewards([*_every(env.rewards), *_every(self._more)])
         return env

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunConfig
 from ...agents.runs.runner import run as run_config
 from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent
-from ...envs.environment import Environment
+from ...envs.environment import EnvironmentFactory
 from ...tapes.common.config import ConfigError, load_config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
@@ -159,5 +159,5 @@ def _instance(agent: AgentSource) -> Agent | None:
     return None if isinstance(agent, str) else load_agent(agent)
 
 
-def _factory(env: EnvSource) -> Callable[[], Environment[Any]] | None:
+def _factory(env: EnvSource) -> EnvironmentFactory | None:
     return None if isinstance(env, str) else env

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunSummary, scores_of
-from ...envs.environment import Environment
+from ...envs.environment import EnvironmentFactory
 from ...tapes import Tape
 from ...tapes.audit.auditor import Audit, audit_run
 from ...tapes.audit.verdict import Verdicts
@@ -54,7 +54,7 @@ class Run:
         path: str | Path,
         *,
         agent: Agent | None = None,
-        env: Callable[[], Environment[Any]] | None = None,
+        env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
         """agent, env: the objects that the run was made with, for `replay` and `branch`; None: as `config.yaml` names
@@ -145,7 +145,7 @@ class Run:
         *,
         n: int = 1,
         agent: Agent | str | None = None,
-        env: Callable[[], Environment[Any]] | str | None = None,
+        env: EnvironmentFactory | str | None = None,
         model: Model | None = None,
         unverified: bool = False,
     ) -> list[Tape]:

@@ -39,7 +39,7 @@ from ...agents.episode.recorder import Recorder
 from ...agents.episode.rollout import rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.rendering.renderer import Renderer
-from ...envs.environment import Environment
+from ...envs.environment import EnvironmentFactory
 from ...tapes import Sampling, Tape, TapereelError, Task
 from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
 from ...tapes.store.store import Store
@@ -122,7 +122,7 @@ class TRLRecorder:
         path: str | Path,
         *,
         agent: Agent | None = None,
-        env: Callable[[], Environment[Any]] | None = None,
+        env: EnvironmentFactory | None = None,
         task: Callable[[Any], Any] | None = None,
         limits: Limits | None = None,
         slots: int = 64,

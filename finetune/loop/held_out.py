@@ -14,7 +14,7 @@ from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import Scores, evaluate_rewards
-from ...envs.environment import Environment, check_factory
+from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.journal import Journal
 
@@ -53,7 +53,7 @@ class Evaluation:
 
 async def evaluate(
     agent: Agent,
-    env: Callable[[], Environment[Any]],
+    env: EnvironmentFactory,
     tasks: Sequence[Any],
     *,
     engine: Engine,

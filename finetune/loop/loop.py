@@ -22,7 +22,7 @@ from ...agents import Agent
 from ...agents.engines.engine import SleepingEngine, TrainableEngine, missing_members, require
 from ...agents.engines.team_engine import TeamEngine, lead_of
 from ...agents.episode.seeds import derive_seed
-from ...envs.environment import Environment, check_factory
+from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
 from ...envs.rewards.relative import training_reward
 from ...tapes.errors import TapereelError, UsageError
@@ -118,7 +118,7 @@ class Loop:
         history: History,
         engine: TrainableEngine,
         agent: Agent,
-        env: Callable[[], Environment[Any]],
+        env: EnvironmentFactory,
         tasks: Callable[[int], Any],
         recipe: Recipe | None = None,
         shown: Sequence[str] = (),

@@ -27,7 +27,7 @@ from ...agents import Agent, rollout
 from ...agents.engines.engine import Engine
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
-from ...envs.environment import Environment
+from ...envs.environment import EnvironmentFactory
 from ...envs.rewards import Rewards
 from ...envs.rewards.relative import compared, layer_of, training_reward
 from ...tapes import Tape, Task
@@ -104,7 +104,7 @@ class Rollouts:
         history: History,
         engine: Engine,
         agent: Agent,
-        env: Callable[[], Environment[Any]],
+        env: EnvironmentFactory,
         tasks: Callable[[int], Any],
         recipe: Recipe,
         seed: int,

@@ -17,7 +17,7 @@ from typing import Any
 from ...agents import Agent, Engine
 from ...agents.engines.engine import TrainableEngine
 from ...agents.episode.seeds import derive_seed
-from ...envs.environment import Environment
+from ...envs.environment import EnvironmentFactory
 from ...tapes import Tape, Task
 from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Use
@@ -62,7 +62,7 @@ class Scene:
     """Who acts, where, and on what."""
 
     agent: Agent
-    env: Callable[[], Environment[Any]]
+    env: EnvironmentFactory
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
     draw: Callable[[int], Task] | None = None
