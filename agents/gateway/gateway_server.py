@@ -82,7 +82,7 @@ class Gateway(HttpService):
     @property
     def url(self) -> str:
         """The value of `OPENAI_BASE_URL` for programs on this machine."""
-        return f"{self.address}/v1"
+        return f"{super().url}/v1"
 
     def url_for(self, request: web.Request) -> str:
         """The base URL for the client of this request.

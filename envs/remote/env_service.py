@@ -170,11 +170,6 @@ class Service(HttpService):
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
         self._ending = False
 
-    @property
-    def url(self) -> str:
-        """The address of the service."""
-        return self.address
-
     def routes(self) -> Iterable[web.RouteDef]:
         """The WebSocket of Tapereel's own protocol, the state of the service, and the added routes."""
         routes = [(ROUTE, self._serve), ("/health", self._health), *self.more_routes]
@@ -190,7 +185,10 @@ class Service(HttpService):
             self.end(session)
         if self._closing:
             await asyncio.wait(set(self._closing))
-        await asyncio.gather(*(self._bye(socket) for socket in list(self._sockets)))
+        goodbye = b"the service is shutting down"
+        await asyncio.gather(
+            *(socket.close(code=WSCloseCode.GOING_AWAY, message=goodbye) for socket in list(self._sockets))
+        )
 
     # Sessions
 
@@ -372,6 +370,3 @@ class Service(HttpService):
             log.debug("a client of %s left before its answer; it may reconnect for it", self.declared.name)
         elif error is not None:
             log.error("a call to %s could not be answered", self.declared.name, exc_info=error)
-
-    async def _bye(self, socket: web.WebSocketResponse) -> None:
-        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is shutting down")

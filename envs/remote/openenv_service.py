@@ -56,34 +56,16 @@ class _Asked(BaseModel):
 def add_openenv(service: Service, tasks: Sequence[JsonValue | Task] | None = None) -> Service:
     """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: tasks for a `reset` without
     one."""
-    routes = _Routes(service, tasks)
-    service.more_routes += [(ROUTE, routes.serve), ("/schema", routes.schema), ("/metadata", routes.metadata)]
-    return service
+    declared = service.declared
 
+    async def schema(request: web.Request) -> web.StreamResponse:
+        kinds = {"action": _schema(declared.actions), "observation": _schema(declared.observations)}
+        return web.json_response({**kinds, "state": {"type": "object"}})
 
-class _Routes:
-    def __init__(self, service: Service, tasks: Sequence[Any] | None) -> None:
-        self._service, self._tasks = service, tasks
+    async def metadata(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"name": declared.name, "description": f"{declared.name}, served by Tapereel"})
 
-    async def schema(self, request: web.Request) -> web.StreamResponse:
-        """JSON Schemas, as OpenEnv's `/schema`."""
-        declared = self._service.declared
-        return web.json_response(
-            {
-                "action": _schema(declared.actions),
-                "observation": _schema(declared.observations),
-                "state": {"type": "object"},
-            }
-        )
-
-    async def metadata(self, request: web.Request) -> web.StreamResponse:
-        """As OpenEnv's `/metadata`."""
-        name = self._service.declared.name
-        return web.json_response({"name": name, "description": f"{name}, served by Tapereel"})
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Serve one WebSocket."""
-        service = self._service
+    async def serve(request: web.Request) -> web.StreamResponse:
         if service.place() is not None:
             socket = await service.open(request)
             most = service.limits.sessions
@@ -93,17 +75,20 @@ class _Routes:
         session = service.begin()
         try:
             socket = await service.open(request)
-            episodes = _Episodes(service, session, self._tasks)
+            episodes = _Episodes(service, session, tasks)
             await service.converse(socket, session, functools.partial(episodes.reply, socket))
             return socket
         finally:
             service.end(session)
 
+    service.more_routes += [(ROUTE, serve), ("/schema", schema), ("/metadata", metadata)]
+    return service
+
 
 class _Episodes:
     """The episodes of one connection."""
 
-    def __init__(self, service: Service, session: Session, tasks: Sequence[Any] | None) -> None:
+    def __init__(self, service: Service, session: Session, tasks: Sequence[JsonValue | Task] | None) -> None:
         self._service, self._session, self._tasks = service, session, tasks
         self._declared: Declared = service.declared
         self._turn = asyncio.Lock()

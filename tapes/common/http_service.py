@@ -31,7 +31,7 @@ SHORTEST_TOKEN = 16
 
 
 class HttpService:
-    """One server on one address: `async with service.serving(port): service.address`.
+    """One server on one address: `async with service.serving(port): service.url`.
 
     A subclass defines `routes`, and may extend `admit`, `answer` and `stop`.
     """
@@ -48,7 +48,7 @@ class HttpService:
         self.host, self.port, self.token = host, 0, token
 
     @property
-    def address(self) -> str:
+    def url(self) -> str:
         """The base URL for clients on this machine."""
         host = EVERYWHERE.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"

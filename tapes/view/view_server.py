@@ -57,7 +57,7 @@ class Server(HttpService):
     @property
     def url(self) -> str:
         """The address of the page, with the token where requests need one."""
-        return f"{self.address}/" + (f"?token={self.token}" if self.token is not None else "")
+        return f"{super().url}/" + (f"?token={self.token}" if self.token is not None else "")
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Self]:

@@ -99,11 +99,6 @@ class EngineServer(HttpService):
         self._weights: dict[str, Tensor] | None = None
         """Weights that were read and checked, and have no version yet."""
 
-    @property
-    def url(self) -> str:
-        """The server's base address."""
-        return self.address
-
     async def stop(self) -> None:
         """Close the engine first: its requests end as `abort`, so the handlers return before the server's timeout."""
         await self.engine.close()

@@ -13,7 +13,6 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.tapes.common.http_service import names_server
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
@@ -161,14 +160,6 @@ def test_off_loopback_there_is_always_a_token():
     for weak in ("short", "with space 0123456789", "\u00e9" * 20, ""):
         with pytest.raises(UsageError, match="at least 16"):
             choose_token("0.0.0.0", weak)
-
-
-def test_off_loopback_a_name_that_somebody_elses_server_gives_out_is_refused():
-    assert names_server("192.168.1.7", "0.0.0.0", 80) is True
-    assert names_server("192.168.1.7:80", "0.0.0.0", 80) is True
-    assert names_server("rebound.example", "0.0.0.0", 80) is False
-    assert names_server("192.168.1.7:81", "0.0.0.0", 80) is False
-    assert names_server("run.example", "run.example", 80) is True
 
 
 def test_media_are_sent_as_images_or_as_files_to_keep(tmp_path: Path):
