@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ...envs.rewards.relative import compared
 from ...tapes import Tape, Task
@@ -20,18 +21,20 @@ from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
+from ...tapes.errors import UsageError
 from ...tapes.records import Status
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ...tapes.store.summary import attempts_of
+from ...tapes.value import Value
 from ..engines.engine import Engine
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
 from .group import RETRIES, needs_episode, run_all, run_attempt
-from .pass_at_k import Scores, check_k, evaluate_rewards, standard_error
+from .pass_at_k import Comparison, Rewards, Scores, check_k, compare, evaluate_rewards, standard_error
 
 
 class SuccessConfig(Config):
@@ -65,20 +68,18 @@ FREE = ("concurrency", "k", "success")
 """Settings that may change when a run is resumed: they change no tape."""
 
 
-class Ended(BaseModel):
+class Ended(Value):
     """How many episodes have one status and one cause."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     status: str
     cause: str | None
     """The part at fault, or the limit; None for an end that needs no cause."""
     episodes: int
 
 
-class RunSummary(BaseModel):
+class RunSummary(Value):
     """The results of a run, from every tape of its split, including tapes of earlier processes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     tasks: int
     attempts: int
@@ -283,3 +284,72 @@ def scores_of(
 
 def _label(task: Task, key: str) -> str:
     return str(task.public[key]) if isinstance(task.public, dict) and key in task.public else f"without {key}"
+
+
+# The scores of recorded runs
+
+
+class RunScores(Value):
+    """What the recorded episodes of a run say of its policy."""
+
+    run: str
+    split: str | None
+    """None: all splits."""
+    scores: Scores
+    against: str | None = None
+    against_scores: Scores | None = None
+    difference: Comparison | None = None
+    """`run` less `against`, paired by task; None without another run."""
+
+
+def score_run(
+    run: str | Path,
+    split: str | None = None,
+    *,
+    k: Sequence[int] = (),
+    success: float = 1.0,
+    by: str | None = None,
+    against: str | Path | None = None,
+    against_split: str | None = None,
+) -> tuple[RunScores, dict[str, Rewards]]:
+    """(the scores, the rewards by task of the run and of the one it is compared with, by name).
+
+    k: pass@k for these; empty: powers of two as far as there are attempts. success: the least reward of a success. by:
+    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError
+    where a split has no closed tape.
+    """
+    with ExitStack() as stores:
+        store = stores.enter_context(Store.open(run))
+        rewards = _recorded_rewards(store, str(run), split)
+        other: Rewards | None = None
+        if against is not None:
+            # One path is opened once: two readers of one run may see different states of a run that grows.
+            second = store if str(against) == str(run) else stores.enter_context(Store.open(against))
+            other = _recorded_rewards(second, str(against), against_split or split)
+        k = k or _powers(rewards, other)
+        found = RunScores(run=str(run), split=split, scores=scores_of(store, split, k=k, success=success, by=by))
+    if against is None or other is None:
+        return found, {str(run): rewards}
+    found = found.model_copy(
+        update={
+            "against": str(against),
+            "against_scores": evaluate_rewards(other, k=k, success=success),
+            "difference": compare(rewards, other, k=k, success=success),
+        }
+    )
+    return found, {str(run): rewards, f"{against} {against_split or ''}".strip(): other}
+
+
+def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:
+    rewards = rewards_of(store, split)
+    if not rewards:
+        splits = ", ".join(sorted({s.split for s in store.summaries()})) or "none"
+        of = "" if split is None else f" of split {split!r}"
+        raise UsageError(f"{name} has no closed tape{of}; its splits: {splits}")
+    return rewards
+
+
+def _powers(*evaluations: Rewards | None) -> tuple[int, ...]:
+    """1, 2, 4 ... up to the number of scored attempts that some task of each evaluation has."""
+    most = min(max(sum(r is not None for r in own) for own in rewards.values()) for rewards in evaluations if rewards)
+    return tuple(2**i for i in range(most.bit_length()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ...agents.runs.pass_at_k import Interval
-from ...agents.runs.recorded_scores import RunScores, score_run
+from ...agents.runs.runner import RunScores, score_run
 from ...tapes.common.text import safe
 from ..console import Exit, answer, check_target
 from ..score_lines import read_k, score_lines
