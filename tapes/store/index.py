@@ -10,7 +10,8 @@ from __future__ import annotations
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,6 +318,15 @@ class Index:
                 offset,
             )
         ]
+
+    def bodies(self, places: Iterable[Place]) -> Iterator[bytes]:
+        """Bodies of the records at these places, in that order. Each line's hash is checked again, since the index is
+        only a cache."""
+        for name, group in groupby(places, lambda place: place.segment):
+            with self.disk.open(self.folder / f"{name}.jsonl") as file:
+                for place in group:
+                    file.seek(place.offset)
+                    yield parse_line(file.read(place.length)[:-1]).body
 
     def met(self) -> set[tuple[str, str]]:
         """Pins (segment, hash) of lines inside segments that were found before, so those needn't be read again."""

@@ -19,18 +19,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from pydantic_core import from_json
 
 from ..errors import Corrupt
 from ..records import Cause, CauseType, End, Status
 from .disk import REAL, Disk, put_file
-from .index import Index, Place, Segment
+from .index import Index, Segment
 from .reader import PINS, Break, SegmentReader, read_pin_file
-from .segment import ZERO, parse_line, read_body, segment_names
+from .segment import ZERO, read_body, segment_names
 from .summary import Summary
-from .writer import FolderLock, SegmentWriter, new_segment
+from .writer import FolderLock, SegmentWriter, WriterOptions, new_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,11 @@ class Recovered:
 
 
 def start_writer(
-    folder: Path, index: Index, *, disk: Disk = REAL, clock: Callable[[], float] = time.time, **options: Any
+    folder: Path, index: Index, *, disk: Disk = REAL, **options: Unpack[WriterOptions]
 ) -> tuple[SegmentWriter, Recovered]:
     """Recover the segments of dead writers and start a new writer. Raises Corrupt where durable bytes changed."""
     found = Recovered()
+    clock = options.get("clock", time.time)
     with FolderLock(disk, folder):
         index.refresh()
         held = _hold_dead(folder, disk, index.segments(), found)
@@ -86,11 +87,11 @@ def start_writer(
             _clear_parts(folder, disk)
             pins = tips(segments, set(found.live), folder, disk)
             name, handle = new_segment(disk, folder)
-            writer = SegmentWriter(folder, name, handle, pins=pins, disk=disk, clock=clock, **options)
+            writer = SegmentWriter(folder, name, handle, pins=pins, disk=disk, **options)
             try:
                 for tape in index.tapes("status is null"):
                     if owner(segments, tape, index) not in found.live:
-                        _end(tape, index, folder, disk, writer, found, clock)
+                        _end(tape, index, writer, found, clock)
                 # The caller may act on `found` (repeat those episodes, say), so the ends must not be lost after that.
                 if found.crashed:
                     writer.sync()
@@ -242,15 +243,7 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     return name
 
 
-def _end(
-    tape: Summary,
-    index: Index,
-    folder: Path,
-    disk: Disk,
-    writer: SegmentWriter,
-    found: Recovered,
-    clock: Callable[[], float],
-) -> None:
+def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, clock: Callable[[], float]) -> None:
     """Queue the end of an episode whose process died.
 
     Its last record tells whether an action was under way: an irreversible action is recorded before it is carried out,
@@ -258,8 +251,7 @@ def _end(
     """
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]
-    body = read_place(folder, disk, last)
-    record = read_body(body)
+    record = read_body(next(index.bodies([last])))
     if tape.effect == "irreversible" and record.get("role") == "action":
         found.dangling.append(Dangling(tape.id, tape.env, str(record.get("kind"))))
         cause = Cause(
@@ -271,10 +263,3 @@ def _end(
     end = End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now)
     writer.append(end.body())
     found.crashed.append(tape.id)
-
-
-def read_place(folder: Path, disk: Disk, place: Place) -> bytes:
-    """The body of the record at `place`. The line's hash is checked again, since the index is only a cache."""
-    with disk.open(folder / f"{place.segment}.jsonl") as file:
-        file.seek(place.offset)
-        return parse_line(file.read(place.length)[:-1]).body

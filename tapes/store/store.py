@@ -11,9 +11,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 from pydantic_core import to_json
 
@@ -29,9 +28,9 @@ from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import PINS, Break, SegmentReader
 from .recovery import Recovered, start_writer
-from .segment import parse_line, peek, segment_names
+from .segment import peek, segment_names
 from .summary import Summary
-from .writer import SegmentWriter
+from .writer import SegmentWriter, WriterOptions
 
 
 class Stored(NamedTuple):
@@ -74,7 +73,9 @@ class Store:
         """What opening for writing found and did about the segments of dead writers."""
 
     @classmethod
-    def create(cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Any) -> Self:
+    def create(
+        cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Unpack[WriterOptions]
+    ) -> Self:
         """Start a run, and make its directory where it is missing. RunExists when the directory holds tapes already.
 
         Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
@@ -90,7 +91,13 @@ class Store:
 
     @classmethod
     def open(
-        cls, path: str | Path, write: bool = False, *, disk: Disk = REAL, cache: bool = True, **options: Any
+        cls,
+        path: str | Path,
+        write: bool = False,
+        *,
+        disk: Disk = REAL,
+        cache: bool = True,
+        **options: Unpack[WriterOptions],
     ) -> Self:
         """Open a run. For writing, this recovers the segments of dead writers (`store.recovered`).
 
@@ -318,12 +325,8 @@ class Store:
         return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
 
     def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
-        """Bodies of the records at these places (`index.places`), in that order; each line's hash is checked again."""
-        for name, group in groupby(places, lambda place: place.segment):
-            with self.disk.open(self.folder / f"{name}.jsonl") as file:
-                for place in group:
-                    file.seek(place.offset)
-                    yield parse_line(file.read(place.length)[:-1]).body
+        """As `Index.bodies`."""
+        return self.index.bodies(places)
 
     def _names(self) -> list[str]:
         return segment_names(self.disk.names(self.folder))

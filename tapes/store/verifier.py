@@ -44,7 +44,7 @@ class SegmentReport(Value):
 
 
 class Report(Value):
-    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 can't be told (undecidable)."""
+    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 undecided."""
 
     run: str
     exit_code: int
@@ -73,7 +73,7 @@ class Report(Value):
 
     @property
     def verdict(self) -> str:
-        return ("holds", "broken", "can't be told")[self.exit_code]
+        return ("holds", "broken", "undecided")[self.exit_code]
 
 
 class _Fold:

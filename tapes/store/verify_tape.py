@@ -105,7 +105,7 @@ def check(folder: Path, pins: list) -> tuple[int, dict]:
     holes = sorted(set(range(1, max(numbers, default=0))) - numbers)
     code = 1 if run["corrupt"] else 2 if run["torn"] or holes or not segments else 0
     return code, {
-        "verdict": ("holds", "broken", "can't be told")[code],
+        "verdict": ("holds", "broken", "undecided")[code],
         "corrupt": run["corrupt"],
         "torn": run["torn"],
         "holes": holes,

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from typing import TypedDict
 
 from ..errors import StoreFailed
 from ..journal import Durability
@@ -71,6 +72,17 @@ class FolderLock:
 
     def __exit__(self, *exc: object) -> None:
         self._disk.close(self._handle)
+
+
+class WriterOptions(TypedDict, total=False):
+    """The options of a writer; `SegmentWriter` says what they mean."""
+
+    durability: Durability
+    rotate_bytes: int
+    idle: float
+    max_age: float
+    thread: bool
+    clock: Callable[[], float]
 
 
 class SegmentWriter:

@@ -44,9 +44,7 @@ def _lines(name: str) -> Iterator[str]:
             yield f"{name}:{number}: {found[0]!r}"
 
 
-LEFT: dict[str, int] = {
-    "tapes/store": 3,
-}
+LEFT: dict[str, int] = {}
 """Room -> lines that still hold a banned word. A number may only shrink; a room without an entry has none."""
 
 

@@ -84,7 +84,7 @@ class App {
     const found = this.integrity;
     const place = document.getElementById("banner");
     if (!found) { T.fill(place); return; }
-    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", "can't be told": "Unknown: the check could not decide whether this run is whole", "not verified": "Not verified: shown as it was read" };
+    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", undecided: "Unknown: the check could not decide whether this run is whole", "not verified": "Not verified: shown as it was read" };
     const kind = found.verdict === "holds" ? "good" : found.verdict === "broken" ? "bad" : "warn";
     const part = (title, lines) => (lines && lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
     const holes = found.holes.length ? T.chip(T.plural(found.holes.length, "hole"), "warn") : null;

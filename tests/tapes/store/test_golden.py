@@ -59,7 +59,7 @@ def test_the_independent_verifier_runs_on_its_own(vector: tuple[Path, dict[str, 
     command = [sys.executable, "-I", "-S", verify_tape.__file__, str(run)]
     done = subprocess.run([*command, "--pin", f"{name}:{head}"], capture_output=True, text=True, check=False)
     assert done.returncode == expected["exit_code"], done.stderr
-    assert json.loads(done.stdout)["verdict"] == ("holds", "broken", "can't be told")[expected["exit_code"]]
+    assert json.loads(done.stdout)["verdict"] == ("holds", "broken", "undecided")[expected["exit_code"]]
     done = subprocess.run([*command, "--pin", f"{name}:{'0' * 64}"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
 
