@@ -13,7 +13,7 @@ from .adapters.calculator import Calculator, calculator_tasks
 from .adapters.gym import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal
 from .adapters.reasoning import reasoning_scorer, reasoning_tasks
 from .checks.check_env import Report, check_env
-from .checks.env_probe import Finding
+from .checks.findings import Finding
 from .environment import Effect, Environment, Outcome, RestoreMismatch
 from .loop_watch import LoopWatch, Stall
 from .rewards import RewardFailed, Rewards, RewardSource

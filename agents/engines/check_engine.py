@@ -14,12 +14,10 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import BaseModel, ConfigDict
-
+from ...envs.checks.findings import CheckReport, Finding, checked
 from ...tapes.records import Message, Sampling
-from ...tapes.value import Value
 from .engine import Completion, Engine, Request, TrainableEngine, missing_members
 
 if TYPE_CHECKING:
@@ -43,45 +41,24 @@ TURNS = 5
 """Turns of the event loop that a request gets before it is cancelled: enough to reach an engine in this process."""
 
 
-class EngineFinding(Value):
-    """One violation of the protocol, for the author of the engine."""
+class EngineReport(CheckReport):
+    """The result of `check_engine`."""
 
-    check: str
-    """The check that found it; a key of `EngineReport.checks`."""
-    severity: Literal["error", "warning"] = "error"
-    sentence: str
-    """What was observed, and what to do about it."""
-
-
-class EngineReport(BaseModel):
-    """The result of `check_engine`. `print(report)` for people, `report.model_dump_json()` for programs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
     engine: str
     """Class name."""
-    ok: bool
-    """No finding is an error; warnings may be."""
     trainable: bool
     """It has all members of `TrainableEngine`."""
-    checks: dict[str, str]
-    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and why."""
-    findings: tuple[EngineFinding, ...]
     tokens: int
     """Sampled by all requests of the check."""
-    seconds: float
 
     def __str__(self) -> str:
         kind = "can be trained" if self.trainable else "samples only"
-        lines = [f"{self.engine}: {'ok' if self.ok else 'NOT OK'} ({kind}, {self.tokens} tokens, {self.seconds:.1f} s)"]
-        for name, state in self.checks.items():
-            state, _, reason = state.partition(": ")
-            lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
-            lines += [f"          {finding.sentence}" for finding in self.findings if finding.check == name]
-        return "\n".join(lines)
+        state = "ok" if self.ok else "NOT OK"
+        return self.shown(f"{self.engine}: {state} ({kind}, {self.tokens} tokens, {self.seconds:.1f} s)", CHECKS)
 
 
 def check_engine(
-    engine: Engine | Callable[..., Any],
+    engine: Engine | Callable[..., object],
     *,
     messages: Sequence[Message] = QUESTION,
     weights: Mapping[str, Tensor] | None = None,
@@ -125,8 +102,9 @@ class _Check:
     ) -> None:
         self.messages, self.weights, self.trainable = messages, weights, trainable
         self.max_tokens, self.timeout, self.seed = max_tokens, timeout, seed
-        self.findings: list[EngineFinding] = []
-        self.states: dict[str, str] = {}
+        self.findings: list[Finding] = []
+        self.passed: set[str] = set()
+        self.skipped: dict[str, str] = {}
         self.current = "members"
         self.name = "engine"
         self.can_train = False
@@ -134,14 +112,15 @@ class _Check:
 
     def found(self, check: str, sentence: str, *, warning: bool = False) -> None:
         severity = "warning" if warning else "error"
-        finding = EngineFinding(check=check, severity=severity, sentence=sentence)
+        finding = Finding(check=check, severity=severity, sentence=sentence)
         if finding not in self.findings:
             self.findings.append(finding)
 
     def skip(self, reason: str, *names: str) -> None:
         """Mark checks as skipped that have no result yet; without names, all of them."""
         for name in names or CHECKS:
-            self.states.setdefault(name, f"skipped: {reason}")
+            if name not in self.passed:
+                self.skipped.setdefault(name, reason)
 
     async def run(self, made: Any) -> None:
         try:
@@ -166,7 +145,7 @@ class _Check:
             self.found("members", f"the engine lacks {', '.join(missing)} of `{what}`: define them")
         if missing_members(made):
             raise _Failed
-        self.states["members"] = "ok"
+        self.passed.add("members")
         return cast(Engine, made)
 
     async def _requests(self, engine: Engine) -> None:
@@ -174,7 +153,7 @@ class _Check:
             self.current = "completes"
             request = self._request(engine)
             first = await self._complete(engine, request)
-            self.states["completes"] = "ok"
+            self.passed.add("completes")
             self._check_tokens(first)
             await self._check_determinism(engine, request, first)
             await self._check_cancellation(engine, request)
@@ -317,7 +296,7 @@ class _Check:
             engine.forget("a")
             await self._bounded("close", engine.close())
             await self._bounded("a second close", engine.close())
-            self.states.setdefault("close", "ok")
+            self.passed.add("close")
         except _Failed:
             pass
         finally:
@@ -325,17 +304,11 @@ class _Check:
 
     def report(self, seconds: float) -> EngineReport:
         """The report of what was found so far."""
-        checks = {name: self.states.get(name, "ok") for name in CHECKS}
-        for finding in self.findings:
-            if finding.severity == "error":
-                checks[finding.check] = "failed"
-            elif checks[finding.check] != "failed":
-                checks[finding.check] = "warned"
         return EngineReport(
             engine=self.name,
             ok=not any(finding.severity == "error" for finding in self.findings),
             trainable=self.can_train,
-            checks=checks,
+            checks=checked(CHECKS, self.findings, self.skipped),
             findings=tuple(self.findings),
             tokens=self.sampled,
             seconds=seconds,

@@ -22,10 +22,16 @@ from ...tapes.records import Attempt, Message, Sampling, Usage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..rendering.renderer import Renderer
+
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
 SyncMode = Literal["reprefill", "drain"]
 """What happens to completions in flight when weights change. `reprefill`: they continue, and the new weights compute
-their KV cache again. `drain`: they end with the old weights first, and new requests wait."""
+their KV cache again (exact). `drain`: they end with the old weights first, and new requests wait (exact, slower)."""
+PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
+"""The modes of engines with more than `SyncMode`. `abort`: completions in flight end, and their tokens so far are
+recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version; use it in experiments
+only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +105,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def renderer(self) -> Any | None:
-        """The `Renderer` of this engine's model, or None for an engine of texts; constant."""
+    def renderer(self) -> Renderer | None:
+        """The renderer of this engine's model, or None for an engine of texts; constant."""
         ...
 
     @property
@@ -150,12 +156,12 @@ class ChangingEngine(Protocol):
 
     @property
     def changing(self) -> bool:
-        """Whether a weight sync is in progress."""
+        """Whether a new request would wait because a weight sync is in progress."""
         ...
 
 
 @runtime_checkable
-class TrainableEngine(MeasuredEngine, Protocol):
+class TrainableEngine(MeasuredEngine, ChangingEngine, Protocol):
     """An engine whose weights can be replaced while it samples: all that the training loop needs.
 
     `EmbeddedEngine`, `RemoteEngine`, `ReplayEngine` and `TeamEngine` are such engines.
@@ -164,11 +170,6 @@ class TrainableEngine(MeasuredEngine, Protocol):
     @property
     def version(self) -> str:
         """Name of the current weights. The spans of tokens sampled from now on carry it."""
-        ...
-
-    @property
-    def changing(self) -> bool:
-        """Whether a new request would wait because a weight sync is in progress."""
         ...
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = ...) -> None:

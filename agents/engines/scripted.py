@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .engine import Completion, EngineError, Request
+
+if TYPE_CHECKING:
+    from ..rendering.renderer import Renderer
 
 Policy = Callable[[Request], str]
 
@@ -19,7 +22,7 @@ class ScriptedEngine:
 
     name = "scripted"
 
-    def __init__(self, answers: Iterable[str] | Policy, *, renderer: Any | None = None) -> None:
+    def __init__(self, answers: Iterable[str] | Policy, *, renderer: Renderer | None = None) -> None:
         self._policy = answers if callable(answers) else None
         self._answers = None if callable(answers) else iter(answers)
         self._count = 0

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...tapes.errors import TapereelError
 from .engine import ChangingEngine, Completion, Engine, EngineError, MeasuredEngine, Request, SyncMode, TrainableEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..rendering.renderer import Renderer
 
 
 class BadTeam(TapereelError, ValueError):
@@ -55,7 +57,7 @@ class TeamEngine:
         check_writing({path: engine.renderer for path, engine in self.engines.items()})
 
     @property
-    def renderer(self) -> Any | None:
+    def renderer(self) -> Renderer | None:
         """The renderer that all engines with a renderer share; None when all give texts only."""
         return next((engine.renderer for engine in self._distinct if engine.renderer is not None), None)
 
@@ -124,7 +126,7 @@ def lead_of(engine: Engine) -> Engine:
     return engine.lead if isinstance(engine, TeamEngine) else engine
 
 
-def check_writing(renderers: Mapping[str, Any | None]) -> None:
+def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
     """BadTeam where renderers, by the names of their engines, differ in tokenizer or chat template; None fits all."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
@@ -25,6 +25,7 @@ from ..engines.weights.weight_config import AdapterConfig
 
 if TYPE_CHECKING:
     from ..engines.servers.server_engine import RemoteEngine
+    from ..rendering.codec import ChatTokenizer
     from ..rendering.renderer import Renderer
 
 
@@ -41,7 +42,7 @@ class RendererConfig(Config):
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to those of the template."""
 
-    def make(self, tokenizer: Any) -> Renderer:
+    def make(self, tokenizer: ChatTokenizer) -> Renderer:
         """Create the renderer for `tokenizer`. Raises RenderError if the tokenizer has no chat template."""
         from ..rendering.renderer import Renderer
 

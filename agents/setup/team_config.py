@@ -16,7 +16,18 @@ from ...tapes.records import Publish, Sampling
 from ..engines.engine import Engine
 from ..engines.team_engine import TeamEngine, check_writing
 from ..episode.limits import Limits
-from .engine_config import AnyEngineConfig, EmbeddedConfig, EngineConfig, Made, make_engine
+from .engine_config import (
+    AnyEngineConfig,
+    EmbeddedConfig,
+    EngineConfig,
+    Made,
+    RenderedConfig,
+    ScriptedConfig,
+    make_engine,
+)
+
+if TYPE_CHECKING:
+    from ..rendering.renderer import Renderer
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
@@ -83,12 +94,14 @@ class AttemptsConfig(Config):
 
 def renderer_of(config: AnyEngineConfig) -> Renderer | None:
     """The renderer of the engine that `config` describes, without creating the engine. None for text-only engines."""
-    folder = getattr(config, "tokenizer" if config.kind == "scripted" else "model", None)
-    if config.kind == "litellm" or folder is None:
+    if not isinstance(config, RenderedConfig):
+        return None
+    folder = config.tokenizer if isinstance(config, ScriptedConfig) else config.model
+    if folder is None:
         return None
     from ..engines.embedded.pretrained import load_tokenizer
 
-    return config.renderer.make(load_tokenizer(folder))  # type: ignore[union-attr]
+    return config.renderer.make(load_tokenizer(folder))
 
 
 def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> None:

@@ -23,10 +23,10 @@ from ...tapes.messages import ENV
 from ...tapes.records import Begin, Identity, StepRecord, Task
 from ...tapes.steps import Action, Step
 from ...tapes.tape import step_record
-from ...tapes.value import Value
 from ..environment import AnyEnvironment, EnvironmentFactory, Outcome
 from ..taskset import BadTasks
-from .env_probe import Failed, Finding, Play, Policy, Probe, Stuck
+from .env_probe import Failed, Play, Policy, Probe, Stuck
+from .findings import CheckReport, checked
 
 CHECKS = {
     "raises": "no method raises",
@@ -55,35 +55,24 @@ _MORE = 4
 """Episodes played to measure leaks."""
 
 
-class Report(Value):
-    """The result of `check_env`. `print(report)` for people, `report.model_dump_json()` for programs."""
+class Report(CheckReport):
+    """The result of `check_env`."""
 
     environment: str
     """Class name."""
-    ok: bool
-    """True if no finding is an error; there may be warnings."""
-    checks: dict[str, str]
-    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
-    findings: tuple[Finding, ...]
     episodes: int
     """Episodes that the policy played to their end; episodes of the later checks are not counted."""
     turns: int
     rewards: tuple[float, float] | None
     """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
-    seconds: float
 
     def __str__(self) -> str:
-        lines = [
+        head = (
             f"{self.environment}: {'ok' if self.ok else 'NOT OK'} ({self.episodes} episodes, {self.turns} turns, "
             f"rewards {'none' if self.rewards is None else '{:g} to {:g}'.format(*self.rewards)}, "
             f"{self.seconds:.1f} s)"
-        ]
-        for name, state in self.checks.items():
-            state, _, reason = state.partition(": ")
-            lines.append(f"  {state:<8}{name:<14}{reason or CHECKS[name]}")
-            mine = [finding for finding in self.findings if finding.check == name]
-            lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
-        return "\n".join(lines)
+        )
+        return self.shown(head, CHECKS)
 
 
 def check_env(
@@ -124,18 +113,12 @@ def check_env(
 
 
 def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: float) -> Report:
-    checks = {name: f"skipped: {skipped[name]}" if name in skipped else "ok" for name in CHECKS}
-    for finding in probe.findings:
-        if finding.severity == "error":
-            checks[finding.check] = "failed"
-        elif checks[finding.check] != "failed":
-            checks[finding.check] = "warned"
     ended = [play for play in plays if play.status is not None]
     sums = [total for total in map(_total, ended) if total is not None]
     return Report(
         environment=probe.name,
         ok=not any(f.severity == "error" for f in probe.findings),
-        checks=checks,
+        checks=checked(CHECKS, probe.findings, skipped),
         findings=tuple(probe.findings),
         episodes=len(ended),
         turns=sum(len(play.turns) for play in plays),

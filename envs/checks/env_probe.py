@@ -16,11 +16,10 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Answer, Observation
-from ...tapes.value import Value
 from ..environment import (
     AnyEnvironment,
     Environment,
@@ -33,23 +32,12 @@ from ..environment import (
     new_environment,
 )
 from ..loop_watch import LoopWatch, Stall
+from .findings import Finding
 
 Policy = Callable[[Observation, random.Random], Action | str]
 """The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives, so
 that the episode can be repeated."""
 ResultT = TypeVar("ResultT")
-
-
-class Finding(Value):
-    """One fault of an environment, described for its maintainer."""
-
-    check: str
-    """Which check found it; a key of `Report.checks`."""
-    severity: Literal["error", "warning"] = "error"
-    sentence: str
-    """What happened and how to correct it."""
-    where: str | None = None
-    """`file:line in function`; None if no line causes it."""
 
 
 class Failed(Exception):

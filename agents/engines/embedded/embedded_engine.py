@@ -15,17 +15,16 @@ from __future__ import annotations
 import asyncio
 import copy as copying
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from ....tapes.arrays import ints
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Usage
-from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, Request, one_temperature
+from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, PublishMode, Request, one_temperature
 
 try:
     import numpy as np
@@ -42,26 +41,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PublishMode = Literal["reprefill", "drain", "stale_kv"]
-"""How a weight sync treats completions in flight. `reprefill`: the engine recomputes their KV under the new weights
-(exact). `drain`: no request joins until they are finished, then the weights change (exact, slower). `stale_kv`: they
-continue on the old KV. Their later log-probs belong to no single version, so use `stale_kv` in experiments only."""
+    from ...rendering.renderer import Renderer
 
 DEFAULT_CAPACITY = 4096
 """Largest default of the tokens per slot. It bounds the KV memory, which is slots x capacity."""
-
-
-class Decodes(Protocol):
-    """The members of a renderer that the engine uses."""
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant's turn."""
-        ...
-
-    def decode(self, ids: array[int], /) -> str:
-        """The text of a completion, without the token that ends the turn."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -93,12 +76,12 @@ class _Flight:
 class EmbeddedEngine:
     """Samples from a transformers decoder with a slot KV cache.
 
-    The engine copies `model`, or takes ownership of it with `copy=False`. Only `sync_weights` changes the engine's
-    weights. At most `slots` rows run together; the other requests wait in order of arrival. The prompt and the
-    completion of a request have at most `capacity` tokens together. KV memory is slots x capacity tokens, plus
-    `park_tokens` tokens (default: slots x capacity) for conversations between two turns. `prefill_tokens` bounds the
-    tokens prefilled between two decoding steps. A completion ends with an id of `end_ids` (default: those of the
-    renderer and of the model) or of the request.
+    The engine copies `model`, or takes ownership of it with `copy=False`. Without a renderer, completions have ids and
+    no text. Only `sync_weights` changes the engine's weights. At most `slots` rows run together; the other requests
+    wait in order of arrival. The prompt and the completion of a request have at most `capacity` tokens together. KV
+    memory is slots x capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between
+    two turns. `prefill_tokens` bounds the tokens prefilled between two decoding steps. A completion ends with an id of
+    `end_ids` (default: those of the renderer and of the model) or of the request.
     """
 
     name = "embedded"
@@ -106,7 +89,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         model: PreTrainedModel,
-        renderer: Decodes,
+        renderer: Renderer | None,
         *,
         version: str,
         slots: int = 64,
@@ -121,7 +104,8 @@ class EmbeddedEngine:
             capacity = min(longest, DEFAULT_CAPACITY)
         self.version = version
         self.stats = Stats()
-        self.end_ids = frozenset((*renderer.end_ids, *eos_ids(model)) if end_ids is None else end_ids)
+        own = renderer.end_ids if renderer is not None else ()
+        self.end_ids = frozenset((*own, *eos_ids(model)) if end_ids is None else end_ids)
         self._renderer = renderer
         self._decoder = SlotDecoder(copying.deepcopy(model) if copy else model, slots, capacity)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
@@ -137,7 +121,7 @@ class EmbeddedEngine:
         self._closed = False
 
     @property
-    def renderer(self) -> Decodes:
+    def renderer(self) -> Renderer | None:
         """The renderer that the constructor received."""
         return self._renderer
 
@@ -287,7 +271,7 @@ class EmbeddedEngine:
             cached_tokens=generation.reused or 0,
         )
         return Completion(
-            text=self._renderer.decode(generation.ids),
+            text=self._renderer.decode(generation.ids) if self._renderer is not None else "",
             ids=generation.ids,
             logprobs=generation.logprobs,
             spans=tuple(flight.spans),

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from ....tapes.common.http_service import Handler, HttpService, require_token, web
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
-from ..engine import Completion, EngineError, PromptTooLong, Request
-from .embedded_engine import EmbeddedEngine, PublishMode, eos_ids
+from ..engine import Completion, EngineError, PromptTooLong, PublishMode, Request
+from .embedded_engine import EmbeddedEngine, eos_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,15 +54,6 @@ KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids"
 
 class BadRequest(TapereelError, ValueError):
     """A request that this server can't answer. The message names the field and a valid value."""
-
-
-class _IdsOnly:
-    """A renderer without text: the server returns ids only."""
-
-    end_ids = ()
-
-    def decode(self, ids: array[int]) -> str:
-        return ""
 
 
 class EngineServer(HttpService):
@@ -88,7 +79,7 @@ class EngineServer(HttpService):
         require_token(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
-            model, _IdsOnly(), version=version, slots=slots, capacity=capacity, end_ids=(), copy=False
+            model, None, version=version, slots=slots, capacity=capacity, end_ids=(), copy=False
         )
         self._model: Any = model
         self._eos = eos_ids(model)

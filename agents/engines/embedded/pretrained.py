@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ....tapes.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """The attention implementation of a transformers model. The flash kinds need a GPU and an extra package."""
@@ -28,6 +28,9 @@ Dtype = Literal["float32", "bfloat16"]
 """The dtype of a model's weights."""
 ADAPTERS = "adapter_config.json"
 """peft's name for the file that names the base model of the adapters."""
+
+
+ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
 class BadModel(UsageError):
@@ -40,7 +43,7 @@ class Pretrained:
 
     model: PreTrainedModel
     """A transformers model, or a peft model with the same interface."""
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerFast
 
 
 def load_pretrained(
@@ -135,15 +138,15 @@ def device_of(name: str) -> torch.device:
     return found
 
 
-def placed(model: Any, device: torch.device) -> Any:
+def placed(model: ModelT, device: torch.device) -> ModelT:
     """Move the model to `device` and tie its tied weights again."""
     model = model.to(device)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", lambda: model)()
     base.tie_weights()
     return model
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer in `folder`. Raises UsageError without such a folder, BadModel for an unusable tokenizer."""
     if not Path(folder).is_dir():
         raise UsageError(

@@ -24,7 +24,7 @@ from typing import IO
 from pydantic import JsonValue
 
 from ....tapes.errors import TapereelError
-from ..transport.http_channel import Server, ServerFailed
+from ..transport.http_channel import Server, ServerFailed, free_port
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
@@ -118,7 +118,7 @@ class LocalServer:
             )
         if key_variable is not None and not os.environ.get(key_variable):
             raise ValueError(f"the environment variable {key_variable} with the API key is not set")
-        self.model, self.host, self.port = Path(model), host, port or _free_port(host)
+        self.model, self.host, self.port = Path(model), host, port or free_port(host)
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
         self._ways = [*(TRANSFER if transfer else ()), *(lora_flags(lora_rank) if lora_rank is not None else ())]
@@ -301,11 +301,3 @@ def _is_ours(word: str) -> bool:
     """Whether `word` is a flag in `OURS`, in any spelling that vLLM accepts: `--api_key=`, or a prefix as `--hos`."""
     name = word.partition("=")[0].replace("_", "-")
     return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)
-
-
-def _free_port(host: str) -> int:
-    """Return a port that is free now. Another process may bind it before the server does; `_check_port` narrows that
-    window."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -27,8 +27,7 @@ from ....tapes.errors import MissingExtra
 from ....tapes.records import Attempt, Usage
 from ..engine import Completion, EngineError, Finish, PromptTooLong, Request, error_text, one_temperature
 from ..transport.proxies import ask_directly
-from ..transport.retry_after import retry_after
-from ..transport.wire import openai_messages
+from ..transport.wire import Json, openai_messages, retry_after
 
 TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which the same request may succeed."""
@@ -80,9 +79,6 @@ class HostedStats:
 
     requests: int = 0
     """Requests sent, failed ones included."""
-    answers: int = 0
-    tokens: int = 0
-    """Completion tokens of the answers whose token counts are known."""
     spent: float = 0.0
     """Cost in US dollars of the answers whose cost is known."""
     limited: int = 0
@@ -106,7 +102,7 @@ class LiteLLMEngine:
         backoff: float = 0.5,
         budget: float | None = None,
         prices: tuple[float, float] | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         """`key_variable` names the environment variable with the API key (default: the provider's own variable, which
         litellm reads). `seconds` is the timeout of one request. One completion has at most `retries` retries, which
@@ -270,8 +266,6 @@ class LiteLLMEngine:
         if choice.finish_reason == "content_filter" and not text and not calls:
             raise HostedFailed(f"{self.name}: the provider's content filter withheld the answer")
         usage = _usage(answer, self._prices)
-        self.stats.answers += 1
-        self.stats.tokens += usage.completion_tokens or 0
         self.stats.spent += usage.cost or 0.0
         return Completion(
             text=text or "", finish=_FINISH.get(choice.finish_reason, "abort"), tool_calls=calls or None, usage=usage
@@ -323,7 +317,7 @@ class _Clients:
             litellm.in_memory_llm_clients_cache.flush_cache()
 
 
-def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
+def parameters(request: Request, *, seed: bool = True) -> Json:
     """Return the request as arguments of litellm, in the format of OpenAI's chat completions.
 
     `top_p` and `top_k` are left out when they are off, because many models reject these arguments. `seed` is False for
@@ -333,7 +327,7 @@ def parameters(request: Request, *, seed: bool = True) -> dict[str, Any]:
     refused = sorted(name for name in sampling.extra if name in OURS or names_secret(name))
     if refused:
         raise EngineError(f"sampling options {', '.join(refused)} are the engine's own to set")
-    body: dict[str, Any] = {
+    body: Json = {
         "messages": openai_messages(request.messages),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,

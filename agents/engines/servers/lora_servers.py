@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine import EngineError
+from ..engine import EngineError, PublishMode
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import PublishFailed, PublishMode, WeightSync
+from ..weights.weight_sync import PublishFailed, WeightSync
 from .server_config import ServerSettings
 from .server_engine import Capabilities, Flight, RemoteEngine
 

@@ -22,14 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..engine import Completion, EngineError, Listener, PromptTooLong, Request, one_temperature
+from ..engine import Completion, EngineError, Listener, PromptTooLong, PublishMode, Request, one_temperature
 from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
-from ..transport.wire import BadAnswer, Dialect, Sampled, checked_ids, same_prompt
+from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
 from ..weights.sleeping import Sleeper
-from ..weights.weight_sync import PublishMode, WeightSync, check_weights, sync_servers, write_weights
+from ..weights.weight_sync import WeightSync, check_weights, sync_servers, write_weights
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness, health_of
 from .server_config import ServerSettings
@@ -337,7 +337,7 @@ class RemoteEngine:
         """Yield (model name at the servers, weight version) for the duration of one request."""
         yield self.capabilities.model, self.version
 
-    async def _answer(self, flight: Flight, request: Request, model: str) -> Any:
+    async def _answer(self, flight: Flight, request: Request, model: str) -> object:
         stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
         body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
         # Without versions per token, an answer that overlaps a weight sync is rejected and requested again. Listeners
@@ -437,8 +437,8 @@ class RemoteEngine:
 
 
 async def answered(
-    server: Server, dialect: Dialect, body: Any, stream: ChunkStream | None = None, listener: Listener | None = None
-) -> Any:
+    server: Server, dialect: Dialect, body: Json, stream: ChunkStream | None = None, listener: Listener | None = None
+) -> object:
     """Send `body` and return the whole answer. A `listener` makes the answer a stream. `stream` collects a streamed
     answer, so that the caller can read the partial answer after a cancellation."""
     if listener is not None:
@@ -471,7 +471,7 @@ async def weight_version(server: Server) -> str | None:
     """Return the server's name for its weights; None when no route returns such a name."""
     for route in ("/weight_info", "/model_info"):
         try:
-            found: Any = await server.get(route, seconds=30.0)
+            found = await server.get(route, seconds=30.0)
         except ServerFailed as error:
             if error.status in NO_ROUTE:
                 continue

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..engine import Request
+from ..engine import PublishMode, Request
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
 from ..transport.wire import BadAnswer, Json, Sampled, field, reader, sampled
 from ..weights.sleeping import Part
-from ..weights.weight_sync import PublishMode
 
 ALL = 1 << 30
 """SGLang's `top_k` for the whole vocabulary."""

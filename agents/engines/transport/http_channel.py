@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import holds_secret, without_secrets
 from ..engine import EngineError
-from .retry_after import retry_after
+from .wire import retry_after
 
 try:
     import aiohttp
@@ -199,6 +200,14 @@ class Server:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._sessions[fresh]
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free at `address` now; another process can take it before its use. Raises OSError if this
+    machine doesn't have the address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .wire import BadAnswer, reader
+from .wire import BadAnswer, Json, reader
 
 LONGEST = 16 << 20
 """Maximum bytes in the buffer of unparsed bytes: a stream without line ends can't exhaust the memory."""
@@ -79,7 +79,7 @@ class ChunkStream:
         self._usage: Any = None
 
     @reader
-    def feed(self, data: str) -> list[Any]:
+    def feed(self, data: str) -> list[object]:
         """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
         other event that isn't a chunk."""
         if self.done:
@@ -116,7 +116,7 @@ class ChunkStream:
         self._lists.setdefault(name, []).extend(values)
         return values
 
-    def answer(self, *, cut: bool = False) -> dict[str, Any]:
+    def answer(self, *, cut: bool = False) -> Json:
         """Return the answer of an unstreamed request. Raises BadAnswer when the stream is incomplete.
 
         `cut` means that the caller ended the stream: the partial answer is returned, with finish reason `abort`."""

@@ -13,6 +13,8 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from ....tapes.records import Message, Usage
@@ -23,6 +25,10 @@ FLOOR = -9000.0
 a real model has such a log-prob."""
 ABOVE_ZERO = 1e-3
 """Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
+
+
+LATEST = 3600.0
+"""Maximum wait in seconds that the header can ask for. The engine's `patience` limits how long it really waits."""
 
 
 Json = dict[str, object]
@@ -254,3 +260,19 @@ def _call_as_text(call: Json) -> Json:
         **call,
         "function": {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)},
     }
+
+
+def retry_after(value: str | None) -> float | None:
+    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`; None when the header has neither
+    seconds nor a date (RFC 9110)."""
+    if not value:
+        return None
+    if value.isascii() and value.replace(".", "", 1).isdecimal():
+        return min(float(value), LATEST)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=UTC)
+    return min(max((at - datetime.now(UTC)).total_seconds(), 0.0), LATEST)

@@ -14,20 +14,15 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ....tapes.errors import TapereelError
+from ..engine import PublishMode
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
 from .sleeping import Part, Rests
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
-"""How a weight sync treats completions in flight. `reprefill`: the server recomputes their KV under the new weights
-(exact). `drain`: they are finished first (exact, slower). `abort`: they end, and their tokens so far are recorded.
-`stale_kv`: they continue on the old KV, and their log-probs belong to no version; use it in experiments only."""
-
 
 UNKNOWN = "unknown: "
 """Prefix of the version of weights whose true version is unknown."""

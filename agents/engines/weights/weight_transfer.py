@@ -9,16 +9,19 @@ Pauses, resumes and caches work as in `VLLMReload`.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ....envs.blocking import EnvironmentThread
 from ....tapes.errors import MissingExtra, TapereelError
-from ..transport.http_channel import Server, ServerFailed
+from ..engine import PublishMode
+from ..transport.http_channel import Server, ServerFailed, free_port
 from ..transport.wire import field
-from .weight_sync import PublishMode, VLLMReload
+from .weight_sync import VLLMReload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
 """The folder whose files are shared memory, on Linux."""
@@ -66,7 +69,7 @@ class VLLMTransfer(VLLMReload):
 # -- NCCL -------------------------------------------------------------------------------------------------------------
 
 
-def worker_info(*, address: str, port: int, workers: int, packed: bool = True) -> dict[str, Any]:
+def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
     """The parameters with which the workers of one server join the trainer's group: `NCCLWeightTransferInitInfo`.
 
     The trainer is rank 0 and the only sender. The workers have ranks 1 to `workers`."""
@@ -77,21 +80,11 @@ def worker_info(*, address: str, port: int, workers: int, packed: bool = True) -
         "master_port": port,
         "rank_offset": 1,
         "world_size": 1 + workers,
-        "packed": packed,
+        "packed": True,
     }
 
 
-class Named(Protocol):
-    """The members of a tensor that `update_info` uses."""
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def shape(self) -> Any: ...
-
-
-def update_info(state: Sequence[tuple[str, Named]]) -> dict[str, Any]:
+def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
     """Names, dtypes and shapes of a broadcast: `NCCLWeightTransferUpdateInfo`.
 
     The order must equal the order of the broadcast: the workers read the tensors by position."""
@@ -195,17 +188,10 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports."""
-    return [free_port(address) if first is None else first + k for k in range(count)]
-
-
-def free_port(address: str) -> int:
-    """A free port at `address`. Raises CannotSend if this machine doesn't have the address.
-
-    Another process can take the port before its use: the join then fails."""
+    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports. Raises
+    CannotSend if this machine doesn't have the address."""
     try:
-        with socket.create_server((address, 0)) as probe:
-            return probe.getsockname()[1]
+        return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
         raise CannotSend(
             f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "

@@ -7,7 +7,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from tapereel.agents.engines.transport.retry_after import LATEST, retry_after
+from tapereel.agents.engines.transport.wire import LATEST, retry_after
 
 
 @pytest.mark.parametrize(

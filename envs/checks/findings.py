@@ -1,0 +1,52 @@
+"""Findings of `check_env` and `check_engine`, and what their reports have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from ...tapes.value import Value
+
+
+class Finding(Value):
+    """One fault of what was checked, described for its maintainer."""
+
+    check: str
+    """Which check found it; a key of `CheckReport.checks`."""
+    severity: Literal["error", "warning"] = "error"
+    sentence: str
+    """What happened and how to correct it."""
+    where: str | None = None
+    """`file:line in function`; None if no line causes it."""
+
+
+class CheckReport(Value):
+    """The result of a check. `print(report)` for people, `report.model_dump_json()` for programs."""
+
+    ok: bool
+    """True if no finding is an error; there may be warnings."""
+    checks: dict[str, str]
+    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    def shown(self, head: str, meaning: Mapping[str, str]) -> str:
+        """The report as lines of text, with `meaning`: check -> what holds if it is ok."""
+        lines = [head]
+        for name, state in self.checks.items():
+            state, _, reason = state.partition(": ")
+            lines.append(f"  {state:<8}{name:<14}{reason or meaning[name]}")
+            mine = [finding for finding in self.findings if finding.check == name]
+            lines += [f"          {f.sentence}" + (f" ({f.where})" if f.where else "") for f in mine]
+        return "\n".join(lines)
+
+
+def checked(names: Iterable[str], findings: Iterable[Finding], skipped: Mapping[str, str]) -> dict[str, str]:
+    """`CheckReport.checks`. skipped: check -> why it was skipped."""
+    checks = {name: f"skipped: {skipped[name]}" if name in skipped else "ok" for name in names}
+    for finding in findings:
+        if finding.severity == "error":
+            checks[finding.check] = "failed"
+        elif checks[finding.check] != "failed":
+            checks[finding.check] = "warned"
+    return checks
