@@ -11,13 +11,16 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
 from ...tapes.records import Label, Sampling, Tokens
+
+if TYPE_CHECKING:
+    from ...agents.rendering.renderer import Renderer
 
 IGNORED = -100
 """The label of a token without a loss (PyTorch's ignore_index)."""
@@ -76,14 +79,14 @@ class Row:
         labels[self.own] = self.input_ids[self.own]
         return labels
 
-    def aligned(self, column: NDArray[Any], fill: float = float("nan")) -> NDArray[Any]:
+    def aligned(self, column: NDArray[np.floating], fill: float = float("nan")) -> NDArray[np.floating]:
         """(L,) a column over own tokens, laid out along `input_ids`; `fill` (NaN: unknown) elsewhere."""
         values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
         values[self.own] = column
         return values
 
 
-def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Any | None = None) -> list[Row]:
+def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
     """The rows of a closed tape.
 
     `agents`: only tokens of calls by these paths are own; the others' are context (None: all are own). `renderer`
@@ -168,7 +171,7 @@ def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Build
 
 
 def _tokens_of(
-    tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Any | None
+    tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int]]:
     """(full prompt ids, or None where the call recorded them as a delta; completion ids)."""
     if call.completion is not None and call.prompt is not None:

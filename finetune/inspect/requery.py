@@ -171,11 +171,9 @@ def _begun(run: str | Path) -> list[str]:
     return [folder for folder in folders if isinstance(folder, str)]
 
 
-def requery(
-    tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE, renderer: Any | None = None
-) -> list[Verdict]:
+def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE) -> list[Verdict]:
     """The verdict on each tape. Tapes of one call share forward passes."""
-    made = [rows(tape, renderer=renderer) if _tokens(tape) else [] for tape in tapes]
+    made = [rows(tape) if _tokens(tape) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
     missing: dict[int, list[str]] = defaultdict(list)
     for t, found in enumerate(made):

@@ -6,7 +6,6 @@ An adapter from `Explainer` and `score` to the protocol `Insight` of `tapes/view
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class TrainingInsight:
         """Drop what was read from the ledger: training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
-    def explain(self, tape: str) -> dict[str, Any]:
+    def explain(self, tape: str) -> dict[str, object]:
         """The tape's use in training, with an advantage for each completion token that has one."""
         records = len(self._store.index.places(tape))
         if records > LONGEST:
@@ -71,7 +70,7 @@ class TrainingInsight:
             **self._ratios(tape),
         }
 
-    def _ratios(self, tape: str) -> dict[str, Any]:
+    def _ratios(self, tape: str) -> dict[str, object]:
         """exp(log-prob by the named weights - log-prob at sampling) for each sampled completion token."""
         policy = self._policies.of("") if self._policies is not None else None
         if self._policies is None or not isinstance(policy, Policy):

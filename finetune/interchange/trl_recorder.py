@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from pydantic import JsonValue
+from transformers import Trainer, TrainerCallback
 
 from ...agents import Agent, Limits
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
@@ -123,7 +124,7 @@ class TRLRecorder:
         *,
         agent: Agent | None = None,
         env: EnvironmentFactory | None = None,
-        task: Callable[[Any], Any] | None = None,
+        task: Callable[[JsonValue], object] | None = None,
         limits: Limits | None = None,
         slots: int = 64,
         capacity: int | None = None,
@@ -156,7 +157,7 @@ class TRLRecorder:
 
     # What TRL calls
 
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+    def __call__(self, prompts: Sequence[JsonValue], trainer: Trainer) -> dict[str, list[object]]:
         """One episode for each prompt, as the columns that TRL expects of a rollout function."""
         self._attach(trainer)
         # TRL scores a batch before it asks for the next, so the rewards of the last batch are all written.
@@ -172,7 +173,7 @@ class TRLRecorder:
             "tape": [sample.id for sample in samples],
         }
 
-    def reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def reward(self, function: Callable[..., object]) -> Callable[..., object]:
         """Wrap TRL's reward function `f(prompts, completions, **columns)`, so that its scores are written to the tapes.
 
         The function gets one more column, `tape`: the ids of the tapes. Episodes that may not be trained on stay
@@ -185,7 +186,8 @@ class TRLRecorder:
 
         @functools.wraps(function)
         async def later(*args: Any, tape: Sequence[str] = (), **columns: Any) -> list[Any]:
-            return self._scored(later, tape, await function(*args, **columns, **_wanting(function, tape)))
+            scores: Any = function(*args, **columns, **_wanting(function, tape))
+            return self._scored(later, tape, await scores)
 
         @functools.wraps(function)
         def scored(*args: Any, tape: Sequence[str] = (), **columns: Any) -> list[Any]:
@@ -193,7 +195,7 @@ class TRLRecorder:
 
         return later if inspect.iscoroutinefunction(function) else scored
 
-    def earned(self, *, tape: Sequence[str], **_: Any) -> list[float | None]:
+    def earned(self, *, tape: Sequence[str], **_: object) -> list[float | None]:
         """A reward function for TRL: the environment's reward of each episode, None if it is unscored."""
         return [self._batch[name].reward if self._batch[name].trains else None for name in tape]
 
@@ -393,7 +395,7 @@ def _ranges(samples: Sequence[_Sample]) -> list[Range]:
     return own_ranges([sample.row for sample in dict.fromkeys(samples) if sample.row is not None])
 
 
-def _public(prompt: Any) -> Task:
+def _public(prompt: JsonValue) -> Task:
     return Task(public={"prompt": prompt})
 
 
