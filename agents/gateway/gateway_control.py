@@ -132,7 +132,6 @@ class Client(Agent):
         # `over` only ends the loop below. The reason for the end is found afterwards in `_ending`, so the order in
         # which the client, the idle watch and a failure call `over` doesn't matter.
         end.add_done_callback(lambda _: session.over())
-        session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())
         watch = asyncio.ensure_future(_idle(session, self._idle))
         said = ""
         try:
@@ -151,8 +150,8 @@ def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: s
     """The final answer of the tape. Raises the reason why the tape ends without one."""
     # A failure comes before a limit, and a limit before the client's own end: the client may end the tape because its
     # request was refused, and the tape must state the refusal's cause.
-    if session.broken.done():
-        session.broken.result()
+    if session.broken is not None:
+        raise session.broken
     if session.limited is not None:
         raise session.limited
     if not end.done():

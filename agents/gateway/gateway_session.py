@@ -164,9 +164,9 @@ class Session:
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
         self._declared: dict[str, Use] = {}
         self.closed = False
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to the exception that must end the episode, even if the program ignores the refused request: a failing
-        store, the end of a replay, an error of Tapereel."""
+        self.broken: BaseException | None = None
+        """The exception that must end the episode, even if the program ignores the refused request: a failing store,
+        the end of a replay, an error of Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure; None if a later request was answered."""
         self.limited: LimitReached | None = None
@@ -264,8 +264,8 @@ class Session:
         except (RenderFailed, asyncio.CancelledError):
             raise
         except BaseException as error:
-            if not self.broken.done():
-                self.broken.set_exception(error)
+            self.broken = self.broken or error
+            self.over()
             raise
         self.failed = None
         if use is not None:
@@ -329,10 +329,7 @@ class Session:
             asking.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
-        if self.broken.done():
-            self.broken.exception()  # retrieved, so that asyncio doesn't log it as never retrieved
-        else:
-            self.broken.cancel()
+        if self.broken is None:
             for label in label_calls(self._record, self._declared):
                 self._llm.recorder.add_layer(label)
 

@@ -97,7 +97,6 @@ class Program(Agent):
         ask_directly(gateway.url)
         running = asyncio.ensure_future(self._run(str(tape.last), Endpoint(gateway.url, key)))
         running.add_done_callback(lambda _: session.over())
-        session.broken.add_done_callback(lambda broken: broken.cancelled() or session.over())
         try:
             async for exchange in session.exchanges():
                 yield exchange
@@ -121,8 +120,8 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
     """The program's output. Raises the reason why the episode ends without it."""
     # A program often fails because its request was refused. Then the limit or the engine's failure is the cause and
     # is raised instead. A reached limit ends the episode even if the program returned an answer.
-    if session.broken.done():
-        session.broken.result()
+    if session.broken is not None:
+        raise session.broken
     try:
         said = await running
     except asyncio.CancelledError:
