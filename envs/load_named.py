@@ -38,7 +38,7 @@ def load_named(name: str) -> Any:
         raise UsageError(f"{home} has no {path!r}; {hint}") from error
 
 
-def listed_tasks(text: str) -> Iterable[Any]:
+def listed_tasks(text: str) -> Iterable[object]:
     """The value of `--tasks`: a JSON list, or the name of an iterable or of a function that returns one. UsageError if
     it is neither."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():

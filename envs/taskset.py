@@ -43,7 +43,7 @@ class Taskset(Sequence[Task]):
 
     def __init__(
         self,
-        source: Iterable[Any] | Callable[..., Any],
+        source: Iterable[object] | Callable[..., object],
         *,
         size: int | None = None,
         row: Row | None = None,

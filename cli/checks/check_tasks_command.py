@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ...agents.setup.setup import load_tasks
 from ...envs.contamination import SHARE, N, contamination
-from ...envs.load_named import load_named
 from ...envs.taskset import Taskset, columns
 from ..console import Exit, answer
 
@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     def load(name: str) -> Taskset:
         if ":" not in name:
             return Taskset.load(name, row=row)
-        found = load_named(name)
-        found = found() if callable(found) and not isinstance(found, Taskset) else found
-        return found if isinstance(found, Taskset) else Taskset(found)
+        return load_tasks(name)
 
     report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
     answer(args, report, str(report))

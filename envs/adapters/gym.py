@@ -98,7 +98,7 @@ class GymEnvironment(Environment[Action]):
         self._env: Any = None
         self._env_make: dict[str, Any] = {}
 
-    async def reset(self, task: Any) -> Observation:
+    async def reset(self, task: object) -> Observation:
         """Start an episode; the first call, and a task with other `make` arguments, make the gymnasium environment."""
         seed, options, make = _start(task)
         if self._env is None or make != self._env_make:
@@ -226,7 +226,7 @@ def _no_action(value: JsonValue, space: Any) -> ValueError:
     return ValueError(f"{to_json(value).decode()} is no action here; the actions are {space}")
 
 
-def _start(task: Any) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
+def _start(task: object) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
     """Seed and options of `env.reset`, and the task's own arguments of `gymnasium.make`."""
     value = task.private if isinstance(task, Task) else task
     if value is None:

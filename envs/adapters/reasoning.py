@@ -30,7 +30,7 @@ def reasoning_tasks(
     keep: Callable[[Entry], bool] | None = None,
     question: Callable[[Entry], str] | None = None,
     draws: int | None = None,
-    **config: Any,
+    **config: object,
 ) -> Taskset:
     """`size` distinct tasks of the dataset `name`, made with `config`: public `question`, private `answer` and more.
 

@@ -88,7 +88,7 @@ def worst(effects: Iterable[Effect]) -> Effect:
 
 
 def tool(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     *,
     name: str | None = None,
     description: str | None = None,
@@ -127,7 +127,7 @@ def tool(
     )
 
 
-def _signature(function: Callable[..., Any], name: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
+def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -161,7 +161,7 @@ def _arguments(text: str) -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
-def as_text(result: Any) -> str:
+def as_text(result: object) -> str:
     """A tool's result as the model reads it: text unchanged, everything else as JSON."""
     if isinstance(result, str):
         return result
@@ -189,7 +189,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     task: Task
     """The task of this episode; set by `reset`."""
 
-    def __init__(self, tools: Sequence[Callable[..., Any] | Tool | ToolSource], *, parallel: int = 8) -> None:
+    def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
         """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
         further calls wait."""
         if parallel < 1:
@@ -212,7 +212,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         """The outcome of an answer; by default the end, without a score."""
         return Outcome(terminated=True)
 
-    async def reset(self, task: Any) -> ToolOffer:
+    async def reset(self, task: object) -> ToolOffer:
         self.task = Task.of(task)
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])

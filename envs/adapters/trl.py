@@ -53,7 +53,7 @@ class NotTRL(TapereelError, TypeError):
     """A class, row or function doesn't follow TRL's conventions; the message names it and what is missing."""
 
 
-def trl_row(row: Mapping[str, Any]) -> Task:
+def trl_row(row: Mapping[str, JsonValue]) -> Task:
     """A row of TRL data as a task: the prompt is its public part, every other column is private.
 
     NotTRL if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
@@ -69,7 +69,7 @@ def trl_row(row: Mapping[str, Any]) -> Task:
     return Task(public={"prompt": row["prompt"]}, private={k: v for k, v in row.items() if k != "prompt"})
 
 
-def row_of(task: Task) -> dict[str, Any]:
+def row_of(task: Task) -> dict[str, JsonValue]:
     """All columns of the row from which a task was made."""
     parts = (task.public, task.private)
     return {key: value for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
@@ -98,7 +98,7 @@ class TRLEnvironment(ToolEnvironment):
         if sources:
             self.rewards = Rewards(sources)
 
-    async def reset(self, task: Any) -> Prompt:
+    async def reset(self, task: object) -> Prompt:
         self.task = Task.of(task)
         row = row_of(self.task)
         self._instance, addition = self._made(row), None

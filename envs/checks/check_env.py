@@ -77,7 +77,7 @@ class Report(CheckReport):
 
 def check_env(
     factory: EnvironmentFactory,
-    tasks: Iterable[Any],
+    tasks: Iterable[object],
     actions: Policy,
     *,
     episodes: int = 3,

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Answer, Observation
@@ -125,7 +125,7 @@ class Probe:
         self._made = [*self._made[-7:], env]
         return env
 
-    def run(self, *works: Callable[[], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    def run(self, *works: Callable[[], Coroutine[object, Never, ResultT]]) -> list[ResultT]:
         """Run all works concurrently: in one event loop, or each in its own thread if the environment is `blocking`.
 
         Raises Stuck when no call has started or returned for 1.5 times the timeout. `self._calls` counts both events,
@@ -164,7 +164,7 @@ class Probe:
         self._threads[done] = thread, watch
         return done
 
-    async def call(self, env: AnyEnvironment, method: str, *args: Any, check: str = "raises") -> Any:
+    async def call(self, env: AnyEnvironment, method: str, *args: object, check: str = "raises") -> Any:
         """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
         self._calls += 1
         self._inside[threading.get_ident()] = method

@@ -119,7 +119,7 @@ def math_reward(
     weight: float = 1.0,
     timeout: float = 10.0,
     answer: Callable[[Tape], str] = last_text,
-    reference: Callable[[Tape], Any] = reference_of,
+    reference: Callable[[Tape], object] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
     """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for an answer that is not
@@ -139,7 +139,7 @@ def math_reward(
 # The worker process
 
 
-def equal(question: dict[str, str]) -> dict[str, Any]:
+def equal(question: dict[str, str]) -> dict[str, bool | str]:
     """`equal` and whether answer and reference are equal; or `failed` and why the reference can't be parsed."""
     from math_verify import parse, verify
 

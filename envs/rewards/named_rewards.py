@@ -25,7 +25,7 @@ FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "reference
 """Parameter -> field of a Sample."""
 
 
-def as_rewards(found: Any, name: str = "") -> Rewards[Tape]:
+def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
     """A `Rewards`, a `RewardSource`, or a function from a tape to its score, as `Rewards`."""
     if isinstance(found, Rewards):
         return found
@@ -72,7 +72,7 @@ def load_reward(name: str) -> Rewards[Tape]:
 class FileReward:
     """The function of a file as a reward model."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
         parameters = inspect.signature(function).parameters
         whole = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

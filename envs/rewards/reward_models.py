@@ -94,7 +94,7 @@ def as_script(messages: Sequence[Message]) -> str:
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 
 
-def checked(scores: Sequence[Any], samples: Sequence[Sample], who: str) -> list[ModelScore]:
+def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:
     """The scores, if each sample has one finite number, named finite numbers, or None. WrongAnswer otherwise."""
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
         raise WrongAnswer(f"{who} returned {type(scores).__name__} {str(scores)[:80]!r}, not a list of scores")
