@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from .loop.held_out import Evaluation, evaluate
     from .loop.loop import Loop
-    from .loop.sft import warm_start
+    from .loop.warm_start import warm_start
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
     from .trainer.trainer import Trainer, UpdateStats
@@ -70,7 +70,7 @@ _HOME = {
     "History": "history.history",
     "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
-    "warm_start": "loop.sft",
+    "warm_start": "loop.warm_start",
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
     **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),

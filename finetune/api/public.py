@@ -24,8 +24,7 @@ from ...envs.environment import EnvironmentFactory
 from ...tapes.common.config import ConfigError, load_config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
-from .model_argument import Model, engine_settings
-from .run_handle import Run
+from .run_handle import Model, Run, engine_settings
 
 
 def run(

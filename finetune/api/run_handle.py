@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +15,11 @@ from ...tapes import Tape
 from ...tapes.audit.auditor import Audit, audit_run
 from ...tapes.audit.verdict import Verdicts
 from ...tapes.common.progress import Progress, silent
+from ...tapes.errors import UsageError
 from ...tapes.store.books import Books
 from ...tapes.store.store import Store
 from ...tapes.store.verifier import Report, verify
 from ...tapes.value import Value
-from .model_argument import Model, engine_settings
 
 if TYPE_CHECKING:
     from ..inspect.reproducer import Reproduction
@@ -163,3 +164,21 @@ class Run:
             self.path, name, turn, agent=agent or self.agent, env=env or self.env, sets=sets, unverified=unverified
         )
         return found.tapes
+
+
+Model = str | Path | Sequence[str]
+"""A folder in Hugging Face format, litellm's name of a hosted model, or a list of answers: the k-th answers the k-th
+request of every episode."""
+
+
+def engine_settings(model: Model | None) -> list[str]:
+    """The settings `KEY=VALUE` of the engine that a `model` argument names; none for None."""
+    if model is None:
+        return []
+    if isinstance(model, str | Path):
+        kind = "embedded" if Path(model).is_dir() else "litellm"
+        return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
+    answers = list(model)
+    if not answers or not all(isinstance(text, str) for text in answers):
+        raise UsageError(f"model is {model!r:.80}: give a folder, a hosted model's name, or a list of answers (texts)")
+    return ["engine.kind=scripted", f"engine.answers={json.dumps(answers)}"]

@@ -39,7 +39,7 @@ from ..history.plan import Batch, ComputedOn, UpdateInfo, by_update
 from ..history.update_facts import items
 from ..objective.recipe import Recipe
 from ..policies.phases import Frozen, frozen
-from ..policies.policy_team import lineage_of
+from ..policies.players import lineage_of
 from ..recipes import get_recipe
 from ..trainer.checkpoint import checkpoint_folders, checkpoints
 from ..trainer.trainer import Trainer

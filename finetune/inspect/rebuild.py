@@ -17,9 +17,9 @@ from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
+from ..policies.player_config import TrainerConfig
+from ..policies.players import Team, lineage_of
 from ..policies.policy import load_policy
-from ..policies.policy_team import Team, lineage_of
-from ..policies.trainer_config import TrainerConfig
 from ..run.demonstrations import DemoConfig
 from ..run.train_config import TrainConfig
 from ..run.training import Training

@@ -36,10 +36,9 @@ from ..objective.recipe import Recipe
 from ..policies.players import Player, check_players
 from ..recipes import get_recipe
 from ..trainer.updates import UpdateStats
-from .metrics import rollout_line
-from .performance import Timers, perf
+from .metrics import performance_line, rollout_line
 from .rollouts import Rollouts, Taken
-from .sft import batch_of
+from .warm_start import batch_of
 
 log = logging.getLogger("tapereel.loop")
 
@@ -136,11 +135,6 @@ class Loop:
         (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`:
         called between updates; true ends the phase early. `settled`: awaited before the engine gets new weights or
         sleeps."""
-        if not config.sampling.exact:
-            raise ValueError(
-                f"the loop can't train on samples of {config.sampling!r}: their recorded log-probs are not those of "
-                "the distribution that they are drawn from. Sample with a temperature above 0 and nothing else"
-            )
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -352,8 +346,13 @@ class Loop:
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self) -> dict[str, float]:
-        wall, engine = time.perf_counter() - self._began[0], self.engine.stats.busy_seconds - self._began[1]
-        return perf(Timers(wall, engine, self.train_seconds, self.publish_seconds))
+        """Seconds since the loop began; the engine and the trainer compute at the same time."""
+        return performance_line(
+            wall=time.perf_counter() - self._began[0],
+            engine=self.engine.stats.busy_seconds - self._began[1],
+            train=self.train_seconds,
+            publish=self.publish_seconds,
+        )
 
     def _check_agents(self, plan: Plan) -> None:
         """UnknownAgent where no trained agent spoke in the first batch: the run would train on nothing."""

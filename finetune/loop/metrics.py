@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ...tapes import Tape
 from ...tapes.records import Use
@@ -69,3 +73,17 @@ def _lag(tapes: Sequence[Tape], use: Use) -> float:
                     total += (use.update - number) * (end - start)
                     n += end - start
     return total / n if n else 0.0
+
+
+UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes of one unit of `ru_maxrss`: bytes on macOS, KiB on Linux."""
+
+
+def performance_line(**seconds: float) -> dict[str, float]:
+    """`perf/NAME_seconds` of each argument, and the peak memory of the process and of its GPU in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 2**20
+    line = {f"perf/{name}_seconds": round(value, 4) for name, value in seconds.items()}
+    line["perf/memory_mib"] = round(peak, 1)
+    if torch.cuda.is_available():
+        line["perf/cuda_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    return line

@@ -1,4 +1,4 @@
-"""Which engines `train` can train, and the setting `players`: the other models in the episodes, trained or frozen.
+"""Which engines `train` can train, the settings `trainer`, and `players`: the other models, trained or frozen.
 
 Doesn't import torch, so a configuration is checked without it.
 """
@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
+from ...agents.engines.embedded.pretrained import Attention
+from ...agents.engines.weights.weight_config import AdapterConfig
 from ...agents.setup.engine_config import (
     AnyEngineConfig,
     ComputeConfig,
@@ -21,7 +23,6 @@ from ...agents.setup.engine_config import (
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-from .trainer_config import TrainerConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 
@@ -49,6 +50,15 @@ TrainedEngine = Annotated[
     BeforeValidator(refuse_old_kind),
     BeforeValidator(_trainable),
 ]
+
+
+class TrainerConfig(ComputeConfig):
+    """Where and how a policy is trained. An embedded engine samples with a copy of the policy on the same device."""
+
+    attention: Attention | None = None
+    """The attention implementation in training; None: as transformers chooses. Sampling uses `sdpa` or `eager`."""
+    lora: AdapterConfig | None = None
+    """Train these adapters in place of the model's own weights. With servers, `engine.publish=lora` sends them."""
 
 
 class PlayerConfig(PartnerConfig):

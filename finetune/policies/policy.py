@@ -21,8 +21,7 @@ from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
 from ..trainer.checkpoint import copied_weights
 from ..trainer.updates import PolicyTrainer
-from .player_config import TrainedConfig
-from .trainer_config import TrainerConfig
+from .player_config import TrainedConfig, TrainerConfig
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,9 @@ try:
     from ..data.stream import Episode
     from ..history.history import History, Source
     from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-    from ..loop.sft import warm_start
-    from ..loop.warm_start import bring_in
+    from ..loop.warm_start import bring_in, warm_start
+    from ..policies.player_config import TrainerConfig
     from ..policies.policy import Policy
-    from ..policies.trainer_config import TrainerConfig
     from ..report.trackers import TrackedConfig
     from ..trainer.checkpoint import checkpoints
     from ..trainer.ranks import Ranks

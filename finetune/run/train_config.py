@@ -11,8 +11,7 @@ from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...tapes import Sampling
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
-from ..policies.player_config import Players, TrainedEngine, check_engine, check_players_of
-from ..policies.trainer_config import TrainerConfig
+from ..policies.player_config import Players, TrainedEngine, TrainerConfig, check_engine, check_players_of
 from ..report.trackers import TrackedConfig
 from .drawing import CurriculumConfig
 

@@ -33,8 +33,8 @@ try:
     from ..loop.loop import check_recipe
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
+    from ..policies.players import NO_WARM_START, Team
     from ..policies.policy import Policy, check_begun, check_custom, load_policy
-    from ..policies.policy_team import NO_WARM_START, Team
     from ..recipes import get_recipe
     from ..report.run_report import REPORT, Reporter, reporting
     from ..report.trackers import check_trackers, tracking

@@ -29,11 +29,10 @@ from ..history.loop_config import LoopConfig
 from ..loop.held_out import evaluate
 from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
 from ..loop.metrics import imitation_line, rollout_line
-from ..loop.sft import warm_start
+from ..loop.warm_start import warm_start
 from ..policies.phases import Phases, recipes_by_phase
-from ..policies.players import Player
+from ..policies.players import NO_WARM_START, Player, Team
 from ..policies.policy import Policy
-from ..policies.policy_team import NO_WARM_START, Team
 from ..recipes import get_recipe
 from ..recipes.recipe_files import write_recipes
 from ..trainer.distributed import Processes

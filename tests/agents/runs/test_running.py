@@ -16,7 +16,7 @@ from tapereel.agents.engines.engine import Engine, Request
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.loop.performance import Timers, perf
+from tapereel.finetune.loop.metrics import performance_line
 from tapereel.tapes import Sampling
 from tapereel.tapes.store.run_directory import read_metrics
 
@@ -137,5 +137,5 @@ def test_timers_and_health_are_on_every_line_and_never_fall(
 
 @pytest.mark.ledger("F20")
 def test_the_timers_are_told_by_name() -> None:
-    line = perf(Timers(wall=4.0, engine=3.0, train=2.0, publish=1.0))
+    line = performance_line(wall=4.0, engine=3.0, train=2.0, publish=1.0)
     assert [line[name] for name in PERF[:-1]] == [4.0, 3.0, 2.0, 1.0]

@@ -10,7 +10,7 @@ import torch
 from tapereel.agents import Limits
 from tapereel.finetune.history.history import History
 from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-from tapereel.finetune.policies.policy_team import Team
+from tapereel.finetune.policies.players import Team
 from tapereel.finetune.run.demonstrations import DemoConfig
 from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
