@@ -76,7 +76,7 @@ def say(text: str) -> None:
     print(safe(text), file=sys.stderr, flush=True)
 
 
-def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, Any], *shown: RenderableType) -> None:
+def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: RenderableType) -> None:
     """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):

@@ -56,7 +56,7 @@ def add_keep_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def print_verdicts(
-    args: argparse.Namespace, verdicts: Verdicts, *more: RenderableType, data: Mapping[str, Any] | None = None
+    args: argparse.Namespace, verdicts: Verdicts, *more: RenderableType, data: Mapping[str, object] | None = None
 ) -> int:
     """Keep the verdicts in the run, print them, and return the exit code. data: more fields of the JSON object."""
     kept = None if args.no_keep else _keep(args, verdicts)

@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from pydantic import Field, JsonValue, computed_field
 from pydantic_core import to_jsonable_python
@@ -163,17 +163,27 @@ class Verdicts(Value):
         return 2 if counts["unverifiable"] or not self.verdicts else 0
 
 
-def verified(verb: str, tape: str, **more: Any) -> Verdict:
+class Covered(TypedDict, total=False):
+    """What a verdict covers, as fields of `Verdict`."""
+
+    checked: dict[str, int]
+    not_checked: tuple[str, ...]
+    failures: tuple[Failure, ...]
+    measured: dict[str, float]
+    proposed: dict[str, str | None]
+
+
+def verified(verb: str, tape: str, **more: Unpack[Covered]) -> Verdict:
     """A verdict `verified`."""
     return Verdict(verb=verb, tape=tape, outcome="verified", **more)
 
 
-def diverged(verb: str, divergence: Divergence, **more: Any) -> Verdict:
+def diverged(verb: str, divergence: Divergence, **more: Unpack[Covered]) -> Verdict:
     """A verdict `diverged`."""
     return Verdict(verb=verb, tape=divergence.tape, outcome="diverged", divergence=divergence, **more)
 
 
-def unverifiable(verb: str, tape: str, reason: str, **more: Any) -> Verdict:
+def unverifiable(verb: str, tape: str, reason: str, **more: Unpack[Covered]) -> Verdict:
     """A verdict `unverifiable`."""
     return Verdict(verb=verb, tape=tape, outcome="unverifiable", reason=reason, **more)
 
@@ -191,7 +201,7 @@ class Difference(NamedTuple):
     """None where there is no such value."""
 
 
-def differences(recorded: Any, observed: Any, field: str = "") -> Iterator[Difference]:
+def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:
     """The fields in which two plain values differ, in order. Of two lists, the common length is compared first.
 
     Then follow the items that only one of the lists has.
@@ -210,12 +220,12 @@ def differences(recorded: Any, observed: Any, field: str = "") -> Iterator[Diffe
         yield Difference(field, recorded, observed)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> JsonValue:
     """A value as JSON holds it."""
     return to_jsonable_python(value, inf_nan_mode="strings", fallback=repr)
 
 
-def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
+def clipped(recorded: object, observed: object) -> tuple[JsonValue, JsonValue]:
     """Both values as JSON, with long texts cut around their first difference."""
     then, now = plain(recorded), plain(observed)
     if not isinstance(then, str) or not isinstance(now, str):
@@ -224,7 +234,7 @@ def clipped(recorded: Any, observed: Any) -> tuple[Any, Any]:
     return _window(then, at), _window(now, at)
 
 
-def diff_lines(recorded: Any, observed: Any) -> list[str]:
+def diff_lines(recorded: object, observed: object) -> list[str]:
     """Two plain values, line by line: `-` is the first, `+` the second, ` ` is in both."""
     return list(_marked(_text_lines(recorded), _text_lines(observed)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,7 +256,9 @@ class Index:
         """In the order of their creation."""
         return [Segment(*row) for row in self._ask("select * from segments order by name")]
 
-    def tapes(self, where: str = "1", values: Iterable[Any] = (), *, limit: int = -1, offset: int = 0) -> list[Summary]:
+    def tapes(
+        self, where: str = "1", values: Iterable[object] = (), *, limit: int = -1, offset: int = 0
+    ) -> list[Summary]:
         """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
         return [
             Summary(*row[:-1])
@@ -354,7 +356,7 @@ def _row(fold: TapeFold) -> tuple[object, ...]:
     return (*fold.begun[:BEGUN], *end, fold.reward, fold.calls, fold.actions, fold.sampled, fold.failed)
 
 
-def read_pins(opened: dict[str, Any]) -> str:
+def read_pins(opened: Mapping[str, object]) -> str:
     """`open.pins` as JSON."""
     return to_json(opened.get("pins") or {}).decode()
 

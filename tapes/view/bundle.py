@@ -33,7 +33,7 @@ from ..store.store import Store
 from ..store.summary import Summary
 from .items import SHARD
 from .overview import Overview, overview_of
-from .run_view import PAGE, RunView
+from .run_view import PAGE, RunFacts, RunView
 
 log = logging.getLogger("tapereel.view")
 
@@ -85,7 +85,7 @@ EXPLAINED = 200
 """Tapes above which a bundle leaves out what only the training code computes, and says so: it costs seconds a tape."""
 
 
-Put = Callable[[str, dict[str, Any]], object]
+Put = Callable[[str, dict[str, object]], object]
 """Keeps values: (name of a file, key -> value)."""
 
 
@@ -98,7 +98,7 @@ def static_files() -> dict[str, tuple[str, bytes]]:
 
 def write_bundle(
     view: RunView, out: Path, *, tapes: Sequence[str] = (), last: int | None = None, progress: Progress = silent
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the viewer with all tapes, with `tapes`, or with the newest `last`, to the new or empty folder `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty: --out needs a new or an empty folder")
@@ -116,7 +116,7 @@ def write_bundle(
     out_files = _Files(out)
     for name, (_, body) in static_files().items():
         out_files.write(name, _with_policy(body) if name == "index.html" else body)
-    about = {**overview, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}
+    about: RunFacts = {**overview, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}
     media = write_data(view, out_files.put, rows, about, overview_of(view.store), progress)
     for name in sorted(media):
         try:
@@ -136,7 +136,7 @@ def write_data(
     view: RunView,
     put: Put,
     rows: Sequence[Summary],
-    about: dict[str, Any],
+    about: RunFacts,
     overview: Overview,
     progress: Progress = silent,
 ) -> set[str]:
@@ -154,7 +154,7 @@ def write_data(
     return _write_tapes(view, put, rows, progress)
 
 
-def json_texts(values: dict[str, Any]) -> dict[str, str]:
+def json_texts(values: dict[str, object]) -> dict[str, str]:
     """Each value as JSON text. NaN and infinity become strings, since JSON has neither."""
     return {key: to_json(value, inf_nan_mode="strings").decode() for key, value in values.items()}
 
@@ -172,7 +172,7 @@ class _Files:
         self.count += 1
         self.bytes += len(body)
 
-    def put(self, name: str, values: dict[str, Any]) -> None:
+    def put(self, name: str, values: dict[str, object]) -> None:
         """A script that hands over these values, each as JSON in a string, so that it is read and never run."""
         self.write(f"data/{name}.js", b"T.take(" + json.dumps(json_texts(values)).encode() + b");\n")
 
@@ -192,7 +192,7 @@ def write_report(
         integrity["not_checked"].append("this file itself: it can be edited, and nothing here would show it")
         if len(rows) < about["tapes"]:
             integrity["holes"].append(f"{about['tapes'] - len(rows):,} of the run's tapes are not in this file")
-        about = {**about, "rev": None, "tapes": len(rows), "integrity": integrity, "made": time.time()}
+        about["rev"], about["tapes"], about["made"] = None, len(rows), time.time()
         media = write_data(view, lambda name, values: data.update({name: json_texts(values)}), rows, about, overview)
         if media:
             integrity["holes"].append(f"{len(media)} media files are not in this file")
@@ -232,7 +232,7 @@ class _Decoder:
     def __init__(self, store: Store, decode: Callable[[int], str] | None) -> None:
         self.decode = decode
 
-    def explain(self, tape: str) -> dict[str, Any]:
+    def explain(self, tape: str) -> dict[str, object]:
         """Names the verbs that explain."""
         return {"missing": NOT_EXPLAINED}
 
@@ -269,12 +269,13 @@ def _write_curve(view: RunView, put: Put, here: set[str]) -> None:
 def _write_tapes(view: RunView, put: Put, rows: Sequence[Summary], progress: Progress) -> set[str]:
     """Gives the names of the media that the tapes refer to."""
     where: dict[str, str] = {}
-    shard: dict[str, Any] = {}
+    shard: dict[str, object] = {}
     size, number, long = 0, 0, 0
     media: set[str] = set()
     for k, row in enumerate(rows):
-        parts = dict(_parts(view, row.id, explained=len(rows) <= EXPLAINED, media=media))
-        if parts["head"]["items"] > LONG:
+        parts = dict(_parts(view, row, explained=len(rows) <= EXPLAINED))
+        media |= view.media(row.id)
+        if len(view.map(row.id).items) > LONG:
             where[row.id], long = f"long-{long}/", long + 1
             for part, value in parts.items():
                 put(f"{where[row.id]}{part}", {f"{row.id}/{part}": value})
@@ -292,17 +293,16 @@ def _write_tapes(view: RunView, put: Put, rows: Sequence[Summary], progress: Pro
     return media
 
 
-def _parts(view: RunView, tape: str, *, explained: bool, media: set[str]) -> Iterator[tuple[str, Any]]:
+def _parts(view: RunView, row: Summary, *, explained: bool) -> Iterator[tuple[str, Any]]:
     """(name, answer) for every question about one tape."""
-    head = view.head(tape)
-    calls = [call for call, record in view.map(tape).calls.items()]
+    tape = row.id
+    tape_map = view.map(tape)
+    calls = [call for call, record in tape_map.calls.items()]
     pages = [calls[k : k + CALLS] for k in range(0, len(calls), CALLS)]
-    yield "head", {**head, "call_pages": pages}
-    for page in range(-(-head["items"] // PAGE)):
-        found = view.items(tape, page)
-        media.update(name for item in found["items"] for name in item.get("media", ()))
-        yield f"items-{page}", found
-    for page in range(max(1, -(-head["turns"] // PAGE))):
+    yield "head", {**view.head(tape), "call_pages": pages}
+    for page in range(-(-len(tape_map.items) // PAGE)):
+        yield f"items-{page}", view.items(tape, page)
+    for page in range(max(1, -(-row.actions // PAGE))):
         yield f"turns-{page}", view.turns(tape, page)
     reason = f"left out of bundles of more than {EXPLAINED} tapes; `tapereel view` on the run shows it"
     yield "explain", view.explain(tape) if explained else {"missing": reason}

@@ -101,7 +101,7 @@ class Uses:
                     ]
         return found
 
-    def taken_by(self, tape: str) -> list[dict[str, Any]]:
+    def taken_by(self, tape: str) -> list[dict[str, object]]:
         """The updates that took the tape."""
         return [
             {"lineage": u.lineage, "update": u.update, "phase": u.phase, "skipped": u.skipped}
@@ -124,7 +124,7 @@ def call_detail(
     *,
     decode: Callable[[int], str] | None = None,
     start: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything known about `call`. find: a call by its id; before: the call that the same path made before."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
@@ -170,7 +170,9 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
     return [message for piece in reversed(pieces) for message in piece]
 
 
-def _difference(call: Call, shown: list[Message], low: int, before: Call | None, find: Find) -> dict[str, Any] | None:
+def _difference(
+    call: Call, shown: list[Message], low: int, before: Call | None, find: Find
+) -> dict[str, object] | None:
     """The difference to the request before: the number of equal leading messages, and the messages that are gone."""
     if before is None:
         return None
@@ -182,10 +184,10 @@ def _difference(call: Call, shown: list[Message], low: int, before: Call | None,
     return {"before": before.call, "same": low + same, "removed": [_message(one) for one in earlier[same:][-WINDOW:]]}
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message) -> dict[str, object]:
     content = message.get("content")
     text = content if isinstance(content, str) else _pretty(content) or ""
-    found: dict[str, Any] = {"role": str(message.get("role", "")), "text": text[:MESSAGE]}
+    found: dict[str, object] = {"role": str(message.get("role", "")), "text": text[:MESSAGE]}
     if len(text) > MESSAGE:
         found["cut"] = len(text)
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
@@ -198,7 +200,7 @@ def _pretty(value: Any) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False, indent=1)
 
 
-def _tools(call: Call, find: Find) -> dict[str, Any] | None:
+def _tools(call: Call, find: Find) -> dict[str, object] | None:
     """The offered functions. Only the first call that offers them records their schemas; later calls name the hash."""
     if call.tools is None:
         return None
@@ -209,7 +211,7 @@ def _tools(call: Call, find: Find) -> dict[str, Any] | None:
     return {"hash": call.tools.hash, "schemas": _pretty(schemas)}
 
 
-def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] | None) -> dict[str, Any]:
+def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] | None) -> dict[str, object]:
     ids = list(call.completion or ())
     versions: list[str | None] = [None] * len(ids)
     for version, start, end in call.spans:

@@ -19,7 +19,9 @@ TEXT = 4_000
 """Characters of one text in an item; the page asks for the rest."""
 
 
-def item(record: int, body: bytes, step: int = -1, rewards: Sequence[tuple[str, float, float]] = ()) -> dict[str, Any]:
+def item(
+    record: int, body: bytes, step: int = -1, rewards: Sequence[tuple[str, float, float]] = ()
+) -> dict[str, object]:
     """The item of one record. `t` is the type of the record, or `hole`."""
     try:
         read = parse_record(body)
@@ -53,12 +55,12 @@ def text_of(body: bytes) -> str:
     return ""
 
 
-def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, Any]:
+def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, object]:
     """`name` -> the text up to `limit`, and `cut` -> the whole length of a longer text."""
     return {name: text} if len(text) <= limit else {name: text[:limit], "cut": len(text)}
 
 
-def _step(read: StepRecord) -> dict[str, Any]:
+def _step(read: StepRecord) -> dict[str, object]:
     text = reads(read.content)
     found = {
         "t": "step",
@@ -76,7 +78,7 @@ def _step(read: StepRecord) -> dict[str, Any]:
     return found
 
 
-def call_item(read: Call) -> dict[str, Any]:
+def call_item(read: Call) -> dict[str, object]:
     """A call without its messages and tokens."""
     return {
         "t": "call",
@@ -90,7 +92,7 @@ def call_item(read: Call) -> dict[str, Any]:
     }
 
 
-def _begin(read: Begin) -> dict[str, Any]:
+def _begin(read: Begin) -> dict[str, object]:
     return {
         "t": "begin",
         "tape": read.tape,
@@ -113,7 +115,7 @@ def _begin(read: Begin) -> dict[str, Any]:
     }
 
 
-def _identity(read: Identity) -> dict[str, Any]:
+def _identity(read: Identity) -> dict[str, object]:
     return {"name": read.name, "cls": read.cls, "effect": read.effect, "config": _json(read.config or None)}
 
 
@@ -125,14 +127,14 @@ def _json(value: Any) -> str | None:
     return text if len(text) <= TEXT else f"{text[:TEXT]}\N{HORIZONTAL ELLIPSIS} ({len(text):,} characters)"
 
 
-def _end(read: End) -> dict[str, Any]:
+def _end(read: End) -> dict[str, object]:
     cause = read.cause.model_dump(mode="json") if read.cause is not None else None
     if cause is not None and cause["message"] and len(cause["message"]) > TEXT:
         cause["message"] = cause["message"][:TEXT] + "\N{HORIZONTAL ELLIPSIS}"
     return {"t": "end", "status": read.status.value, "cause": cause, "seconds": read.seconds, "at": read.at}
 
 
-def _reward(read: Reward) -> dict[str, Any]:
+def _reward(read: Reward) -> dict[str, object]:
     return {
         "t": "reward",
         "name": read.name,
@@ -144,11 +146,11 @@ def _reward(read: Reward) -> dict[str, Any]:
     }
 
 
-def _label(read: Label) -> dict[str, Any]:
+def _label(read: Label) -> dict[str, object]:
     return read.model_dump(mode="json")
 
 
-def _tokens(read: Tokens) -> dict[str, Any]:
+def _tokens(read: Tokens) -> dict[str, object]:
     return {
         "t": "tokens",
         "call": read.call,
@@ -171,7 +173,7 @@ _SHAPES: dict[type, Any] = {
 
 def columns(
     summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The columns of these tapes. versions: tape -> policy versions that sampled it; checks: tape -> its verdicts."""
     return {
         "n": len(summaries),
@@ -196,7 +198,7 @@ def columns(
     }
 
 
-def coded(values: Iterable[str]) -> dict[str, Any]:
+def coded(values: Iterable[str]) -> dict[str, object]:
     """`words`: the distinct texts; `at`: for each row the number of its text."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from ..common.text import counted
 from ..store.reader import Break
@@ -84,7 +84,23 @@ class Live:
         self.touched(tapes)
 
 
-def quick(store: Store, breaks: Mapping[str, Break]) -> dict[str, Any]:
+class Integrity(TypedDict):
+    """What the integrity banner says."""
+
+    kind: str
+    verdict: str
+    checked: list[str]
+    broken: list[str]
+    holes: list[str]
+    live: list[str]
+    """Segments without a seal."""
+    not_checked: list[str]
+    at: NotRequired[float]
+    """When every byte was verified, in seconds since 1970."""
+    head: NotRequired[str | None]
+
+
+def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
     """From the index: the segments that were read, the lines where they break, and the missing segments."""
     segments = store.index.segments()
     numbers = {int(segment.name[:6]) for segment in segments}
@@ -116,7 +132,7 @@ def quick(store: Store, breaks: Mapping[str, Break]) -> dict[str, Any]:
     }
 
 
-def whole(report: Report) -> dict[str, Any]:
+def whole(report: Report) -> Integrity:
     """The report of `verify`, for the banner."""
     return {
         "kind": "verify",

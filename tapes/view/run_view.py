@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from ..audit.verdict_files import Checks
 from ..common.text import safe
@@ -24,7 +24,7 @@ from ..store.summary import Summary
 from ..store.verifier import verify
 from .calls import Uses, call_detail
 from .items import SHARD, columns, item, text_of
-from .live import Live, quick, whole
+from .live import Integrity, Live, quick, whole
 from .overview import overview_of
 from .tape_map import TapeMap
 
@@ -46,6 +46,33 @@ CHECKS, DIFF = 20, 40
 """Newest checks of a tape, and lines of a difference, that an answer has."""
 
 
+class RunFacts(TypedDict):
+    """The first answer that the page needs."""
+
+    run: str
+    path: str
+    tapes: int
+    records: int
+    shard: int
+    page: int
+    piece: int
+    rev: str | None
+    """The revision that `changes` goes on from; None where nothing changes."""
+    integrity: Integrity
+    made: NotRequired[float]
+    """When these files were written, in seconds since 1970."""
+
+
+class Texts(TypedDict):
+    """The texts of one page of items."""
+
+    texts: list[tuple[int, str]]
+    """(item, text)."""
+    short: int
+    """How many texts were cut to `SEARCHED` characters."""
+    pages: int
+
+
 class Insight(Protocol):
     """What only the training code knows about a tape. `finetune` provides it; the viewer works without it."""
 
@@ -54,7 +81,7 @@ class Insight(Protocol):
         """Gives the text of a token id; None without a tokenizer."""
         ...
 
-    def explain(self, tape: str) -> dict[str, Any]:
+    def explain(self, tape: str) -> dict[str, object]:
         """`verdict`, `notes`, `rows`, and `advantages` and `ratios`: call -> a number or None for each completion
         token. `ratios` is missing where no weights were named."""
         ...
@@ -86,7 +113,7 @@ class RunView:
 
     # The run
 
-    def overview(self) -> dict[str, Any]:
+    def overview(self) -> RunFacts:
         """Name, size and integrity of the run: the first answer that the page needs."""
         self._look_for_checks()
         rev = self.live.now()
@@ -103,7 +130,7 @@ class RunView:
             "integrity": self._integrity(),
         }
 
-    def _integrity(self) -> dict[str, Any]:
+    def _integrity(self) -> Integrity:
         found = quick(self.store, self.live.breaks)
         found["holes"] += self.checks.problems
         return found
@@ -113,12 +140,12 @@ class RunView:
         if tapes:
             self.live.touched(tapes)
 
-    def table(self, shard: int) -> dict[str, Any]:
+    def table(self, shard: int) -> dict[str, object]:
         """The columns of the tapes number `shard * SHARD` and following, in the order in which they began."""
         rows = self.store.index.tapes("1", (), limit=SHARD, offset=shard * SHARD)
         return {"from": shard * SHARD, **self.columns(rows)}
 
-    def changes(self, rev: str) -> dict[str, Any]:
+    def changes(self, rev: str) -> dict[str, object]:
         """The rows that changed since revision `rev`, and the present revision. `reset`: the page must reload."""
         self._look_for_checks()
         ids, now = self.live.since(rev)
@@ -134,7 +161,7 @@ class RunView:
             found["training"] = True
         return found
 
-    def columns(self, rows: Sequence[Summary]) -> dict[str, Any]:
+    def columns(self, rows: Sequence[Summary]) -> dict[str, object]:
         """These rows of the table, as columns."""
         return columns(rows, self.store.index.versions(row.id for row in rows), self.checks.summary)
 
@@ -145,7 +172,7 @@ class RunView:
             self._uses = Uses(self.store)
         return self._uses
 
-    def curve(self) -> dict[str, Any]:
+    def curve(self) -> dict[str, list[dict[str, object]]]:
         """A point for each update: the mean recorded reward of its tapes. A run without updates has no points. Where
         several policies learned, the phase of a point names the policy's lineage."""
         rewards = self.store.index.rewards()
@@ -168,19 +195,19 @@ class RunView:
             )
         return {"points": points}
 
-    def behind(self, k: int) -> dict[str, Any]:
+    def behind(self, k: int) -> dict[str, list[str]]:
         """The tapes of the update at point `k` of the curve."""
         updates = self.uses.updates
         if not 0 <= k < len(updates):
             raise NoSuchTape(f"the curve has no point {k}: the run has {len(updates)} updates")
         return {"tapes": list(updates[k].tapes)}
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """The overview page. Reads the whole run once, from a store of its own: safe to run in another thread."""
         with Store.open(self.store.path) as store:
             return overview_of(store).model_dump()
 
-    def verify(self) -> dict[str, Any]:
+    def verify(self) -> Integrity:
         """Verify every byte of the run, which reads all of it. Safe to run in another thread."""
         found = whole(verify(self.store.path))
         found["holes"] += self.checks.problems
@@ -210,7 +237,7 @@ class RunView:
             self._maps.popitem(last=False)
         return made
 
-    def head(self, tape: str) -> dict[str, Any]:
+    def head(self, tape: str) -> dict[str, object]:
         """The facts above a transcript."""
         tape_map = self.map(tape)
         (row,) = self.store.index.tapes("id = ?", (tape,))
@@ -235,7 +262,7 @@ class RunView:
             "checks": self._checks(tape_map),
         }
 
-    def _checks(self, tape_map: TapeMap) -> list[dict[str, Any]]:
+    def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
         """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
         checked; None where that is not known."""
         kept = self.checks.of(tape_map.tape)
@@ -275,7 +302,7 @@ class RunView:
         except (TapereelError, OSError):
             return None  # the transcript shows the unreadable record as a hole
 
-    def items(self, tape: str, page: int) -> dict[str, Any]:
+    def items(self, tape: str, page: int) -> dict[str, object]:
         """One page of the transcript."""
         tape_map = self.map(tape)
         first = page * PAGE
@@ -293,7 +320,12 @@ class RunView:
             shown.append(one)
         return {"from": first, "items": shown}
 
-    def turns(self, tape: str, page: int) -> dict[str, Any]:
+    def media(self, tape: str) -> set[str]:
+        """Names of the media files that the tape's records refer to."""
+        tape_map = self.map(tape)
+        return set().union(*map(references, self._bodies(tape_map, tape_map.items.tolist())))
+
+    def turns(self, tape: str, page: int) -> dict[str, object]:
         """One page of the outline."""
         tape_map = self.map(tape)
         low, high = page * PAGE, min((page + 1) * PAGE, len(tape_map.turns))
@@ -309,14 +341,14 @@ class RunView:
                     "step": tape_map.steps[record] if record >= 0 else None,
                     "by": found.get("by"),
                     "kind": found.get("kind"),
-                    "text": found.get("text", "")[:160],
+                    "text": str(found.get("text", ""))[:160],
                     "reward": tape_map.turn_reward(k),
                     "hole": found.get("t") == "hole",
                 }
             )
         return {"from": low, "turns": shown}
 
-    def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, Any]:
+    def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, object]:
         """The item of a step or of a call. A link names a step or call, since items move when a run is indexed."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
@@ -325,7 +357,7 @@ class RunView:
             return {"item": bisect_left(tape_map.items, tape_map.calls[call])}
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
-    def call(self, tape: str, call: str, start: int | None = None) -> dict[str, Any]:
+    def call(self, tape: str, call: str, start: int | None = None) -> dict[str, object]:
         """A call for the inspector, with its request from message `start` on (None: the newest messages)."""
         tape_map = self.map(tape)
         one = self._call(tape_map, call)
@@ -335,7 +367,7 @@ class RunView:
             one, lambda name: self._call(tape_map, name), self._before(tape_map, one), uses, decode=decode, start=start
         )
 
-    def explain(self, tape: str) -> dict[str, Any]:
+    def explain(self, tape: str) -> dict[str, object]:
         """What only the training code knows about the tape, or `missing` with the reason. `decodes`: answers of `call`
         have the text of their tokens from now on. May run in another thread, one call at a time."""
         if self._make_insight is None:
@@ -349,7 +381,7 @@ class RunView:
         except (TapereelError, OSError, ImportError) as error:
             return {"missing": str(error)}
 
-    def text(self, tape: str, record: int, piece: int = 0) -> dict[str, Any]:
+    def text(self, tape: str, record: int, piece: int = 0) -> dict[str, object]:
         """Piece number `piece` of the whole text of one record."""
         tape_map = self.map(tape)
         if not 0 <= record < len(tape_map.places):
@@ -358,20 +390,21 @@ class RunView:
         text = text_of(body)
         return {"text": text[piece * PIECE : (piece + 1) * PIECE], "length": len(text)}
 
-    def texts(self, tape: str, page: int) -> dict[str, Any]:
-        """(item, text) of one page, for a search. `short` counts the texts that were cut to `SEARCHED` characters."""
+    def texts(self, tape: str, page: int) -> Texts:
+        """The texts of one page of items, for a search."""
         tape_map = self.map(tape)
         first = page * PAGE
         records = tape_map.items[first : first + PAGE].tolist()
-        found, short = [], 0
+        found: list[tuple[int, str]] = []
+        short = 0
         for k, body in enumerate(self._bodies(tape_map, records)):
             text = text_of(body)
             short += len(text) > SEARCHED
             if text:
-                found.append([first + k, text[:SEARCHED]])
+                found.append((first + k, text[:SEARCHED]))
         return {"texts": found, "short": short, "pages": -(-len(tape_map.items) // PAGE)}
 
-    def texts_of(self, tapes: list[str]) -> list[dict[str, Any]]:
+    def texts_of(self, tapes: list[str]) -> list[Texts]:
         """The first page of `texts` of each of these tapes, until the answer has `SEARCHED_AT_ONCE` characters."""
         answer, size = [], 0
         for tape in tapes:
@@ -385,7 +418,7 @@ class RunView:
     def _bodies(self, tape_map: TapeMap, records: list[int]) -> Iterator[bytes]:
         return self.store.bodies([tape_map.places[record] for record in records])
 
-    def _record(self, tape_map: TapeMap, record: int) -> dict[str, Any] | None:
+    def _record(self, tape_map: TapeMap, record: int) -> dict[str, object] | None:
         if record < 0:
             return None
         (body,) = self._bodies(tape_map, [record])

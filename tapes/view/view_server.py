@@ -20,6 +20,7 @@ from ..common.http_service import SHORTEST_TOKEN, Handler, HttpService, is_loopb
 from ..errors import NoSuchTape, TapereelError, UsageError
 from . import RunView
 from .bundle import IMAGES, POLICY, static_files
+from .live import Integrity
 
 COOKIE = "tapereel-token"
 _HEADERS = {
@@ -52,7 +53,7 @@ class Server(HttpService):
         self.view = view
         self._thread = ThreadPoolExecutor(1, "tapereel-view")
         self._slow = ThreadPoolExecutor(1, "tapereel-view-explains")
-        self._verifying: asyncio.Task[dict[str, Any]] | None = None
+        self._verifying: asyncio.Task[Integrity] | None = None
 
     @property
     def url(self) -> str:
