@@ -51,14 +51,6 @@ class Differs(BrokenHistory):
         self.recorded, self.found = recorded, found
 
 
-class GoneTape(BrokenHistory):
-    """A tape that an update trained on is no longer in the run."""
-
-    def __init__(self, use: Use, error: Exception) -> None:
-        super().__init__(f"lineage {use.lineage!r}: update {use.update} can't be applied again: {error}")
-        self.update = use.update
-
-
 class History:
     """The updates of one lineage in one store. Not safe to share between threads; `update` may run in one."""
 
@@ -305,8 +297,8 @@ class History:
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
     """Apply one update, recorded in `epochs`, to the history's weights; returns its statistics and its new records.
 
-    Differs or GoneTape where the update is not the recorded one. A record may lack its last epochs (a crash): the
-    epochs that are recorded are compared.
+    Differs where the update is not the recorded one, BrokenHistory where a tape is gone. A record may lack its last
+    epochs (a crash): the epochs that are recorded are compared.
     """
     use = epochs[0]
     if use.update != history.updates:
@@ -321,7 +313,7 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
     except ChangedTape as error:
         raise Differs(use, "tape", f"can't be applied again: {error}") from error
     except (NoSuchTape, NotATape) as error:
-        raise GoneTape(use, error) from error
+        raise BrokenHistory(f"lineage {use.lineage!r}: update {use.update} can't be applied again: {error}") from error
     try:
         for then, now in zip(epochs, again, strict=False):
             _compare(then, now)

@@ -111,7 +111,6 @@ class Explanation(Value):
     """Rewards of the tapes in the tape's group in its last update, the tape included."""
     rows: tuple[RowLine, ...]
     forwarded: int
-    """Tokens of all rows."""
     repeated: int
     """Tokens among them that another row has too."""
     own: int

@@ -56,7 +56,6 @@ class Difference(Value):
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str
-    """The difference as a sentence."""
 
 
 class Reproduction(Value):
@@ -68,7 +67,6 @@ class Reproduction(Value):
     lineage: str
     outcome: Outcome
     base: str
-    """A description of the base weights."""
     updates: int
     """Updates applied again and found equal."""
     of: int

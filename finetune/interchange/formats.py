@@ -28,7 +28,6 @@ class Format:
 
     name: str
     what: str
-    """Short description."""
     endings: tuple[str, ...]
     """File endings that an export accepts; '' is a folder."""
     loses: tuple[str, ...]

@@ -31,11 +31,9 @@ class Exported(Value):
     """Number of tapes with at least one row."""
     rows: int
     tokens: int
-    """Number of tokens in all rows."""
     own_tokens: int
     """Number of targets: the agent's own tokens."""
     without_own: int
-    """Number of tapes without a token of the agent's own."""
     without_tokens: int
     """Number of tapes that were left out: they have text without token ids, and there is no tokenizer."""
 
