@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ...tapes.audit.verdict import Divergence, Verdicts
 from ...tapes.audit.verdict_files import keep_verdicts
@@ -43,8 +43,15 @@ def add_tape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
 
 
-def tape_arguments(args: argparse.Namespace) -> dict[str, Any]:
+class Chosen(TypedDict):
     """The tapes that the arguments choose, as keywords of the library's functions."""
+
+    tapes: list[str]
+    split: str | None
+
+
+def tape_arguments(args: argparse.Namespace) -> Chosen:
+    """The tapes that the arguments choose."""
     return {"tapes": args.tape, "split": args.split}
 
 
