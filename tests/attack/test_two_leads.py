@@ -23,7 +23,7 @@ from tapereel.tapes.store.verifier import verify
 pytestmark = pytest.mark.kill
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
-TRIES = range(int(os.environ.get("ATTACK_TRIES", "2")))
+TRIES = range(int(os.environ.get("ATTACK_TRIES", "1")))
 UPDATES = 40
 NO_LOCKS = "import fcntl; fcntl.flock = lambda *_: None\n"
 """A file system without locks, for the command that follows."""
