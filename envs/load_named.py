@@ -15,13 +15,12 @@ from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ..tapes.common.renamed import current_path
 from ..tapes.errors import TapereelError, UsageError
 
 
-def load_named(name: str) -> Any:
+def load_named(name: str) -> object:
     """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist."""
     home, _, path = name.rpartition(":")
     if not home or not path:

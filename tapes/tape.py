@@ -10,7 +10,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pydantic import GetCoreSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, core_schema, from_json, to_json
@@ -91,7 +91,7 @@ class TapeLog:
         self._in_turn = False
         self._fold(body if body is not None else begin.body())
 
-    def append(self, record: Any, body: bytes | None = None) -> bytes:
+    def append(self, record: Record, body: bytes | None = None) -> bytes:
         """Add one record; returns its body. NotATape where the record is out of place.
 
         `body`: the bytes as they were written, when the record is read from a store. The digest folds those bytes: to
@@ -99,23 +99,21 @@ class TapeLog:
         """
         if self.end is not None:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
-        if record.tape != self.begin.tape:
-            raise NotATape(f"a record of tape {record.tape!r} can't stand on tape {self.begin.tape!r}")
+        part = cast("StepRecord | Call | Reward | End", record)
+        if part.tape != self.begin.tape:
+            raise NotATape(f"a record of tape {part.tape!r} can't stand on tape {self.begin.tape!r}")
         written: bytes = record.body() if body is None else body
         # By class, not isinstance: with pydantic's metaclass isinstance costs more than the rest of this method.
-        kind = type(record)
-        if kind is StepRecord:
-            self._add_step(record)
-        elif kind is Call:
-            self._add_call(record)
-        elif kind is Reward:
-            if record.step is not None and not 0 <= record.step < len(self.entries):
-                raise NotATape(
-                    f"a reward on step {record.step} of tape {self.begin.tape}, which has {len(self.entries)}"
-                )
-            self.rewards.append((len(self.bodies), record))
-        elif kind is End:
-            self.end = record
+        if type(part) is StepRecord:
+            self._add_step(part)
+        elif type(part) is Call:
+            self._add_call(part)
+        elif type(part) is Reward:
+            if part.step is not None and not 0 <= part.step < len(self.entries):
+                raise NotATape(f"a reward on step {part.step} of tape {self.begin.tape}, which has {len(self.entries)}")
+            self.rewards.append((len(self.bodies), part))
+        elif type(part) is End:
+            self.end = part
         else:
             raise NotATape(f"a {type(record).__name__} is no part of a tape")
         self._fold(written)
@@ -464,7 +462,7 @@ class Tape(Sequence[Step]):
 
     # One document
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self) -> dict[str, JsonValue]:
         """The whole tape as plain values: what `model_dump_json` writes."""
         log = self._visible("model_dump")
         return {
@@ -482,7 +480,7 @@ class Tape(Sequence[Step]):
         return to_json(self.model_dump(), indent=indent).decode()
 
     @classmethod
-    def model_validate(cls, document: Any) -> Tape:
+    def model_validate(cls, document: object) -> Tape:
         """The tape in a document, its digest checked. NotATape (a ValueError) for an invalid document."""
         if isinstance(document, Tape):
             return document

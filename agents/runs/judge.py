@@ -183,7 +183,7 @@ def pairwise_reward(
     weight: float = 1.0,
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 3600.0,
-) -> RewardSource[Any]:
+) -> RewardSource[Tape] | RewardSource[Sequence[Tape]]:
     """A reward source with the share of pairs that an attempt wins (a tie counts half). Its metric `order` is the share
     of pairs in which the judge's choice depended on the order.
 

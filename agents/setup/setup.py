@@ -175,7 +175,7 @@ def load_tasks(
     if row is not None and not callable(to_task):
         raise UsageError(f"{row} is {_described(to_task)}, not a function from a row to a task")
     try:
-        tasks = _tasks(source, name, to_task, count)
+        tasks = _tasks(source, name, cast("Callable[[Any], Any] | None", to_task), count)
     except BadTasks as error:
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ...envs.load_named import load_named
 from ...tapes.common.text import safe
@@ -13,6 +13,8 @@ from ..console import Exit, answer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...agents import Engine
 
 EXAMPLE = """
 tapereel check engine my_engine.py:MyEngine
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
     report = check_engine(
-        load_named(args.engine),
+        cast("Engine", load_named(args.engine)),
         weights=_weights(args.weights),
         trainable=args.trainable,
         max_tokens=args.max_tokens,

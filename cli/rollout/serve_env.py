@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.load_named import listed_tasks, load_named
 from ...tapes.errors import UsageError
@@ -15,6 +15,7 @@ from ..scene_arguments import variable_value
 from ..signals import stop_event
 
 if TYPE_CHECKING:
+    from ...envs.environment import EnvironmentFactory
     from ...envs.remote import Service
 
 EXAMPLE = """
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         idle_seconds=args.idle_seconds,
     )
     token, tasks = variable_value(args.key), _tasks(args.tasks)
-    make = load_named(args.env)
+    make = cast("EnvironmentFactory", load_named(args.env))
     with contextlib.ExitStack() as stack:
         try:
             if args.processes is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 from pydantic_core import to_json
@@ -18,6 +18,9 @@ from ...tapes.errors import MissingExtra, TapereelError
 from ...tapes.records import Task
 from ...tapes.steps import Action, Observation
 from ..environment import Environment, Outcome
+
+if TYPE_CHECKING:
+    from gymnasium import Env, Space
 
 Observe = Callable[[Any, Any], Observation]
 """(observation, gymnasium environment) -> what the agent sees. May call the environment's `render`."""
@@ -71,13 +74,13 @@ class GymEnvironment(Environment[Action]):
 
     def __init__(
         self,
-        env: str | Callable[[], Any],
+        env: str | Callable[[], Env],
         /,
         *,
         observe: Observe | None = None,
         act: Act | None = None,
         metrics: Sequence[str] = (),
-        **make: Any,
+        **make: object,
     ) -> None:
         """observe, act: codecs for spaces without a plain form. metrics: numbers of gymnasium's `info` to record.
 
@@ -94,7 +97,7 @@ class GymEnvironment(Environment[Action]):
         self.observe = observe
         self.act = act
         self.metrics = tuple(metrics)
-        self.make = make
+        self.make: dict[str, Any] = make
         self._env: Any = None
         self._env_make: dict[str, Any] = {}
 
@@ -170,27 +173,28 @@ class GymEnvironment(Environment[Action]):
         return value
 
 
-def plain(value: Any, space: Any) -> JsonValue:
+def plain(value: object, space: Space) -> JsonValue:
     """An element of a gymnasium space as JSON values. CodecNeeded if the space has no plain form."""
     from gymnasium import spaces
 
+    element: Any = value
     if isinstance(space, spaces.Discrete):
-        return int(value)
+        return int(element)
     if isinstance(space, spaces.Text):
-        return str(value)
+        return str(element)
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
-        return value.tolist()
+        return element.tolist()
     if isinstance(space, spaces.Tuple):
-        return [plain(part, of) for part, of in zip(value, space.spaces, strict=True)]
+        return [plain(part, of) for part, of in zip(element, space.spaces, strict=True)]
     if isinstance(space, spaces.Dict):
-        return {key: plain(value[key], of) for key, of in space.spaces.items()}
+        return {key: plain(element[key], of) for key, of in space.spaces.items()}
     raise CodecNeeded(
         f"the observation space {space} has no plain form; pass a codec: "
         "observe=lambda observation, env: Text(text=...)"
     )
 
 
-def native(value: JsonValue, space: Any) -> Any:
+def native(value: JsonValue, space: Space) -> object:
     """The inverse of `plain`. ValueError if the value doesn't have the form of the space."""
     from gymnasium import spaces
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from pydantic import JsonValue
@@ -35,6 +35,19 @@ CONNECTION_CLOSED = -32000
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 """Opens an initialized session of the SDK: a `ClientSession`, or an object with its `list_tools` and `call_tool`."""
+
+
+class McpOptions(TypedDict, total=False):
+    """The options of a server; `McpServer` says what they mean."""
+
+    name: str
+    effect: Effect | None
+    effects: Mapping[str, Effect] | None
+    only: Sequence[str] | None
+    shared: bool
+    timeout: float
+    start_timeout: float
+    limit: int
 
 
 class McpServer:
@@ -83,19 +96,26 @@ class McpServer:
         *args: str,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
-        **options: Any,
+        **options: Unpack[McpOptions],
     ) -> McpServer:
         """A server that is a program. It gets the SDK's short list of safe environment variables, and `env`."""
-        return cls(partial(_over_stdio, command, args, env, cwd), **{"name": command, **options})
+        options.setdefault("name", command)
+        return cls(partial(_over_stdio, command, args, env, cwd), **options)
 
     @classmethod
     def http(
-        cls, url: str, *, headers: Mapping[str, str] | None = None, key_variable: str | None = None, **options: Any
+        cls,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        key_variable: str | None = None,
+        **options: Unpack[McpOptions],
     ) -> McpServer:
         """A server at an address. key_variable: the environment variable with the server's bearer token; the token and
         `headers` are never recorded."""
         name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
-        return cls(partial(_over_http, url, dict(headers or {}), key_variable), **{"name": name, **options})
+        options.setdefault("name", name)
+        return cls(partial(_over_http, url, dict(headers or {}), key_variable), **options)
 
     @property
     def effect(self) -> Effect:

@@ -164,7 +164,7 @@ class Probe:
         self._threads[done] = thread, watch
         return done
 
-    async def call(self, env: AnyEnvironment, method: str, *args: object, check: str = "raises") -> Any:
+    async def call(self, env: AnyEnvironment, method: str, *args: object, check: str = "raises") -> object:
         """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
         self._calls += 1
         self._inside[threading.get_ident()] = method

@@ -210,7 +210,7 @@ def main(name: str, largest: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    make = load_named(name)
+    make = cast(EnvironmentFactory, load_named(name))
     declared = Declared.of(make)
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()

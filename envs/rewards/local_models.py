@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ...tapes import Tape, TapereelError
 from ...tapes.errors import MissingExtra
@@ -20,6 +20,16 @@ from .sources import RewardSource
 
 class NotAModel(TapereelError, ValueError):
     """The folder doesn't hold a loadable model and tokenizer."""
+
+
+class LocalOptions(TypedDict, total=False):
+    """The options of `LocalReward`, which says what they mean."""
+
+    device: str
+    put_away: str | None
+    batch: int
+    length: int | None
+    dtype: str | None
 
 
 class LocalReward:
@@ -134,7 +144,7 @@ def local_reward(
     weight: float = 1.0,
     size: int = 256,
     sample: Callable[[Tape], Sample] = sample_of,
-    **options: Any,
+    **options: Unpack[LocalOptions],
 ) -> RewardSource[Tape]:
     """A source of `LocalReward(folder, **options)`, which is loaded once and scores up to `size` tapes at a time.
 

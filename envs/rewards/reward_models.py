@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from pydantic import JsonValue
@@ -201,6 +201,16 @@ class RewardServerFailed(TapereelError, ConnectionError):
     """A reward model did not answer in any try; the message names the server and the last cause."""
 
 
+class HttpOptions(TypedDict, total=False):
+    """The options of `HttpReward`, which says what they mean."""
+
+    tries: int
+    wait: float
+    timeout: float
+    headers: Mapping[str, str] | None
+    key_variable: str | None
+
+
 class HttpReward:
     """A reward model behind a URL."""
 
@@ -318,7 +328,7 @@ def http_reward(
     size: int = 64,
     concurrency: int = 4,
     sample: Callable[[Tape], Sample] = sample_of,
-    **options: Any,
+    **options: Unpack[HttpOptions],
 ) -> RewardSource[Tape]:
     """A source of `HttpReward(url, **options)`: up to `size` tapes in a request, `concurrency` requests at a time."""
     model = HttpReward(url, **options)

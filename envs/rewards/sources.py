@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 
 from pydantic import JsonValue
 
@@ -22,7 +22,7 @@ from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
 from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
 
-SubjectT = TypeVar("SubjectT")
+SubjectT = TypeVar("SubjectT", contravariant=True)
 LARGEST = sys.float_info.max
 SECONDS = 600.0
 """Default time limit of a source, in seconds."""
@@ -78,21 +78,25 @@ class RewardSource(Generic[SubjectT]):
             raise ValueError(f"reward source {self.name!r} has the weight {self.weight}; it must be a finite number")
 
 
+AnySource = RewardSource[Never]
+"""A source of any subject. A caller must know what it scores, or cast."""
+
+
 class Rewards(Generic[SubjectT]):
     """Several sources; the reward is the weighted sum of their scores.
 
     `Rewards([exact, RewardSource(score=brief, weight=0.1)])`; a bare function has weight 1.
     """
 
-    def __init__(self, sources: Iterable[RewardSource[Any] | Scorer[SubjectT]]) -> None:
+    def __init__(self, sources: Iterable[AnySource | Scorer[SubjectT]]) -> None:
         every = tuple(s if isinstance(s, RewardSource) else RewardSource(score=s) for s in sources)
         names = [source.name for source in every]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two reward sources have the name {twice[0]!r}; give one of them another `name`")
-        self.sources: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per != "group")
+        self.sources: tuple[AnySource, ...] = tuple(source for source in every if source.per != "group")
         """The sources that score one tape."""
-        self.relative: tuple[RewardSource[Any], ...] = tuple(source for source in every if source.per == "group")
+        self.relative: tuple[AnySource, ...] = tuple(source for source in every if source.per == "group")
         """The sources that compare the tapes of a group."""
 
     @property
@@ -191,7 +195,7 @@ class rewarded:
         return env
 
 
-def _every(rewards: TapeScorer | None) -> tuple[RewardSource[Any], ...]:
+def _every(rewards: TapeScorer | None) -> tuple[AnySource, ...]:
     if rewards is None:
         return ()
     if not isinstance(rewards, Rewards):
@@ -326,7 +330,7 @@ class NoRecipe(TapereelError, LookupError):
 
 
 def ensemble(
-    parts: Mapping[str, RewardSource[Any] | Scorer[Tape]],
+    parts: Mapping[str, RewardSource[Tape] | Scorer[Tape]],
     recipe: Mapping[str, Mapping[str, float]],
     *,
     label: Callable[[Tape], str | None] = label_of,
@@ -367,7 +371,7 @@ def ensemble(
     return RewardSource(score=score, name=name, weight=weight, pure=pure, timeout=timeout)
 
 
-async def _score(source: RewardSource[Any], tape: Tape) -> tuple[float | None, JsonValue]:
+async def _score(source: RewardSource[Tape], tape: Tape) -> tuple[float | None, JsonValue]:
     result = await _asked(source, tape)
     scored = result if isinstance(result, Scored) else Scored(result)
     if scored.score is not None and (isinstance(scored.score, bool) or not isinstance(scored.score, int | float)):

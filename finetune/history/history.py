@@ -9,12 +9,14 @@ no update is lost or applied twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
 
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
@@ -35,6 +37,11 @@ from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
 from .update_facts import computed_on, items, left_out
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ...agents.rendering.renderer import Renderer
+
 __all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
 
 
@@ -45,7 +52,9 @@ class BrokenHistory(TapereelError, ValueError):
 class Differs(BrokenHistory):
     """An update that was applied again differs from its record."""
 
-    def __init__(self, use: Use, field: str, sentence: str, *, recorded: Any = None, found: Any = None) -> None:
+    def __init__(
+        self, use: Use, field: str, sentence: str, *, recorded: JsonValue = None, found: JsonValue = None
+    ) -> None:
         super().__init__(f"lineage {use.lineage!r}: update {use.update} {sentence}")
         self.update, self.field, self.sentence = use.update, field, sentence
         self.recorded, self.found = recorded, found
@@ -59,11 +68,11 @@ class History:
         store: Store,
         lineage: str,
         directory: Path,
-        model: Any,
+        model: nn.Module,
         make_trainer: Callable[[str], PolicyTrainer],
         *,
-        renderer: Any | None = None,
-        tokenizer: Any | None = None,
+        renderer: Renderer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
@@ -176,7 +185,7 @@ class History:
             info["context"] = [list(r) for r in batch.context]
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
-    def publish_record(self, mode: str) -> tuple[dict[str, Any], Publish]:
+    def publish_record(self, mode: str) -> tuple[dict[str, Tensor], Publish]:
         """(a copy of the weights, their `publish` record)."""
         weights = copied_weights(self.model)
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
@@ -271,7 +280,7 @@ class History:
         state = checkpoint.trainer_state()
         # A trainer that draws random numbers must draw the same ones again.
         if "rng" in state:
-            torch.set_rng_state(state["rng"])
+            torch.set_rng_state(cast(Tensor, state["rng"]))
         if checkpoint.state["phase"]:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
@@ -362,7 +371,9 @@ def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
 
 def _compare(use: Use, again: Use) -> None:
     for k in range(max(len(use.items), len(again.items))):
-        then, now = (list(u.items[k]) if k < len(u.items) else None for u in (use, again))
+        then, now = (
+            cast("list[JsonValue] | None", list(u.items[k]) if k < len(u.items) else None) for u in (use, again)
+        )
         if then != now:
             raise Differs(
                 use,
@@ -398,7 +409,7 @@ def _item(item: Any) -> str:
     return f"tokens [{start}, {end}) of call {call} of tape {tape} with weight {weight!r}"
 
 
-def elsewhere(then: Any, now: Any) -> str:
+def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
     """The differences of torch and the machine between the update and now; empty without any."""
     names = [
         f"{name} {now.get(name)} and not {value}"
@@ -409,5 +420,5 @@ def elsewhere(then: Any, now: Any) -> str:
 
 
 def _differing_machine(use: Use, again: Use) -> str:
-    other = elsewhere(use.info.get("on"), again.info.get("on"))
+    other = elsewhere(*(cast("dict[str, JsonValue]", one.info.get("on")) for one in (use, again)))
     return f" (here is {other})" if other else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from ..data.provenance import Item, Range, ranges_of, weighed
@@ -16,7 +16,7 @@ from ..data.rows import Row
 from ..trainer.updates import PolicyTrainer, UpdateStats
 
 
-def computed_on(trainer: PolicyTrainer) -> dict[str, Any]:
+def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
     """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks."""
     device = next(trainer.model.parameters()).device
     chip = (

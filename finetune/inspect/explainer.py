@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from ...agents.engines.embedded.pretrained import load_tokenizer
 from ...agents.rendering.renderer import Renderer
@@ -218,7 +219,7 @@ class Explainer:
 
     def _computed(self, use: Use, info: UpdateInfo) -> _Taken:
         history = History(
-            self.store, use.lineage, self.store.path / "checkpoints", None, _no_trainer, renderer=self.renderer
+            self.store, use.lineage, self.store.path / "checkpoints", nn.Module(), _no_trainer, renderer=self.renderer
         )
         try:
             batch = history.batch(info, as_read(history, info))

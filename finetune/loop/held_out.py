@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.seeds import derive_seed
@@ -54,7 +53,7 @@ class Evaluation:
 async def evaluate(
     agent: Agent,
     env: EnvironmentFactory,
-    tasks: Sequence[Any],
+    tasks: Sequence[object],
     *,
     engine: Engine,
     sampling: Sampling,

@@ -16,7 +16,6 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ...agents import Agent
 from ...agents.engines.engine import SleepingEngine, TrainableEngine, missing_members, require
@@ -103,7 +102,7 @@ class UpdateReport:
     """The number of applied updates, this one included."""
     reward: float | None
     """Mean reward of the batch's scored episodes."""
-    metrics: dict[str, Any]
+    metrics: dict[str, object]
 
 
 class Loop:
@@ -118,7 +117,7 @@ class Loop:
         engine: TrainableEngine,
         agent: Agent,
         env: EnvironmentFactory,
-        tasks: Callable[[int], Any],
+        tasks: Callable[[int], object],
         recipe: Recipe | None = None,
         shown: Sequence[str] = (),
         players: Sequence[Player] = (),

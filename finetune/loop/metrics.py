@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from ..history.plan import UpdateInfo
 from ..trainer.trainer import UpdateStats
 
 
-def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
+def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
     """The line of an update on recorded tapes (SFT). uses: its records, one for each epoch."""
     use = uses[0]
     return {
@@ -31,14 +30,14 @@ def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
 
 def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
     use = uses[0]
     info = UpdateInfo.of(use)
     trained = sum(end - start for one in uses for _, _, start, end, _ in one.items)
     # The reward of a continuation counts its own turns only, so it is not comparable with that of a whole episode.
     scored = [tape.reward for tape in tapes if tape.reward is not None and tape.begin.parent is None]
-    line = {
+    line: dict[str, object] = {
         "phase": info.phase,
         "update": use.update + 1,
         "reward": sum(scored) / len(scored) if scored else None,
@@ -59,7 +58,7 @@ def rollout_line(
     }
     # The objective's sums cover the tokens that entered the loss. Where a name is the same, the line keeps the value
     # over all that was sampled for the update.
-    return line | {name: value for name, value in stats.sums.flat().items() if name not in line}
+    return {**line, **{name: value for name, value in stats.sums.flat().items() if name not in line}}
 
 
 def _lag(tapes: Sequence[Tape], use: Use) -> float:

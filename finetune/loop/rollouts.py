@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 from ...agents import Agent, rollout
 from ...agents.engines.engine import Engine
@@ -82,7 +81,7 @@ class Taken:
         """Every attempt that could be trained on, those set aside last."""
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """Its part of a line of metrics."""
         return {
             "groups": len(self.groups),
@@ -105,7 +104,7 @@ class Rollouts:
         engine: Engine,
         agent: Agent,
         env: EnvironmentFactory,
-        tasks: Callable[[int], Any],
+        tasks: Callable[[int], object],
         recipe: Recipe,
         seed: int,
         phase: str,

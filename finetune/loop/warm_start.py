@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...agents.episode.seeds import derive_seed
 from ...tapes import Tape
@@ -20,11 +20,14 @@ from ..history.history import History, Plan, Source
 from ..history.loop_config import WarmStartConfig
 from .metrics import imitation_line
 
+if TYPE_CHECKING:
+    from ...agents.rendering.renderer import Renderer
+
 TRAINABLE_SPLITS = ("train", "demo")
 
 
 def choose(
-    source: str | Path, renderer: Any, *, split: str | None = None, min_reward: float | None = None
+    source: str | Path, renderer: Renderer, *, split: str | None = None, min_reward: float | None = None
 ) -> list[str]:
     """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
 
@@ -47,7 +50,7 @@ def choose(
     return ids
 
 
-def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any) -> list[str]:
+def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Renderer) -> list[str]:
     """Copy these tapes of the run `source`; returns the ids of those that `into` has whole now, in the same order.
 
     A tape that an earlier call copied is not copied again.
@@ -65,7 +68,7 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Any)
     return [name for name in ids if name not in crashed]
 
 
-def _check_tokens(tape: Tape, renderer: Any, source: str | Path) -> None:
+def _check_tokens(tape: Tape, renderer: Renderer, source: str | Path) -> None:
     recorded = tape.begin.versions.get("tokenizer")
     if recorded is not None and recorded != renderer.tokenizer_hash:
         raise UsageError(
@@ -74,7 +77,7 @@ def _check_tokens(tape: Tape, renderer: Any, source: str | Path) -> None:
         )
 
 
-def _copy(tape: Tape, source: Store, into: Store, renderer: Any, there: set[str]) -> None:
+def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set[str]) -> None:
     parent = tape.begin.parent
     # A fork holds only its own turns: its parent must be in the store first.
     if parent is not None and parent.tape not in there:
@@ -86,7 +89,7 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Any, there: set[str]
     there.add(tape.id)
 
 
-def _missing_tokens(tape: Tape, renderer: Any) -> Sequence[Tokens]:
+def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
     """A layer of tokens for each call that was recorded as text and has none yet."""
     layered = {layer.call for layer in tape.layers if isinstance(layer, Tokens)}
     made = []
@@ -124,7 +127,7 @@ def warm_start(
     updates: int | None = None,
     checkpoint_every: int = 100,
     agents: tuple[str, ...] | None = None,
-    on_update: Callable[[int, dict[str, Any]], None] | None = None,
+    on_update: Callable[[int, dict[str, object]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train until the history has `start + updates` updates (default: the configuration's), or `stop()` is true.

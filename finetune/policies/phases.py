@@ -28,7 +28,7 @@ Frozen = nn.Module | Literal["adapters-off"]
 """A reference model that no update changes: a copy, or the trained model with its adapters switched off."""
 
 
-def frozen(model: Any) -> Frozen:
+def frozen(model: nn.Module) -> Frozen:
     """The model that the run begins with, for a recipe with a KL to it. Fresh adapters add nothing to the model below
     them, so with adapters that model is the reference, and no copy is kept."""
     return "adapters-off" if hasattr(model, "disable_adapter") else copy.deepcopy(model).eval()
@@ -38,7 +38,7 @@ def frozen(model: Any) -> Frozen:
 class Phases:
     """Makes the trainers of a run."""
 
-    model: Any
+    model: nn.Module
     """It must have the base weights when `Phases` is made: the reference is copied then. Updates change it in place."""
     loop: LoopConfig
     recipe: Recipe
@@ -54,7 +54,7 @@ class Phases:
             )
         self._recipes = recipes_by_phase(self.recipe)
 
-    def trainer(self, phase: str, work: Any = None, ranks: Ranks | None = None) -> Trainer:
+    def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
         """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
         its place, where each rank has its own (a sharded one, for example)."""
         recipe = self._recipes[phase]
@@ -81,7 +81,7 @@ class Phases:
     def _critic_config(self) -> CriticConfig:
         return self.loop.critic or CriticConfig()
 
-    def _critic(self, work: Any, ranks: Ranks | None) -> CriticTrainer:
+    def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
         """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
         config = self._critic_config
         optimiser = config.optimiser

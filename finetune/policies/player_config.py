@@ -27,7 +27,7 @@ from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """The tag of the engine's settings; `embedded` where no kind is set."""
     return engine_kind({"kind": "embedded", **value} if isinstance(value, dict) else value) or ""
 

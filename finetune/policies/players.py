@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.engines.engine import Engine, TrainableEngine
@@ -64,13 +65,15 @@ class Player:
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
-    def update(self, plan: Plan, source: Source, mode: str) -> tuple[UpdateStats, tuple[Use, ...], Any, Publish]:
+    def update(
+        self, plan: Plan, source: Source, mode: str
+    ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
         """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
         in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
-    def line(self, stats: UpdateStats) -> dict[str, Any]:
+    def line(self, stats: UpdateStats) -> dict[str, object]:
         """The metrics of its update, under its name."""
         return player_metrics(self.called, stats)
 
@@ -93,7 +96,7 @@ class Player:
         await store.writer.durable()
 
 
-def player_metrics(name: str, stats: UpdateStats) -> dict[str, Any]:
+def player_metrics(name: str, stats: UpdateStats) -> dict[str, object]:
     """Metrics of one update of the player called `name`."""
     values = {
         "loss": stats.loss,
@@ -103,7 +106,7 @@ def player_metrics(name: str, stats: UpdateStats) -> dict[str, Any]:
         "mismatch": stats.mismatch,
         "ess": stats.ess,
     }
-    return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
+    return {**{f"players/{name}/{key}": value for key, value in values.items()}, **reward_by_agent(stats.stream)}
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
@@ -174,10 +177,10 @@ class Team:
         """The folder of the model that a player began with."""
         return str(getattr(self.players[name].engine, "model", name))
 
-    def restore(self, progress: Progress) -> tuple[int, dict[int, dict[str, Any]]]:
+    def restore(self, progress: Progress) -> tuple[int, dict[int, dict[str, object]]]:
         """Bring each player to its last recorded update; returns how many updates were applied again, and the players'
         metrics of each update."""
-        again, metrics = 0, dict[int, dict[str, Any]]()
+        again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
 from ...tapes.view.bundle import write_report
 from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_time
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("tapereel.report")
 
@@ -37,7 +40,7 @@ class Reporter:
     updates: int
     """Updates that the loop is to make."""
     checkpoint_every: int
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     """Gives the text of token ids; None shows the ids."""
     complete: Callable[[Overview], Overview] = lambda overview: overview
     """Adds to a finished run's page what only the caller knows."""
@@ -54,9 +57,9 @@ class Reporter:
         """Path of the page."""
         return self.run.path / REPORT
 
-    def on_line(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, object]) -> None:
         """Called with each line of metrics: writes a due report in a thread, so that the loop doesn't wait."""
-        due = line.get("phase") == "evaluation" or int(line.get("update", 0)) % self.checkpoint_every == 0
+        due = line.get("phase") == "evaluation" or cast(int, line.get("update", 0)) % self.checkpoint_every == 0
         busy = self._thread is not None and self._thread.is_alive()
         if not due or busy or time.perf_counter() - self._last < EVERY:
             return
@@ -73,7 +76,8 @@ class Reporter:
             log.warning("%s was not written; the run is not affected (%s: %s)", self.path, type(error).__name__, error)
 
     def _write(self, overview: Overview) -> None:
-        decode = None if self.tokenizer is None else lambda token: str(self.tokenizer.decode([token]))
+        tokenizer = self.tokenizer
+        decode = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
         write_report(self.path, self.run.path, overview, decode)
 
     def end(self, error: BaseException | None) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from ...tapes.common.config import Config
 from ...tapes.errors import MissingExtra
@@ -74,9 +74,9 @@ class Axes:
     def __init__(self) -> None:
         self.episodes = 0
 
-    def points(self, line: Mapping[str, Any]) -> list[Point]:
+    def points(self, line: Mapping[str, object]) -> list[Point]:
         """The points of a line; values that aren't finite numbers are left out."""
-        update = int(line.get("updates", line["update"]))
+        update = cast(int, line.get("updates", line["update"]))
         values = {
             k: float(v)
             for k, v in line.items()
@@ -107,7 +107,7 @@ class Trackers:
         names: Sequence[TrackerName],
         directory: Path,
         *,
-        earlier: Iterable[Mapping[str, Any]] = (),
+        earlier: Iterable[Mapping[str, object]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
         """earlier: the lines that an earlier process of the run wrote; they are counted, and not sent again."""
@@ -121,7 +121,7 @@ class Trackers:
         for name in names:
             self._trackers[name] = self._guarded(name, lambda name=name: make(name, directory), lost=0)
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def line(self, line: Mapping[str, object]) -> None:
         """Send one line of metrics.jsonl."""
         for point in self._axes.points(line):
             for name, tracker in self._trackers.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
@@ -111,7 +111,7 @@ def train(
             check_free(out)  # before a model is loaded
         run = TrainingRun(config, setup, Path(out), progress, ranks)
         if ranks.rank:
-            return run.processes.follow()
+            return cast(TrainSummary, run.processes.follow())
         with run.processes.leading():
             summary = run.lead(resume)
         run.processes.finish(summary)

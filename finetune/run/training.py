@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...agents import Agent, Engine
 from ...agents.engines.engine import TrainableEngine
@@ -159,7 +159,7 @@ class Training:
         recorded update may lack its line, and a line may be there without its recorded update; both are mended here.
         """
         lines = read_metrics(self.run.path / METRICS)
-        reported = {line["update"] for line in lines if line.get("phase") != "evaluation"}
+        reported = {cast(int, line["update"]) for line in lines if line.get("phase") != "evaluation"}
 
         def report(stats: UpdateStats, uses: Sequence[Use]) -> None:
             if (update := uses[0].update + 1) not in reported:
@@ -173,7 +173,7 @@ class Training:
         # A line without a recorded update: the next process makes that update again and writes its line.
         drop_metrics(
             self.run.path / METRICS,
-            lambda line: line.get("phase") != "evaluation" and line["update"] > self.history.updates,
+            lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates,
         )
         if self.history.updates == 0:
             # The digest of the base weights: `reproduce` checks that it derives all later weights from the same ones.

@@ -16,13 +16,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
 from ...tapes.errors import TapereelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STATE, TAUGHT = "state.json", "taught.jsonl"
 _GONE = ".gone"
@@ -43,7 +46,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     """`state.json`."""
 
-    def trainer_state(self) -> dict[str, Any]:
+    def trainer_state(self) -> dict[str, object]:
         """The trainer's state, as `Trainer.state_dict()` returned it."""
         return self._load("trainer.pt")
 
@@ -96,12 +99,12 @@ def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def save_checkpoint(
     directory: Path,
-    model: Any,
-    trainer_state: Mapping[str, Any],
-    state: Mapping[str, Any],
+    model: nn.Module,
+    trainer_state: Mapping[str, object],
+    state: Mapping[str, object],
     *,
     update: int,
-    tokenizer: Any | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     taught: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
     """Writes `directory/update-NNNNNN` durably; replaces an existing one.
@@ -122,11 +125,11 @@ def save_checkpoint(
         full["taught"] = {"tapes": len(taught), "sha256": hashlib.sha256(lines).hexdigest()}
     torch.save(weights, partial / "policy.pt")
     torch.save(dict(trainer_state), partial / "trainer.pt")
-    averaged = trainer_state.get("averaged")
+    averaged = cast("dict[str, Tensor] | None", trainer_state.get("averaged"))
     for folder, one in (("hf", model), ("hf-averaged", _with(model, averaged) if averaged else None)):
         if one is not None and hasattr(one, "save_pretrained"):
             with quiet_transformers():
-                one.save_pretrained(partial / folder)
+                cast("PreTrainedModel", one).save_pretrained(partial / folder)
         if one is not None and tokenizer is not None:
             tokenizer.save_pretrained(partial / folder)
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
@@ -138,7 +141,7 @@ def save_checkpoint(
     return Checkpoint(target, update, full)
 
 
-def _with(model: Any, weights: Mapping[str, Tensor]) -> Any:
+def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
     """A copy of the model with `weights` loaded into it."""
     other = copy.deepcopy(model)
     other.load_state_dict(weights, strict=False)

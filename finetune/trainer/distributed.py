@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -88,7 +88,7 @@ class Processes:
         self.on_all("enter", phase=phase)
         return DistributedTrainer(self) if self.ranks.size > 1 else self.member
 
-    def on_all(self, command: str, **arguments: Any) -> Any:
+    def on_all(self, command: str, **arguments: object) -> object:
         """Has every rank run one command; returns this rank's result. Rank 0 only."""
         self._busy = True
         self.ranks.broadcast((command, arguments))
@@ -96,7 +96,7 @@ class Processes:
         self._busy = False
         return found
 
-    def finish(self, result: Any) -> None:
+    def finish(self, result: object) -> None:
         """Ends `follow` on the other ranks, which returns `result` there. Rank 0 only."""
         self.ranks.broadcast(("end", result))
 
@@ -116,10 +116,10 @@ class Processes:
 
     # On the other ranks
 
-    def follow(self) -> Any:
+    def follow(self) -> object:
         """Runs rank 0's commands until it finishes; returns its result. RankLost when rank 0 fails or is gone."""
         while True:
-            command, arguments = self.ranks.broadcast()
+            command, arguments = cast("tuple[str, Any]", self.ranks.broadcast())
             if command == "end":
                 return arguments
             if command == "stop":
@@ -222,9 +222,10 @@ class DistributedTrainer(PolicyTrainer):
     ) -> Prepared:
         """As `Trainer.prepare`; the ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
-        found = self._processes.on_all(
+        shares = self._processes.on_all(
             "prepare", rows=rows, episodes=episodes, several=several, batches=batches, demonstrations=demonstrations
         )
+        found = cast("list[tuple[Tensor, dict[str, Any]]]", shares)
         columns: dict[str, Any] = {
             name: None if first is None else _joined(len(stream), first.dtype, [(p, c[name]) for p, c in found])
             for name, first in found[0][1].items()
@@ -253,7 +254,8 @@ class DistributedTrainer(PolicyTrainer):
                 "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
             )
         imitated = prepared.demonstrations[0] if prepared.demonstrations is not None else ()
-        stats, found = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
+        done = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
+        stats, found = cast("tuple[UpdateStats, list[_Share]]", done)
         self.steps = self._member.steps
         sums = Sums()
         for _, _, part, _, _ in found:
@@ -273,7 +275,7 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def state_dict(self) -> TrainerState:
-        return self._processes.on_all("state")
+        return cast(TrainerState, self._processes.on_all("state"))
 
     def load_state_dict(self, state: TrainerState) -> None:
         self._processes.on_all("load", state=state)

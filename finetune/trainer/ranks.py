@@ -15,9 +15,9 @@ processes with a part of each weight (FSDP2). `distributed.py` says who rolls ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -90,7 +90,7 @@ class Ranks:
         """The values of all ranks, in the order of ranks."""
         return [value]
 
-    def broadcast(self, value: Any = None) -> Any:
+    def broadcast(self, value: object = None) -> object:
         """Rank 0's `value`, on every rank."""
         return value
 
@@ -109,12 +109,12 @@ class Ranks:
         """The inverse of `whole`: tensors sharded as those at the same place in `like`."""
         return tree
 
-    def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
         """Loads an optimiser state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
-            for k, entry in state["state"].items()
+            for k, entry in cast("dict[int, dict[str, object]]", state["state"]).items()
         }
         optimizer.load_state_dict({**state, "state": parts})
 
@@ -166,7 +166,7 @@ class DataParallelRanks(Ranks):
             distributed.all_gather_object(found, value, group=self.group)
         return found
 
-    def broadcast(self, value: Any = None) -> Any:
+    def broadcast(self, value: object = None) -> object:
         box = [value]
         with self.waiting("rank 0" if self.rank else "the other ranks to listen"):
             distributed.broadcast_object_list(box, src=0, group=self.group)

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from ..common.config import ConfigError, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml
@@ -134,7 +134,7 @@ class RunDir:
         self.store = store
         self.resumed = resumed
         """True when an earlier process began the run."""
-        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        self.listeners: list[Callable[[Mapping[str, object]], None]] = []
         """Called with each line of metrics after it was written to the file."""
 
     def save(self) -> None:
@@ -243,12 +243,12 @@ def append_metrics(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(clean) + "\n")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
     """The lines of a metrics.jsonl; empty where the file is missing."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def drop_metrics(path: Path, where: Callable[[dict[str, Any]], bool]) -> None:
+def drop_metrics(path: Path, where: Callable[[dict[str, JsonValue]], bool]) -> None:
     """Remove the lines of a metrics.jsonl for which `where(line)` is true."""
     lines = read_metrics(path)
     kept = [line for line in lines if not where(line)]

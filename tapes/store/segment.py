@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pydantic import JsonValue
 from pydantic_core import from_json
 
 from ..errors import NotATape
@@ -99,7 +100,7 @@ def peek(body: bytes) -> tuple[str, str | None]:
     return t, tape
 
 
-def read_body(body: bytes) -> dict[str, Any]:
+def read_body(body: bytes) -> dict[str, JsonValue]:
     """The body as plain values, not validated as a record. BadLine when it is not a JSON object."""
     try:
         value = from_json(body, allow_inf_nan=True, cache_strings="keys")
@@ -128,9 +129,9 @@ class Chain:
         """Hash of the first line; empty before it."""
         self.frontier = 0
         """The highest `c` so far: lines below it were durable."""
-        self.opened: dict[str, Any] = {}
+        self.opened: dict[str, JsonValue] = {}
         """The body of the segment's `open`."""
-        self.sealed: dict[str, Any] | None = None
+        self.sealed: dict[str, JsonValue] | None = None
         """The body of the segment's `seal`, once taken."""
 
     def take(self, line: Line) -> None:

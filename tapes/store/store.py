@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Self, TypedDict, Unpack, cast
 
 from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import IN_TAPE, Begin, Lead, Publish, Record, Status, Use, Void, parse_record
+from ..records import IN_TAPE, AnyRecord, Begin, Lead, Publish, Record, Status, Use, Void, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, put_file
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     body: bytes
 
     @property
-    def record(self) -> Any:
+    def record(self) -> AnyRecord:
         """The record. A ValueError says what is wrong with it."""
         return parse_record(self.body)
 
@@ -54,6 +54,21 @@ class Cursor:
 
     places: dict[str, tuple[int, int, str, str, int, bool]] = field(default_factory=dict)
     """By segment: (byte offset, lines, hash of the first line, head, frontier, sealed)."""
+
+
+class Where(TypedDict, total=False):
+    """Which tapes; `Store.summaries` says what the keys mean."""
+
+    status: Status | str | None
+    split: str | None
+    task_hash: str | None
+    group: str | None
+    version: str | None
+    agent: str | None
+    min_reward: float | None
+    max_reward: float | None
+    closed: bool | None
+    durable: bool
 
 
 class Store:
@@ -199,7 +214,7 @@ class Store:
         """Version of weights -> its `publish` record; that of the later lead, where two leads recorded one version."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
-            publish: Publish = stored.record
+            publish = cast(Publish, stored.record)
             if publish.version not in found or (publish.lead or 0) > (found[publish.version].lead or 0):
                 found[publish.version] = publish
         return found
@@ -271,7 +286,7 @@ class Store:
             return "", 0
         return self._writer.segment, self._writer.durable_lines
 
-    def tapes(self, **where: Any) -> Iterator[Tape]:
+    def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
         """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
@@ -378,7 +393,7 @@ class Store:
 
     def lineages(self) -> Lineages:
         """Every `use` and `void` record, folded."""
-        return Lineages(stored.record for stored in self.run_records("use", "void"))
+        return Lineages(cast(Use | Void, stored.record) for stored in self.run_records("use", "void"))
 
     @property
     def doubles(self) -> dict[str, list[int]]:

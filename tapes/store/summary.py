@@ -208,9 +208,14 @@ def column_length(column: object) -> int:
     return (len(column) * 3 // 4 - column.count("=", -2)) // 4
 
 
+def _read(body: bytes) -> dict[str, Any]:
+    """The fields of a record that was checked when it was written."""
+    return read_body(body)
+
+
 def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
     """The summary after a `begin`, which is line `n` of `segment`."""
-    read = read_body(body).get
+    read = _read(body).get
     env = read("env") or {}
     return Summary(
         str(read("tape")),
@@ -234,12 +239,12 @@ def read_step(body: bytes) -> StepFacts:
     match = _STEP.match(body)
     if match is not None:
         return StepFacts(match[1].decode(), match[2].decode(), match[3].decode(), body)
-    read = read_body(body)
+    read = _read(body)
     return StepFacts(str(read.get("by")), str(read.get("role")), str(read.get("kind")), body)
 
 
 def _call(body: bytes) -> CallFacts:
-    read = read_body(body).get
+    read = _read(body).get
     return CallFacts(
         str(read("call")),
         str(read("by")),
@@ -257,7 +262,7 @@ def _call(body: bytes) -> CallFacts:
 
 def read_reward(body: bytes) -> RewardFacts:
     """The facts of a reward."""
-    read = read_body(body)
+    read = _read(body)
     value, weight, evidence = float(read["value"]), float(read.get("weight", 1.0)), read.get("evidence")
     return RewardFacts(
         str(read.get("name", "reward")),
@@ -271,7 +276,7 @@ def read_reward(body: bytes) -> RewardFacts:
 
 
 def _end(body: bytes) -> EndFacts:
-    read = read_body(body)
+    read = _read(body)
     cause = (read.get("cause") or {}).get("type")
     return EndFacts(
         Status(read.get("status")),

@@ -11,6 +11,9 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
 
 from ..errors import NoRun
 from ..records import DIGEST_START, IN_TAPE, Begin, Parent, fold, parse_record
@@ -212,7 +215,8 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
     for name in names:
         reader = SegmentReader(path / "tapes", name, disk=disk)
         for _ in reader:
-            wanted.of_segment |= {(str(of), str(head)) for of, head in reader.chain.opened["pins"].items()}
+            pinned = cast("dict[str, JsonValue]", reader.chain.opened["pins"])
+            wanted.of_segment |= {(of, str(head)) for of, head in pinned.items()}
             break
     return wanted
 

@@ -166,6 +166,51 @@ def _untyped(body: list[ast.stmt]) -> Iterator[tuple[str, int, list[str]]]:
                 yield node.name, node.lineno, bare
 
 
+def test_no_public_signature_has_any():
+    loose = [
+        f"{_name(path)}:{line} {name}: {annotation}"
+        for path in _modules()
+        for name, line, annotation in _annotations(_tree(path).body)
+        if re.search(r"\bAny\b", annotation)
+    ]
+    assert loose == [], "name the type: a Protocol, a TypeVar, a TypedDict, JsonValue, object"
+
+
+def test_an_any_in_a_signature_is_found():
+    code = """
+def plain(x: Any) -> int: ...
+async def late() -> list["Any"]: ...
+def _private(x: Any): ...
+def rest(*args: int, **options: dict[str, t.Any]): ...
+class Open:
+    def __init__(self, x: Any): ...
+    def __call__(self) -> Any: ...
+    def _own(self, x: Any): ...
+    @property
+    def value(self) -> "Any": ...
+class _Closed:
+    def method(self, x: Any): ...
+if True:
+    def AnyOther(x: AnyThing) -> Any: ...
+"""
+    found = [name for name, _, annotation in _annotations(ast.parse(code).body) if re.search(r"\bAny\b", annotation)]
+    assert found == ["plain", "late", "rest", "__init__", "__call__", "value", "AnyOther"]
+
+
+def _annotations(body: list[ast.stmt]) -> Iterator[tuple[str, int, str]]:
+    """(function, line, annotation) of every parameter and result of the public functions, methods, constructors."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _annotations(node.body)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _annotations([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+            not node.name.startswith("_") or node.name in ("__init__", "__call__")
+        ):
+            given = [part.annotation for part in ast.walk(node.args) if isinstance(part, ast.arg)]
+            yield from ((node.name, node.lineno, ast.unparse(a)) for a in (*given, node.returns) if a is not None)
+
+
 @pytest.mark.parametrize("module", ["tapereel", *(f"tapereel.{folder}" for folder in ORDER)])
 def test_each_public_name_exists_and_there_are_few(module: str):
     package = importlib.import_module(module)

@@ -8,7 +8,7 @@ temperatures when log-probs are from before temperature.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
@@ -42,7 +42,8 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
         [SGLangGenerate()] if kind.startswith("SGLang") else [Generate(), Completions(), Chat(renderer.template_kwargs)]
     )
     models = await server.get("/v1/models", seconds=30.0)
-    model, context = field(models, "data", 0, "id"), field(models, "data", 0).get("max_model_len")
+    model = cast(str, field(models, "data", 0, "id"))
+    context = cast(dict[str, Any], field(models, "data", 0)).get("max_model_len")
     request, refused = _question(renderer, 1.0), []
     for dialect in dialects:
         body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from ..engine import PublishMode, Request
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
@@ -61,13 +62,12 @@ class SGLangGenerate:
 
     @reader
     def parse(self, answer: object) -> Sampled:
-        meta = field(answer, "meta_info")
+        meta = cast(dict[str, Any], field(answer, "meta_info"))
         found = field(meta, "output_token_logprobs")
-        whole = isinstance(found, list)
         return sampled(
-            field(answer).get("output_ids"),
-            [field(found, k, 0) for k in range(len(found))] if whole else None,
-            named=[field(found, k, 1) for k in range(len(found))] if whole else None,
+            cast(dict[str, object], answer).get("output_ids"),
+            [field(found, k, 0) for k in range(len(found))] if isinstance(found, list) else None,
+            named=[field(found, k, 1) for k in range(len(found))] if isinstance(found, list) else None,
             finish=field(meta, "finish_reason", "type"),
             versions=meta.get("weight_versions"),
             prompt_tokens=meta.get("prompt_tokens"),
@@ -82,7 +82,8 @@ class SGLangGenerate:
 
     @reader
     def listed(self, answer: object) -> list[float]:
-        return [field(found, 0) for found in field(answer, "meta_info", "output_top_logprobs", 0)]
+        top = cast(list[object], field(answer, "meta_info", "output_top_logprobs", 0))
+        return [cast(float, field(found, 0)) for found in top]
 
 
 class SGLangWeights:

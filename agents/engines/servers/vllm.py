@@ -11,9 +11,12 @@ generation_config.json would otherwise set the missing ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from ..engine import Request
 from ..transport.wire import Json, Sampled, field, openai_messages, reader, sampled
+
+_Said = dict[str, Any]
 
 
 def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
@@ -50,7 +53,8 @@ class _VLLM:
 
     @reader
     def parse(self, answer: object) -> Sampled:
-        choice, usage = field(answer, "choices", 0), field(answer).get("usage") or {}
+        whole, choice = cast(_Said, answer), cast(_Said, field(answer, "choices", 0))
+        usage = whole.get("usage") or {}
         found = choice.get("logprobs") or {}
         logprobs, named, content = found.get("token_logprobs"), None, found.get("content")
         if isinstance(content, list):
@@ -64,7 +68,7 @@ class _VLLM:
             versions=choice.get("weight_versions"),
             prompt_tokens=usage.get("prompt_tokens"),
             cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-            prompt=choice.get("prompt_token_ids") or field(answer).get("prompt_token_ids"),
+            prompt=choice.get("prompt_token_ids") or whole.get("prompt_token_ids"),
             # A server that streams has rendered the messages itself: without prompt ids, the prompt is unverified.
             prompt_needed=self.streams,
         )
@@ -75,7 +79,7 @@ class _VLLM:
     @reader
     def listed(self, answer: object) -> list[float]:
         top = field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
-        return [field(found, "logprob") for found in top]
+        return [cast(float, field(found, "logprob")) for found in cast(list[object], top)]
 
 
 class Generate(_VLLM):
@@ -98,7 +102,7 @@ class Generate(_VLLM):
         }
 
     def listing(self, body: Json, count: int) -> Json:
-        return body | {"sampling_params": {**field(body, "sampling_params"), "logprobs": count}}
+        return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "logprobs": count}}
 
 
 class Completions(_VLLM):
@@ -126,7 +130,7 @@ class Completions(_VLLM):
 
     @reader
     def listed(self, answer: object) -> list[float]:
-        return list(field(answer, "choices", 0, "logprobs", "top_logprobs", 0).values())
+        return list(cast(dict[str, float], field(answer, "choices", 0, "logprobs", "top_logprobs", 0)).values())
 
 
 class Chat(_VLLM):

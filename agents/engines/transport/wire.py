@@ -226,15 +226,16 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
-def field(value: Any, *path: str | int) -> Any:
+def field(value: object, *path: str | int) -> object:
     """Return `value[path[0]][path[1]]...` of a JSON answer. Raises BadAnswer, which names the missing place."""
+    found: Any = value
     for k, step in enumerate(path):
         try:
-            value = value[step]
+            found = found[step]
         except (TypeError, KeyError, IndexError) as error:
             where = ".".join(map(str, path[: k + 1]))
-            raise BadAnswer(f"the answer has no {where}; it is {_short(value)}") from error
-    return value
+            raise BadAnswer(f"the answer has no {where}; it is {_short(found)}") from error
+    return found
 
 
 def _short(value: Any) -> str:

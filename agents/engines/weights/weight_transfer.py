@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ....envs.blocking import EnvironmentThread
 from ....tapes.errors import MissingExtra, TapereelError
@@ -113,7 +113,7 @@ class NCCLTransfer(VLLMTransfer):
         device = sending_device()
         await VLLMReload.init(self)
         size = field(await self.server.get("/get_world_size", seconds=self._seconds), "world_size")
-        info = worker_info(address=self._address, port=self._port, workers=size)
+        info = worker_info(address=self._address, port=self._port, workers=cast(int, size))
         try:
             self._group, _ = await self._together(
                 self._thread.run(_join(info, device)), self._post("/init_weight_transfer_engine", {"init_info": info})
