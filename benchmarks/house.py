@@ -73,7 +73,7 @@ def note(frame, event, argument):
     ours = file.startswith(str(root)) and "/tests/" not in file and "/.venv/" not in file
     if event == "call" and ours and frame.f_code.co_name != "<module>":
         seen.add(file)
-from tests.loop import lab
+from tests.finetune.loop import lab
 import threading
 threading.setprofile(note)
 sys.setprofile(note)
@@ -86,7 +86,10 @@ print(json.dumps(len(seen)))
 def executed(root: Path) -> int | None:
     """Files of which one bare update runs a function; None where the test lab can't be run."""
     done = subprocess.run([sys.executable, "-c", UPDATE, str(root)], cwd=root, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    if done.returncode:
+        print(f"The update can't be run:\n{done.stderr}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
