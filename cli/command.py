@@ -15,7 +15,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from traceback import format_exception
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` when None) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        sys.excepthook = _print_traceback
         # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
@@ -215,6 +217,11 @@ def _run(name: str, words: list[str]) -> int:
             raise
         say(f"{prog}: {_sentence(error)}")
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback quotes messages of environments and models, so a terminal gets none of their control characters."""
+    say("".join(format_exception(kind, error, trace)).rstrip())
 
 
 class _ProgressHandler(logging.Handler):

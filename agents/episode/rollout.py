@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import logging
 import platform
 import random
 import sysconfig
@@ -36,6 +35,7 @@ from ...envs.environment import (
 from ...envs.rewards import RewardFailed
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
 from ...tapes.common.redact import without_secrets
+from ...tapes.common.text import logger
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
@@ -47,7 +47,7 @@ from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder
 from .seeds import derive_seed
 
-log = logging.getLogger("tapereel.rollout")
+log = logger("rollout")
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
 from ...tapes.common.http_service import SHORTEST_TOKEN, Handler, web
+from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
 from ...tapes.store.run_directory import open_run
@@ -43,7 +43,7 @@ from .gateway_server import Bounds, Gateway, json_response
 from .gateway_session import Session
 from .openai_protocol import Refused, invalid
 
-log = logging.getLogger("tapereel.gateway")
+log = logger("gateway")
 
 REMEMBERED = 10_000
 """Maximum number of ended tapes whose final state can still be queried; the oldest are dropped first."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import re
 import secrets
 import socket
@@ -27,11 +26,12 @@ from pydantic_core import to_json
 from ...tapes import StoreFailed
 from ...tapes.common.http_service import EVERYWHERE, Handler, HttpService, web
 from ...tapes.common.redact import bearer, without_secrets
+from ...tapes.common.text import logger
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
 from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 
-log = logging.getLogger("tapereel.gateway")
+log = logger("gateway")
 
 REMEMBERED = 10_000
 """How many keys of ended tapes are remembered, to tell them from unknown keys."""

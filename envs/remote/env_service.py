@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import logging
 import secrets
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -32,6 +31,7 @@ from ...tapes.common.http_service import (
     require_token,
     web,
 )
+from ...tapes.common.text import logger
 from ...tapes.value import Value
 from ..environment import EnvironmentFactory
 from .declared import Declared
@@ -40,7 +40,7 @@ from .env_protocol import PROTOCOL, Call, CloseCall, Fault, Welcome, read_call
 from .host import Host
 from .remote_errors import BadAnswer
 
-log = logging.getLogger("tapereel.service")
+log = logger("service")
 _AT_ONCE = 4
 """Unanswered calls of one connection; a correct client has one, and one more to close."""
 

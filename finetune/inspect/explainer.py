@@ -6,7 +6,6 @@ from the batch that the ledger names, with the recipe that the run recorded. The
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,7 @@ from ...agents.rendering.renderer import Renderer
 from ...agents.setup.recorded_setup import tokenizer_folder
 from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
-from ...tapes.common.text import counted
+from ...tapes.common.text import counted, logger
 from ...tapes.records import Use
 from ...tapes.store.ledger import FATES, ranges
 from ...tapes.store.store import Store
@@ -38,7 +37,7 @@ from ..objective.loss import prepare_batches
 from ..objective.recipe import Recipe
 from ..recipes.recipe_files import read_recipes
 
-log = logging.getLogger("tapereel.inspect")
+log = logger("inspect")
 
 
 class TokenLine(Value):

@@ -9,7 +9,6 @@ drops the tokens that are too stale nevertheless. Every episode is in exactly on
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections import ChainMap
@@ -24,6 +23,7 @@ from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.loop_watch import LoopWatch, Stall
 from ...envs.rewards.relative import training_reward
+from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.store import Store
 from ..data.by_agent import reward_by_agent
@@ -39,7 +39,7 @@ from .metrics import performance_line, rollout_line
 from .rollouts import Rollouts, Taken
 from .warm_start import batch_of
 
-log = logging.getLogger("tapereel.loop")
+log = logger("loop")
 
 STALL_SECONDS = 5.0
 """Seconds for which the event loop may be blocked before a warning names the line. A forward pass takes far less."""

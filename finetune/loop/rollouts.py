@@ -13,7 +13,6 @@ A resumed loop continues with the attempts that an earlier process closed on tap
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import re
 from collections import Counter
@@ -30,6 +29,7 @@ from ...envs.environment import EnvironmentFactory
 from ...envs.rewards import Rewards
 from ...envs.rewards.relative import compared, layer_of, training_reward
 from ...tapes import Tape, Task
+from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
 from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
@@ -41,7 +41,7 @@ from ..history.history import History, Plan
 from ..history.loop_config import LoopConfig
 from ..objective.recipe import Recipe
 
-log = logging.getLogger("tapereel.groups")
+log = logger("groups")
 
 BARREN_BATCHES = 8
 """The loop stops after so many batches of groups in a row without a usable attempt: the cause is permanent then, and

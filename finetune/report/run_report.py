@@ -7,7 +7,6 @@ file never ends the run.
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ...tapes.common.text import logger
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
 from ...tapes.view.bundle import write_report
 from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_time
@@ -23,7 +23,7 @@ from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_tim
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger("tapereel.report")
+log = logger("report")
 
 REPORT = "report.html"
 EVERY = 60.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import re
 import secrets
@@ -26,11 +25,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from ...tapes.common.config import Config
+from ...tapes.common.text import logger
 from ...tapes.errors import MissingExtra
 from ...tapes.store.disk import REAL, put_file
 from ...tapes.store.run_directory import METRICS, RunDir, read_metrics
 
-log = logging.getLogger("tapereel.trackers")
+log = logger("trackers")
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"

@@ -10,7 +10,6 @@ systems) or holds on one machine only, so there, and for a lead on another machi
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import socket
@@ -21,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ..common.text import logger
 from ..errors import StoreFailed, UsageError
 from ..value import Value
 from .disk import REAL, Disk, write_all
 
-log = logging.getLogger("tapereel.lease")
+log = logger("lease")
 
 FOLDER = "leads"
 BEAT = 5.0

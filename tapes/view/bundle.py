@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
@@ -27,6 +26,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
+from ..common.text import logger
 from ..errors import TapereelError, UsageError
 from ..store.disk import REAL, put_file
 from ..store.store import Store
@@ -35,7 +35,7 @@ from .items import SHARD
 from .overview import Overview, overview_of
 from .run_view import PAGE, RunFacts, RunView
 
-log = logging.getLogger("tapereel.view")
+log = logger("view")
 
 SCRIPTS = (
     "dom.js",
