@@ -103,7 +103,9 @@ class Lease:
             raise RunHeld(
                 f"{run} was taken by another process at the same moment: {read_leads(Path(run))[newest + 1]}"
             ) from None
-        disk.lock(self._handle)
+        # Locked before it has content: a process that finds it empty waits for a sign of life, and one that finds it
+        # free and filled takes its lead for dead. Another process may hold the lock for a moment, to test it.
+        disk.lock(self._handle, wait=True)
         self._write()
         disk.sync_dir(self._folder)
         if not self.locks:

@@ -83,7 +83,7 @@ def test_where_flock_has_no_effect_signs_of_life_decide(tmp_path: Path) -> None:
     with Lease(tmp_path, beat=0.02, disk=NoLocks()) as first:
         assert not first.locks
         with pytest.raises(RunHeld):
-            Lease(tmp_path, beat=0.1, disk=NoLocks())
+            Lease(tmp_path, beat=1.0, disk=NoLocks())
         first.check()
     with Lease(tmp_path, beat=100.0, disk=NoLocks()) as second:  # the first one ended its lease itself
         assert second.epoch == 2
