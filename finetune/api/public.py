@@ -94,15 +94,19 @@ def train(
 ) -> Run:
     """Train a model on the agent's own episodes: rollouts go on while the trainer updates the weights.
 
-    `model`: a folder in Hugging Face format. `updates`: optimiser updates of the loop; `recipe`: the objective's name,
-    as `grpo` (None: the defaults of `tapereel train`). `settings`: any setting of `tapereel train` by its dotted key,
-    as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
+    `model`: a folder in Hugging Face format. `updates`: optimiser updates of the loop. `recipe`: the objective's name,
+    as `grpo`, or `module:name` (None: the defaults of `tapereel train`). `settings`: any setting of `tapereel train` by
+    its dotted key, as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
 
     Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
     """
     from ..run.train_config import TrainConfig
     from ..run.train_run import train as train_config
 
+    if recipe is not None and not isinstance(recipe, str):
+        raise UsageError(
+            "recipe is an object: pass its name, as 'my_recipes.py:mine', so that a resumed run finds it again"
+        )
     if not isinstance(model, str | Path):
         raise UsageError("train needs a model's folder: a list of answers has no weights to train")
     if not Path(model).is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,18 +168,24 @@ class Run:
 
 
 Model = str | Path | Sequence[str]
-"""A folder in Hugging Face format, litellm's name of a hosted model, or a list of answers: the k-th answers the k-th
-request of every episode."""
+"""A folder in Hugging Face format, litellm's name of a hosted model, an engine as `module:name` or `file.py:name`, or a
+list of answers: the k-th answers the k-th request of every episode."""
+_ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def engine_settings(model: Model | None) -> list[str]:
     """The settings `KEY=VALUE` of the engine that a `model` argument names; none for None."""
     if model is None:
         return []
+    if isinstance(model, str) and _ENGINE.fullmatch(model):
+        return [f"engine.kind={json.dumps(model)}"]
     if isinstance(model, str | Path):
         kind = "embedded" if Path(model).is_dir() else "litellm"
         return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
-    answers = list(model)
+    answers = list(model) if isinstance(model, Sequence) else []
     if not answers or not all(isinstance(text, str) for text in answers):
-        raise UsageError(f"model is {model!r:.80}: give a folder, a hosted model's name, or a list of answers (texts)")
+        raise UsageError(
+            f"model is {model!r:.80}: give a folder, a hosted model's name, a list of answers (texts), or the name of "
+            "an engine of your own, as 'my_engines.py:Echo'"
+        )
     return ["engine.kind=scripted", f"engine.answers={json.dumps(answers)}"]

@@ -108,8 +108,8 @@ def test_every_verb_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFix
 def test_the_top_lists_the_verbs_and_refuses_others(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == Exit.HOLDS
     shown = capsys.readouterr().out
+    assert [name for names in cli.GROUPS.values() for name in names] == list(cli.VERBS), "the same verbs, in one order"
     assert all(f"  {name}" in shown and text in shown for name, (_, text) in cli.VERBS.items())
-    assert [name for names in cli.GROUPS.values() for name in names] == list(cli.VERBS)
     assert all(f"\n{group}:\n" in shown for group in cli.GROUPS)
     assert cli.main(["shwo"]) == Exit.USAGE
     assert "'shwo'" in capsys.readouterr().err

@@ -37,6 +37,7 @@ PLAIN_WORDS = {
     "kv_cache": "agents/engines/embedded/kv_cache.py",
     "vllm": "agents/engines/servers/vllm.py",
     "weight_sync": "agents/engines/weights/weight_sync.py",
+    "lease": "tapes/store/lease.py",
     "gateway": "agents/gateway/gateway_server.py",
     "sandbox": "envs/adapters/sandbox.py",
     "reward": "envs/rewards/sources.py",
@@ -164,6 +165,13 @@ def test_every_room_says_what_it_is_for():
             if len(text.split()) < 8:
                 short.append(name)
     assert short == []
+
+
+def test_the_architecture_page_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = text.split("```")[3].split()
+    rooms = {name.rpartition("/")[0] for name in files()} - {""}
+    assert {room for room in rooms if f"{room.rpartition('/')[2]}/" not in tree} == set()
 
 
 def test_the_circle_finder_finds_circles():

@@ -172,3 +172,24 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_name_of_an_engine_stands_in_the_place_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tapereel.agents import Completion\n"
+        "class Echo:\n"
+        "    name, renderer, context = 'echo', None, None\n"
+        "    async def complete(self, request):\n"
+        "        return Completion(text='3')\n"
+        "    def forget(self, cache_key): ...\n"
+        "    async def close(self): ...\n"
+    )
+    made = tr.run(tr.ChatAgent("Guess."), Guess, [3], f"{tmp_path}/mine.py:Echo", out=tmp_path / "run")
+    assert made.summary.usable == 1
+
+
+def test_an_engine_or_a_recipe_as_an_object_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"the name of an engine of your own, as 'my_engines.py:Echo'"):
+        tr.run(tr.ChatAgent("Guess."), Guess, [3], object(), out=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"recipe is an object: pass its name"):
+        tr.train(tr.ChatAgent("Guess."), Guess, [3], tmp_path, recipe=object())  # type: ignore[arg-type]

@@ -65,6 +65,7 @@ def documented(name: str) -> tuple[str, list[str], str]:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_the_equation_that_is_checked_is_the_one_that_is_documented(name):
+    assert name in EQUATIONS, f"write {name} as a plain loop, and name it in EQUATIONS of tests/oracles/recipes.py"
     equation, deviations, text = documented(name)
     assert equation == inspect.cleandoc(EQUATIONS[name].__doc__ or ""), "edit both, and the loops below"
     assert text.startswith(f"{name}: ")
